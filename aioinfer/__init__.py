@@ -1,0 +1,105 @@
+"""aioinfer: a language-model inference engine that lives inside an asyncio program.
+
+Names are loaded on first use: importing the package costs milliseconds, imports no torch and changes
+nothing global.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioinfer.config import EngineConfig, ServerConfig
+    from aioinfer.engine import Engine, EngineState
+    from aioinfer.errors import (
+        AioInferError,
+        Cancelled,
+        ConfigError,
+        EngineClosed,
+        EngineError,
+        EngineFailed,
+        InvalidRequest,
+        OutOfMemory,
+        Rejected,
+        RequestError,
+        StepFailed,
+        TimedOut,
+        WrongLoop,
+    )
+    from aioinfer.llm import LLM
+    from aioinfer.outputs import Chunk, RequestMetrics, Result, Usage
+    from aioinfer.params import SamplingParams
+    from aioinfer.stats import EngineStats
+    from aioinfer.stream import Stream
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AioInferError": "errors",
+    "Cancelled": "errors",
+    "Chunk": "outputs",
+    "ConfigError": "errors",
+    "Engine": "engine",
+    "EngineClosed": "errors",
+    "EngineConfig": "config",
+    "EngineError": "errors",
+    "EngineFailed": "errors",
+    "EngineState": "engine",
+    "EngineStats": "stats",
+    "InvalidRequest": "errors",
+    "LLM": "llm",
+    "OutOfMemory": "errors",
+    "Rejected": "errors",
+    "RequestError": "errors",
+    "RequestMetrics": "outputs",
+    "Result": "outputs",
+    "SamplingParams": "params",
+    "ServerConfig": "config",
+    "StepFailed": "errors",
+    "Stream": "stream",
+    "TimedOut": "errors",
+    "Usage": "outputs",
+    "WrongLoop": "errors",
+}
+
+__all__ = [
+    "LLM",
+    "AioInferError",
+    "Cancelled",
+    "Chunk",
+    "ConfigError",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineError",
+    "EngineFailed",
+    "EngineState",
+    "EngineStats",
+    "InvalidRequest",
+    "OutOfMemory",
+    "Rejected",
+    "RequestError",
+    "RequestMetrics",
+    "Result",
+    "SamplingParams",
+    "ServerConfig",
+    "StepFailed",
+    "Stream",
+    "TimedOut",
+    "Usage",
+    "WrongLoop",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

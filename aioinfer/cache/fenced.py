@@ -1,0 +1,101 @@
+"""FencedPool: hand out small integers, and never hand one out while a launched step could touch it.
+
+Where an item can be, and what moves it::
+
+             take()                      give(fence)
+    free ──────────────► private ───────────────────────► fenced
+      ▲                    │ fence already resolved          │
+      └────────────────────┴──────────────◄──────────────────┘
+                                        resolved(fence)
+
+``free + fenced + private == total`` at every moment; :meth:`FencedPool.check` asserts it in O(1) and
+:meth:`FencedPool.audit` by walking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["FencedPool"]
+
+
+class FencedPool:
+    """Items ``1 .. total``; 0 is the junk item that padding uses and nobody owns.
+
+    A *fence* is the id of the newest launched step that could touch an item when it was given back. The
+    item becomes free when that step has resolved. (Freeing on "the next result" instead is the classic
+    bug: with two steps in flight the second one still reads the item.)
+    """
+
+    __slots__ = ("_fenced", "_free", "_num_fenced", "_num_private", "_resolved", "total")
+
+    def __init__(self, total: int) -> None:
+        if total < 1:
+            raise ValueError(f"a pool needs at least one item, got {total}")
+        self.total = total
+        # Popped from the end, so that low numbers go out first and a lightly used pool stays compact.
+        self._free = list(range(total, 0, -1))
+        self._fenced: dict[int, list[int]] = {}
+        self._num_fenced = 0
+        self._num_private = 0
+        self._resolved = 0
+
+    @property
+    def free(self) -> int:
+        """Items that :meth:`take` can hand out now."""
+        return len(self._free)
+
+    @property
+    def fenced(self) -> int:
+        """Items given back that become free as steps resolve."""
+        return self._num_fenced
+
+    @property
+    def private(self) -> int:
+        """Items that somebody owns."""
+        return self._num_private
+
+    def take(self, count: int = 1) -> list[int]:
+        """Hand out ``count`` free items; all or nothing. Raises IndexError when there are fewer."""
+        if count > len(self._free):
+            raise IndexError(f"{count} items wanted, {len(self._free)} free")
+        if count == 0:
+            return []
+        taken = self._free[-count:]
+        del self._free[-count:]
+        taken.reverse()
+        self._num_private += count
+        return taken
+
+    def give(self, items: Iterable[int], fence: int) -> None:
+        """Take items back; they are free at once if step ``fence`` has resolved already."""
+        items = list(items)
+        self._num_private -= len(items)
+        if fence <= self._resolved:
+            self._free.extend(reversed(items))
+            return
+        self._fenced.setdefault(fence, []).extend(items)
+        self._num_fenced += len(items)
+
+    def resolved(self, step_id: int) -> None:
+        """Step ``step_id`` has resolved; steps resolve in the order of their ids, each exactly once."""
+        self._resolved = step_id
+        items = self._fenced.pop(step_id, None)
+        if items is not None:
+            self._num_fenced -= len(items)
+            self._free.extend(reversed(items))
+
+    def check(self) -> None:
+        """Assert conservation, in O(1)."""
+        counted = len(self._free) + self._num_fenced + self._num_private
+        assert counted == self.total, f"{counted} items counted, {self.total} exist"
+        assert self._num_private >= 0, "more items were given back than taken"
+
+    def audit(self, owned: Iterable[int]) -> None:
+        """Assert by walking that ``owned``, fenced and free items are disjoint and complete. O(total)."""
+        fenced = [item for items in self._fenced.values() for item in items]
+        owned = list(owned)
+        everything = sorted([*self._free, *fenced, *owned])
+        assert everything == list(range(1, self.total + 1)), "an item is lost, doubled or owned twice"
+        assert len(fenced) == self._num_fenced
+        assert len(owned) == self._num_private

@@ -1,0 +1,201 @@
+"""One dataclass: the single source of keyword arguments, command-line flags, environment and YAML keys.
+
+``EngineConfig(max_running_requests=8)``, ``--max-running-requests 8``, ``AIOINFER_MAX_RUNNING_REQUESTS=8``
+and ``max_running_requests: 8`` in a file all set the same field. Flags win over the environment, the
+environment over the file, the file over the defaults below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from aioinfer.errors import ConfigError
+
+__all__ = ["EngineConfig", "ServerConfig", "bundled_models", "load_settings"]
+
+_BUNDLED = Path(__file__).parent / "bundled"
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an :class:`~aioinfer.Engine` runs. ``None`` means: decided when the model is known."""
+
+    model: str = _option("tiny-chat", "model directory, or the name of a bundled model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
+        "auto", "weights and activations; auto takes what the checkpoint says"
+    )
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto takes cuda where there is one")
+    max_model_len: int | None = _option(None, "longest prompt plus output in tokens")
+    page_size: int = _option(16, "KV positions per page")
+    num_pages: int | None = _option(None, "KV pages; by default from the memory budget")
+    kv_memory_gib: float = _option(1.0, "KV budget on the CPU in GiB when num_pages is not given")
+    gpu_memory_utilization: float = _option(0.85, "share of GPU memory for weights and KV together")
+    max_running_requests: int = _option(64, "requests that hold a slot at the same time")
+    max_step_tokens: int = _option(2048, "tokens of one step, prefill and decode together")
+    chunk_size: int = _option(512, "longest prefill chunk of one request in one step")
+    window: Literal[0, 1, 2] = _option(1, "steps launched ahead of the one being read; 0 is sequential")
+    launch_mode: Literal["thread", "inline"] = _option("thread", "where steps are launched")
+    threads: int | None = _option(None, "CPU threads of the device; by default all cores")
+    seed: int | None = _option(None, "seed of the seeds of requests that bring none")
+    max_queued_requests: int = _option(4096, "requests waiting for a slot before new ones are rejected")
+    max_queued_tokens: int = _option(4_000_000, "prompt tokens waiting before new requests are rejected")
+    waiting_timeout: float | None = _option(None, "seconds a request may wait for its first step")
+    running_timeout: float | None = _option(None, "seconds a request may run after its first step")
+    drain_timeout: float = _option(30.0, "seconds that closing waits for running requests")
+    transformers_fallback: bool = _option(False, "run the transformers implementation of any model")
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name in ("page_size", "max_running_requests", "max_step_tokens", "chunk_size"):
+            _at_least(self, name, 1)
+        for name in ("max_model_len", "num_pages", "threads"):
+            _at_least(self, name, 1)
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            _at_least(self, name, 1)
+        for name in ("waiting_timeout", "running_timeout", "kv_memory_gib"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be positive, got {value!r}")
+        if not (math.isfinite(self.drain_timeout) and self.drain_timeout >= 0):
+            raise ConfigError(f"drain_timeout must not be negative, got {self.drain_timeout!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
+            )
+        if self.max_step_tokens < self.max_running_requests:
+            raise ConfigError(
+                f"max_step_tokens ({self.max_step_tokens}) must be at least max_running_requests "
+                f"({self.max_running_requests}): every running request may need a token in one step"
+            )
+
+    @property
+    def model_path(self) -> Path:
+        """The directory of the model, bundled or not."""
+        bundled = _BUNDLED / self.model
+        return bundled if self.model in bundled_models() else Path(self.model).expanduser()
+
+    @property
+    def num_slots(self) -> int:
+        """Slots besides the junk slot 0: enough that fenced ones never hold up an admission."""
+        return self.max_running_requests * (self.window + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How ``aioinfer serve`` listens."""
+
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(8000, "port to listen on; 0 takes a free one")
+    api_key: str | None = _option(None, "bearer token that clients must send")
+    insecure: bool = _option(False, "allow other than loopback addresses without an API key")
+    served_model_name: str | None = _option(None, "model name in the API; by default the directory's")
+    max_body_mib: float = _option(16.0, "largest request body in MiB")
+    ping_interval: float = _option(5.0, "seconds of silence before an SSE comment keeps a stream alive")
+    send_timeout: float = _option(30.0, "seconds a client may refuse to read before it is dropped")
+    drain_timeout: float = _option(30.0, "seconds that SIGTERM waits for running requests")
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        for name in ("max_body_mib", "ping_interval", "send_timeout"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be positive, got {value!r}")
+        if self.host not in ("127.0.0.1", "::1", "localhost") and not (self.api_key or self.insecure):
+            raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
+
+
+def bundled_models() -> list[str]:
+    """Names of the models that come with the package."""
+    if not _BUNDLED.is_dir():
+        return []
+    return sorted(entry.name for entry in _BUNDLED.iterdir() if (entry / "config.json").is_file())
+
+
+def load_settings(
+    cls: type[Any],
+    flags: Mapping[str, Any] = types.MappingProxyType({}),
+    environ: Mapping[str, str] | None = None,
+    file: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Any:
+    """Build a config dataclass from flags, environment and file settings, in this order of precedence.
+
+    Keys of ``file`` that the class does not have are ignored here: one file may hold several classes.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        variable = f"AIOINFER_{item.name.upper()}"
+        if item.name in flags:
+            values[item.name] = flags[item.name]
+        elif variable in environ:
+            values[item.name] = parse_setting(cls, item.name, environ[variable])
+        elif item.name in file:
+            values[item.name] = file[item.name]
+    return cls(**values)
+
+
+def parse_setting(cls: type[Any], name: str, text: str) -> Any:
+    """One field from its text form, as flags and environment variables give it."""
+    options = _options(cls, name)
+    if type(None) in options and text.lower() in ("", "none", "null"):
+        return None
+    if bool in options:
+        lowered = text.lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"{name} must be true or false, got {text!r}")
+    for kind in (int, float):
+        if kind in options or any(isinstance(option, kind) for option in options):
+            try:
+                return kind(text)
+            except ValueError:
+                raise ConfigError(f"{name} must be a number, got {text!r}") from None
+    return text
+
+
+def _options(cls: type[Any], name: str) -> tuple[Any, ...]:
+    """What a field may hold: types, and the values of a Literal."""
+    hint = typing.get_type_hints(cls)[name]
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(
+        option
+        for part in parts
+        for option in (typing.get_args(part) if typing.get_origin(part) is Literal else (part,))
+    )
+
+
+def _check_types(config: Any) -> None:
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        options = _options(type(config), item.name)
+        kinds = tuple(option for option in options if isinstance(option, type))
+        if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+            continue
+        if isinstance(value, bool) and bool not in kinds:
+            raise ConfigError(f"{item.name} must not be a truth value, got {value!r}")
+        if isinstance(value, kinds) or (not isinstance(value, bool) and value in options):
+            continue
+        wanted = ", ".join(getattr(option, "__name__", repr(option)) for option in options)
+        raise ConfigError(f"{item.name} must be one of {wanted}; got {value!r}")
+
+
+def _at_least(config: Any, name: str, low: int) -> None:
+    value = getattr(config, name)
+    if value is not None and value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")

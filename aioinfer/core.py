@@ -1,0 +1,184 @@
+"""Core: scheduler and text together, without waiting for anything.
+
+What the asynchronous engine and the synchronous :class:`~aioinfer.LLM` share: validation, the life of
+a request from prompt ids to text, and what the caller's stop strings mean for the scheduler.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.slots import SlotPool
+from aioinfer.config import EngineConfig
+from aioinfer.errors import InvalidRequest, Rejected, StepFailed
+from aioinfer.execution.device import DeviceInfo
+from aioinfer.params import SamplingParams
+from aioinfer.request import Request
+from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import Step
+from aioinfer.text.output import OutputText
+
+if TYPE_CHECKING:
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Core"]
+
+
+class Core:
+    """Owns all scheduling state. Never called from two threads."""
+
+    __slots__ = ("_clock", "_config", "_next_key", "_seeds", "info", "scheduler", "tokenizer")
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: DeviceInfo,
+        tokenizer: Tokenizer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            PageAllocator(info.num_pages, config.page_size),
+            SlotPool(config.num_slots),
+            Limits(config.max_running_requests, config.max_step_tokens, config.chunk_size),
+        )
+        self._config = config
+        self._clock = clock
+        self._seeds = random.Random(config.seed)
+        self._next_key = 0
+
+    # -- a request arrives ----------------------------------------------------------------------
+
+    def check_queue(self, arriving: int = 0, tokens: int = 0) -> None:
+        """Raise Rejected if the queue is full, ``arriving`` requests and ``tokens`` included."""
+        waiting = len(self.scheduler.waiting) + arriving
+        if waiting >= self._config.max_queued_requests:
+            raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
+        queued = self.scheduler.queued_tokens
+        if queued and queued + tokens > self._config.max_queued_tokens:
+            raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
+
+    def new_request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, arrival: float | None = None
+    ) -> Request:
+        """Check everything about a request that can be checked, and make it. Raises InvalidRequest."""
+        info = self.info
+        _check_ids("prompt", prompt_ids, info.vocab_size)
+        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+        if len(prompt_ids) >= info.max_model_len:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(prompt_ids)} tokens; the model takes {info.max_model_len} "
+                "tokens of prompt and output together",
+            )
+        max_length = info.max_model_len
+        if params.max_tokens is not None:
+            max_length = min(max_length, len(prompt_ids) + params.max_tokens)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop", "the engine has no tokenizer, so there is no text to match")
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= info.eos_token_ids
+        self._next_key += 1
+        return Request(
+            self._next_key,
+            prompt_ids,
+            params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            max_length=max_length,
+            arrival=self._clock() if arrival is None else arrival,
+            text=self._output_text(prompt_ids, params),
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue a checked request. Raises Rejected."""
+        self.check_queue(tokens=request.length)
+        self.scheduler.submit(request)
+
+    def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
+        if self.tokenizer is None:
+            return OutputText(None)
+        detokenizer = self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        return OutputText(detokenizer, params.stop, params.include_stop)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def plan(self) -> Step | None:
+        """The next step to launch, if there is one."""
+        step = self.scheduler.plan()
+        if step is not None:
+            now = self._clock()
+            for row in step.rows:
+                if row.admission is not None and row.request.admitted_at is None:
+                    row.request.admitted_at = now
+        return step
+
+    def resolve(self, step: Step, tokens: Sequence[int]) -> list[Request]:
+        """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
+        now = self._clock()
+        advanced = self.scheduler.resolve(step, tokens)
+        for request in advanced:
+            if request.error is None:
+                request.token_times.append(now)
+                self._append_text(request)
+            else:
+                request.error = _step_failed(request.error)
+            if request.finished:
+                self._close_text(request, now)
+        return advanced
+
+    def fail(self, step: Step, error: BaseException) -> list[Request]:
+        """A step raised; returns the requests that ended with it."""
+        failed = self.scheduler.fail(step, error)
+        for request in failed:
+            request.error = _step_failed(error)
+            self._close_text(request, self._clock())
+        return failed
+
+    def abort(self, request: Request, error: BaseException | None = None) -> bool:
+        """End a request from outside; True if it had not ended yet."""
+        if not self.scheduler.finish(request, "abort", error):
+            return False
+        self._close_text(request, self._clock())
+        return True
+
+    def _append_text(self, request: Request) -> None:
+        token = request.output_ids[-1]
+        if request.finish_reason == "stop" and not request.params.include_stop:
+            return
+        stop = request.text.push(token)
+        if stop is not None:
+            # A stop string completed by the very last token still counts as a stop.
+            self.scheduler.finish(request, "stop")
+            request.finish_reason = "stop"
+            request.stop_reason = stop
+
+    def _close_text(self, request: Request, now: float) -> None:
+        request.finished_at = now
+        if request.finish_reason != "abort":
+            # Text held back for a stop string is final now. (Cut off, it might still have been one.)
+            request.text.finish()
+
+
+def _step_failed(cause: BaseException) -> StepFailed:
+    """One exception per request: several tasks will raise theirs."""
+    error = StepFailed(f"the step of this request failed: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if field == "prompt" and not len(ids):
+        raise InvalidRequest(field, "is empty")
+    for token in ids:
+        if type(token) is not int:
+            raise InvalidRequest(field, f"must be integer token ids, got {token!r}")
+    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidRequest(field, f"{bad} is not a token id; the model has {vocab_size}")

@@ -1,0 +1,465 @@
+"""Engine: the façade an application holds, and the one task that drives everything.
+
+Read :meth:`Engine._drive` first. It is the whole life of the engine: plan, launch, and only when the
+in-flight window is full (or there is nothing to launch) wait for the oldest flight and resolve it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from aioinfer import assembly
+from aioinfer.bell import Bell
+from aioinfer.config import EngineConfig
+from aioinfer.core import Core
+from aioinfer.errors import (
+    EngineClosed,
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    RequestError,
+    TimedOut,
+    WrongLoop,
+)
+from aioinfer.execution.device import DeviceInfo, DeviceLost, Progress
+from aioinfer.params import SamplingParams
+from aioinfer.request import Request
+from aioinfer.scheduling.step import Step
+from aioinfer.stats import EngineStats
+from aioinfer.stream import Stream, StreamCell
+
+if TYPE_CHECKING:
+    from aioinfer.execution.launcher import Launcher
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Engine", "EngineState", "Prompt"]
+
+_log = logging.getLogger("aioinfer")
+
+#: text, token ids, or chat messages (mappings with "role" and "content")
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class EngineState(Enum):
+    """``NEW -> STARTING -> RUNNING -> DRAINING -> CLOSED``; FAILED from RUNNING when all is lost."""
+
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class Engine:
+    """A language model inside this event loop.
+
+    ::
+
+        async with Engine(EngineConfig(model="/models/Qwen3-0.6B")) as engine:
+            async for chunk in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
+                print(chunk.text, end="")
+
+    It belongs to the loop that started it. It starts one task and, in thread mode, one thread (two on
+    CUDA); it touches no signal, no loop policy, no logging root and no environment variable. A closed
+    engine can be started again, also under a new loop.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        launcher: Callable[[EngineConfig], Launcher] = assembly.make_launcher,
+        tokenizer: Callable[[EngineConfig], Tokenizer | None] = assembly.load_tokenizer,
+    ) -> None:
+        """``launcher`` and ``tokenizer`` replace the real ones in tests and simulations; ``tokenizer``
+        is called on a worker thread."""
+        self.config = config if config is not None else EngineConfig()
+        self._make_launcher = launcher
+        self._load_tokenizer = tokenizer
+        self._reset(EngineState.NEW)
+
+    def _reset(self, state: EngineState) -> None:
+        self._state = state
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._workers: ThreadPoolExecutor | None = None
+        self._launcher: Launcher | None = None
+        self._core: Core | None = None
+        self._driver: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._bell = Bell()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._flights: deque[tuple[Step, asyncio.Future[list[int]]]] = deque()
+        #: streams whose prompts are being tokenized
+        self._arriving: set[StreamCell] = set()
+        self._last_resolved = 0.0
+        self.default_params = SamplingParams()
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Load the model and begin to serve on the running loop. Raises ConfigError, OutOfMemory.
+
+        ``progress(stage, done, total)`` is called from the launch thread while the model loads.
+        """
+        if self._loop is not None and self._loop.is_closed():
+            self._reset(EngineState.CLOSED)
+        if self._state not in (EngineState.NEW, EngineState.CLOSED):
+            raise EngineError(f"the engine cannot be started: it is {self._state.value}")
+        self._reset(EngineState.STARTING)
+        self._loop = loop = asyncio.get_running_loop()
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text")
+        self._launcher = self._make_launcher(self.config)
+        try:
+            info = await self._launcher.start(progress)
+            tokenizer = await loop.run_in_executor(self._workers, self._load_tokenizer, self.config)
+            defaults = await loop.run_in_executor(self._workers, assembly.default_params, self.config)
+            info = assembly.with_end_tokens(info, tokenizer)
+        except BaseException:
+            await self._launcher.aclose()
+            self._workers.shutdown(wait=False)
+            self._reset(EngineState.CLOSED)
+            raise
+        self.default_params = defaults
+        self._core = Core(self.config, info, tokenizer, loop.time)
+        self._last_resolved = loop.time()
+        self._state = EngineState.RUNNING
+        self._driver = loop.create_task(self._guard_drive(), name="aioinfer-driver")
+
+    async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Stop serving. Idempotent; when cancelled, closing goes on in the background.
+
+        With ``drain``, requests under way may finish first, for at most ``timeout`` seconds (default
+        ``config.drain_timeout``). What is left then ends with :class:`~aioinfer.EngineClosed`. A second
+        call without ``drain`` cuts the waiting short.
+        """
+        if self._loop is None or self._loop.is_closed():
+            self._reset(EngineState.CLOSED)
+            return
+        self._check_loop()
+        if self._core is None:
+            raise EngineError("the engine is still starting")
+        if self._closing is None:
+            seconds = self.config.drain_timeout if timeout is None else timeout
+            closing = self._close(seconds if drain else 0.0)
+            self._closing = self._loop.create_task(closing, name="aioinfer-closing")
+        elif not drain:
+            self._set_drained()
+        await asyncio.shield(self._closing)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=kind is None)
+
+    async def _close(self, drain_seconds: float) -> None:
+        assert self._loop is not None and self._launcher is not None
+        assert self._driver is not None and self._workers is not None
+        if self._state is EngineState.RUNNING:
+            self._state = EngineState.DRAINING
+        if drain_seconds > 0 and self._busy and self._failure is None:
+            self._drained = self._loop.create_future()
+            timer = self._loop.call_later(drain_seconds, self._set_drained)
+            await self._drained
+            timer.cancel()
+        self._end_all(lambda: EngineClosed("the engine was closed"))
+        self._stopping = True
+        self._bell.ring()
+        if not await self._launcher.aclose():
+            self._driver.cancel()
+        await asyncio.wait([self._driver])
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._state = EngineState.CLOSED
+        self._loop = None
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Stream:
+        """Queue a generation and return its :class:`~aioinfer.Stream` at once.
+
+        Args:
+            prompt: text, a list of token ids, or a list of chat messages for the chat template.
+            params: by default what the model's ``generation_config.json`` says.
+            waiting_timeout: seconds it may wait for its first step; default from the config.
+            running_timeout: seconds it may take from its first step on; default from the config.
+            chat_template_kwargs: handed to the chat template, e.g. ``{"enable_thinking": False}``.
+
+        Raises:
+            InvalidRequest: an argument is bad. What only tokenizing can tell is raised by the stream.
+            Rejected: the queue is full.
+            EngineClosed, EngineFailed, WrongLoop: there is no engine to serve it here and now.
+        """
+        core = self._serving_core()
+        params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest("params", f"must be SamplingParams, got {type(params).__name__}")
+        waiting = assembly.timeout("waiting_timeout", waiting_timeout, self.config.waiting_timeout)
+        running = assembly.timeout("running_timeout", running_timeout, self.config.running_timeout)
+        encode = assembly.encoder(core.tokenizer, prompt, chat_template_kwargs)
+        core.check_queue(len(self._arriving))
+        cell = StreamCell(running)
+        if encode is None:
+            self._submit(cell, core.new_request(prompt, params))  # type: ignore[arg-type]
+        else:
+            self._tokenize(cell, encode, params)
+        if waiting is not None:
+            assert self._loop is not None
+            cell.timer = self._loop.call_later(waiting, self._expire, cell, "waiting", waiting)
+        return Stream(self, cell)
+
+    def _tokenize(self, cell: StreamCell, encode: Callable[[], list[int]], params: SamplingParams) -> None:
+        """Tokenize on a worker thread, then submit."""
+        assert self._loop is not None
+        arrival = self._loop.time()
+
+        def tokenized(future: asyncio.Future[list[int]]) -> None:
+            error = asyncio.CancelledError() if future.cancelled() else future.exception()
+            if cell not in self._arriving:
+                return
+            self._arriving.discard(cell)
+            try:
+                if error is not None:
+                    raise error
+                assert self._core is not None
+                self._submit(cell, self._core.new_request(future.result(), params, arrival))
+            except RequestError as refused:
+                cell.error = refused
+            except (Exception, asyncio.CancelledError) as other:
+                cell.error = InvalidRequest("prompt", f"could not be tokenized: {other!r}")
+                cell.error.__cause__ = other
+            if cell.error is not None:
+                self._ended(cell)
+
+        self._arriving.add(cell)
+        self._loop.run_in_executor(self._workers, encode).add_done_callback(tokenized)
+
+    def _submit(self, cell: StreamCell, request: Request) -> None:
+        assert self._core is not None
+        self._core.submit(request)
+        cell.request = request
+        request.cell = cell
+        self._bell.ring()
+
+    # -- the driver -----------------------------------------------------------------------------
+
+    async def _drive(self, core: Core, launcher: Launcher) -> None:
+        flights = self._flights
+        while not self._stopping:
+            if len(flights) <= self.config.window and (step := core.plan()) is not None:
+                self._launch(step, launcher)
+            elif flights and flights[0][1].done():
+                self._resolve(core, *flights.popleft())
+                # Consumers get a turn after every step, also when the device is always ahead.
+                await asyncio.sleep(0)
+            else:
+                await self._bell.wait()
+
+    def _launch(self, step: Step, launcher: Launcher) -> None:
+        future = launcher.launch(step)
+        future.add_done_callback(self._landed)
+        self._flights.append((step, future))
+        for row in step.rows:
+            if row.admission is not None and row.request.cell is not None and not row.request.retractions:
+                self._admitted(row.request.cell)
+
+    def _landed(self, future: asyncio.Future[list[int]]) -> None:
+        if not future.cancelled():
+            future.exception()  # mark as seen, should nobody be left to resolve it
+        self._bell.ring()
+
+    def _resolve(self, core: Core, step: Step, future: asyncio.Future[list[int]]) -> None:
+        """Commit a landed flight and tell the consumers."""
+        assert self._loop is not None
+        self._last_resolved = self._loop.time()
+        error = future.exception()
+        if isinstance(error, DeviceLost):
+            raise error
+        if error is None:
+            moved = core.resolve(step, future.result())
+        else:
+            _log.error("step %d failed: %r", step.id, error)
+            moved = core.fail(step, error)
+        for request in moved:
+            cell = request.cell
+            if cell is None:
+                continue
+            if request.finished:
+                self._ended(cell)
+            else:
+                cell.notify()
+
+    async def _guard_drive(self) -> None:
+        assert self._core is not None and self._launcher is not None
+        try:
+            await self._drive(self._core, self._launcher)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            _log.exception("the engine is lost")
+            self._fail(error)
+
+    def _fail(self, cause: BaseException) -> None:
+        """The device or the driver is lost: every open stream ends now, with the reason."""
+        self._failure = cause
+        self._state = EngineState.FAILED
+        self._end_all(self._failed_error)
+
+    # -- endings --------------------------------------------------------------------------------
+
+    def _end_all(self, make_error: Callable[[], EngineError]) -> None:
+        assert self._core is not None
+        for cell in list(self._arriving):
+            self._arriving.discard(cell)
+            cell.error = make_error()
+            self._ended(cell)
+        scheduler = self._core.scheduler
+        for request in [*scheduler.running.values(), *scheduler.waiting]:
+            self._core.abort(request, make_error())
+            if request.cell is not None:
+                self._ended(request.cell)
+        self._set_drained()
+
+    def _admitted(self, cell: StreamCell) -> None:
+        """The request is in a step: its waiting deadline is met, its running one begins."""
+        cell.cancel_timer()
+        seconds = cell.running_timeout
+        if seconds is not None:
+            assert self._loop is not None
+            cell.timer = self._loop.call_later(seconds, self._expire, cell, "running", seconds)
+        cell.notify()
+
+    def _expire(self, cell: StreamCell, phase: str, seconds: float) -> None:
+        cell.timer = None
+        self._end(cell, TimedOut(phase, seconds))
+
+    def _end(self, cell: StreamCell, error: RequestError | None) -> None:
+        """End a stream's request from outside, whatever its state."""
+        assert self._core is not None
+        if cell.request is not None:
+            self._core.abort(cell.request, error)
+        else:
+            self._arriving.discard(cell)
+            cell.error = cell.error or error
+        self._ended(cell)
+        self._bell.ring()
+
+    def _ended(self, cell: StreamCell) -> None:
+        cell.cancel_timer()
+        cell.notify()
+        if self._drained is not None and not self._busy:
+            self._set_drained()
+
+    def _set_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._arriving) or (self._core is not None and self._core.scheduler.has_unfinished)
+
+    def _abandon(self, cell: StreamCell) -> None:
+        """The consumer closed its stream."""
+        if not cell.finished and self._core is not None:
+            self._end(cell, None)
+
+    def _abandon_threadsafe(self, cell: StreamCell) -> None:
+        """The stream was garbage-collected, on whatever thread."""
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._abandon, cell)
+            except RuntimeError:
+                pass  # the loop is closed, and the engine's memory is nobody's any more
+
+    # -- what there is to know ------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def ready(self) -> bool:
+        """Requests are accepted."""
+        return self._state is EngineState.RUNNING
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The model's and the device's limits. Raises EngineClosed before the engine was started."""
+        return self._started_core().info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._started_core().tokenizer
+
+    def stats(self) -> EngineStats:
+        """A snapshot, cheap enough to take every second. Raises EngineClosed before the start."""
+        scheduler = self._started_core().scheduler
+        counters, pages = scheduler.counters, scheduler.pages
+        working = self._loop is not None and bool(self._flights or scheduler.has_unfinished)
+        return EngineStats(
+            state=self._state.value,
+            arriving=len(self._arriving),
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            waiting_tokens=scheduler.queued_tokens,
+            pages_free=pages.free,
+            pages_fenced=pages.fenced,
+            pages_private=pages.private,
+            pages_total=pages.total,
+            steps=counters.steps,
+            steps_in_flight=len(self._flights),
+            admitted=counters.admitted,
+            finished=counters.finished,
+            retractions=counters.retractions,
+            prefill_tokens=counters.prefill_tokens,
+            decode_tokens=counters.decode_tokens,
+            late_tokens=counters.late_tokens,
+            stalled=self._loop.time() - self._last_resolved if working and self._loop else 0.0,
+        )
+
+    def _started_core(self) -> Core:
+        if self._core is None:
+            raise EngineClosed(f"the engine is {self._state.value}")
+        return self._core
+
+    def _serving_core(self) -> Core:
+        self._check_loop()
+        if self._state is EngineState.FAILED:
+            raise self._failed_error()
+        if self._state is not EngineState.RUNNING:
+            raise EngineClosed(f"the engine is {self._state.value}")
+        return self._started_core()
+
+    def _failed_error(self) -> EngineFailed:
+        error = EngineFailed(f"the engine is lost: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    def _check_loop(self) -> None:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if self._loop is not None and running is not self._loop:
+            raise WrongLoop("the engine belongs to the event loop that started it, and this is not it")

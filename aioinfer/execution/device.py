@@ -1,0 +1,72 @@
+"""Device: the small protocol between the launch thread and whatever computes steps.
+
+Three implementations: :mod:`aioinfer.execution.torch_device` on ``cpu`` and on ``cuda``, and the toy
+device of :mod:`aioinfer.twin.toy`, which needs no torch at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aioinfer.scheduling.step import Step
+
+__all__ = ["Device", "DeviceInfo", "DeviceLost", "Flight", "Progress"]
+
+#: ``progress(stage, done, total)`` while a model loads
+Progress = Callable[[str, int, int], None]
+
+
+class DeviceLost(Exception):
+    """No later step can succeed on this device; raised by :meth:`Device.check`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a device that is ready offers. Its limits are final: the scheduler works with these."""
+
+    vocab_size: int
+    max_model_len: int
+    #: pages a request may hold; page 0 is the junk page and not among them
+    num_pages: int
+    eos_token_ids: frozenset[int]
+    #: for banners: device, dtype, parameters, kernels
+    description: str
+
+
+class Flight(Protocol):
+    """A launched step whose result has not been read."""
+
+    def wait(self) -> list[int]:
+        """Block until the step is done, without holding the GIL meanwhile.
+
+        Returns one entry per row: the sampled token, ``NO_TOKEN`` or ``BAD_LOGITS``. Raises what the
+        device raised.
+        """
+
+
+class Device(Protocol):
+    """``open``, ``launch``, ``check`` and ``close`` are called on one thread, the launch thread.
+
+    ``prepare`` is called on the loop's thread right after planning, in the order of the steps, and must
+    neither block nor touch the device.
+    """
+
+    #: ``launch`` returns only when the step is done, so ``wait`` never blocks
+    synchronous: bool
+
+    def open(self, progress: Progress | None = None) -> DeviceInfo:
+        """Load the model and take the memory. Raises ConfigError or OutOfMemory."""
+
+    def prepare(self, step: Step) -> Any:
+        """Host-side packing of a step into whatever ``launch`` takes."""
+
+    def launch(self, prepared: Any) -> Flight:
+        """Enqueue a step after all earlier ones."""
+
+    def check(self) -> None:
+        """After a step failed: return if later steps can succeed, else raise DeviceLost."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""

@@ -1,0 +1,232 @@
+"""Launchers: the way of a step from the loop to the device and of its result back.
+
+    loop                       launch thread                completion thread (asynchronous devices)
+    ────                       ─────────────                ─────────────────
+    launch(step) ──inbox────►  device.launch(prepared) ───► flight.wait()   (GIL released)
+         │                          │ synchronous device         │
+      Future  ◄── one call_soon_threadsafe per step ─────────────┘
+
+Every torch call of an engine happens on its launch thread: a second thread that enters an OpenMP region
+slows each step of the first, and grad mode and streams are per thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Progress
+from aioinfer.scheduling.step import Step
+
+__all__ = ["InlineLauncher", "Launcher", "ThreadLauncher"]
+
+_log = logging.getLogger("aioinfer")
+
+
+class Launcher(Protocol):
+    """Runs a device for one event loop."""
+
+    async def start(self, progress: Progress | None = None) -> DeviceInfo:
+        """Open the device. Raises what opening raised."""
+
+    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+        """Put a step in flight behind all earlier ones. The future resolves on the loop with one entry
+        per row, or with the device's exception; ``DeviceLost`` if no later step can succeed."""
+
+    async def aclose(self, timeout: float = 10.0) -> bool:
+        """Close the device; False if it did not come to rest within ``timeout`` seconds."""
+
+
+class _Poster:
+    """Settles futures of one loop from any thread, with one ``call_soon_threadsafe`` each."""
+
+    def __init__(self, device: Device, loop: asyncio.AbstractEventLoop) -> None:
+        self.device = device
+        self.loop = loop
+
+    def post(self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
+        try:
+            self.loop.call_soon_threadsafe(_settle, future, result, error)
+        except RuntimeError:
+            _log.debug("a result came in after its loop was closed")
+
+    def land(self, flight: Flight, future: asyncio.Future[list[int]]) -> None:
+        """Wait for a flight and post what came of it."""
+        try:
+            tokens = flight.wait()
+        except BaseException as error:
+            self.post(future, None, _diagnose(self.device, error))
+        else:
+            self.post(future, tokens)
+
+
+class _CompletionThread:
+    """Waits for the flights of an asynchronous device, in order, so that launching never does."""
+
+    def __init__(self, poster: _Poster) -> None:
+        self._poster = poster
+        self._flights: SimpleQueue[tuple[Flight, asyncio.Future[list[int]]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="aioinfer-completion", daemon=True)
+        self._thread.start()
+
+    def submit(self, flight: Flight, future: asyncio.Future[list[int]]) -> None:
+        self._flights.put((flight, future))
+
+    def join(self) -> None:
+        self._flights.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._flights.get()) is not None:
+            self._poster.land(*item)
+            del item
+
+
+class ThreadLauncher:
+    """Launches on one dedicated thread, so that the loop never waits for a forward."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._inbox: SimpleQueue[tuple[Any, asyncio.Future[list[int]]] | None] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._rested: asyncio.Future[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self, progress: Progress | None = None) -> DeviceInfo:
+        self._loop = loop = asyncio.get_running_loop()
+        opened: asyncio.Future[DeviceInfo] = loop.create_future()
+        self._rested = loop.create_future()
+        # A daemon: a device that hangs must not keep the interpreter from exiting. aclose() joins it.
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(_Poster(self._device, loop), opened, self._rested, progress),
+            name="aioinfer-launch",
+            daemon=True,
+        )
+        self._thread.start()
+        return await opened
+
+    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+        assert self._loop is not None, "not started"
+        future: asyncio.Future[list[int]] = self._loop.create_future()
+        self._inbox.put((self._device.prepare(step), future))
+        return future
+
+    async def aclose(self, timeout: float = 10.0) -> bool:
+        if self._rested is None or self._thread is None:
+            return True
+        self._inbox.put(None)
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.shield(self._rested)
+        except TimeoutError:
+            _log.error("the device did not come to rest within %g s; its thread is left behind", timeout)
+            return False
+        self._thread.join()
+        self._rested = None
+        return True
+
+    def _run(
+        self,
+        poster: _Poster,
+        opened: asyncio.Future[DeviceInfo],
+        rested: asyncio.Future[None],
+        progress: Progress | None,
+    ) -> None:
+        """The launch thread, from opening the device to closing it."""
+        try:
+            poster.post(opened, self._device.open(progress))
+        except BaseException as error:
+            poster.post(opened, None, error)
+        completion = None if self._device.synchronous else _CompletionThread(poster)
+        while (item := self._inbox.get()) is not None:
+            prepared, future = item
+            try:
+                flight = self._device.launch(prepared)
+            except BaseException as error:
+                poster.post(future, None, _diagnose(self._device, error))
+            else:
+                if completion is None:
+                    poster.land(flight, future)
+                else:
+                    completion.submit(flight, future)
+            del item, prepared, future
+        if completion is not None:
+            completion.join()
+        _close(self._device)
+        poster.post(rested, None)
+
+
+class InlineLauncher:
+    """Launches on the loop's own thread: for study, for comparison, and for tiny models.
+
+    The loop stands still while a synchronous device computes. Asynchronous devices get a completion
+    thread, as above.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._completion: _CompletionThread | None = None
+
+    async def start(self, progress: Progress | None = None) -> DeviceInfo:
+        self._loop = asyncio.get_running_loop()
+        info = self._device.open(progress)
+        if not self._device.synchronous:
+            self._completion = _CompletionThread(_Poster(self._device, self._loop))
+        return info
+
+    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+        assert self._loop is not None, "not started"
+        future: asyncio.Future[list[int]] = self._loop.create_future()
+        try:
+            flight = self._device.launch(self._device.prepare(step))
+            if self._completion is not None:
+                self._completion.submit(flight, future)
+            else:
+                _settle(future, flight.wait(), None)
+        except Exception as error:
+            _settle(future, None, _diagnose(self._device, error))
+        return future
+
+    async def aclose(self, timeout: float = 10.0) -> bool:
+        if self._completion is not None:
+            self._completion.join()
+            self._completion = None
+        _close(self._device)
+        return True
+
+
+def _close(device: Device) -> None:
+    try:
+        device.close()
+    except Exception:
+        _log.exception("closing the device failed")
+
+
+def _diagnose(device: Device, error: BaseException) -> BaseException:
+    """The step's own error if the device can go on, DeviceLost from it if not."""
+    if isinstance(error, DeviceLost):
+        return error
+    try:
+        device.check()
+    except BaseException as lost:
+        wrapped = lost if isinstance(lost, DeviceLost) else DeviceLost(str(lost))
+        wrapped.__cause__ = error
+        return wrapped
+    return error
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+        return
+    if isinstance(error, (StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
+        # A future cannot carry these, or the loop would take them as meant for itself.
+        error = DeviceLost(f"the device raised {error!r}")
+    future.set_exception(error)

@@ -1,0 +1,194 @@
+"""Packing: a Step becomes one flat int64 buffer and one float32 buffer.
+
+It runs on the loop's thread right after planning, so that it overlaps with the step on the device; the
+launch thread then makes one tensor of each buffer (one host-to-device copy on CUDA) and slices it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.sampling.batch import PenaltyReset
+from aioinfer.scheduling.step import NO_TOKEN, Admission, Row, Step
+
+__all__ = ["FLOAT_FIELDS", "Packed", "Packer"]
+
+#: order of the per-row parameters in ``Packed.floats``
+FLOAT_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+@dataclass(slots=True)
+class Packed:
+    """A step as arrays. Sizes: T tokens, R rows, S sampling rows, P pages of the longest row, K bans.
+
+    ``ints`` holds, one after the other: input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1],
+    kv_len[R], slots[R], block_table[R * P], then of the sampling rows logits_rows[S], sample_slots[S],
+    sample_positions[S], seeds[S], top_k[S], and banned_rows[K], banned_ids[K].
+    """
+
+    ints: npt.NDArray[np.int64]
+    #: [len(FLOAT_FIELDS), S]
+    floats: npt.NDArray[np.float32]
+    sizes: tuple[int, ...]
+    num_decodes: int
+    num_pages: int
+    q_lens: list[int]
+    kv_lens: list[int]
+    #: index of the row behind each sampling row
+    sample_rows: list[int]
+    all_greedy: bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+    any_penalty: bool
+    penalty_resets: list[PenaltyReset]
+
+    def spread(self, tokens: list[int]) -> list[int]:
+        """Tokens of the sampling rows, laid out over all rows."""
+        result = [NO_TOKEN] * len(self.q_lens)
+        for row, token in zip(self.sample_rows, tokens, strict=True):
+            result[row] = token
+        return result
+
+
+class Packer:
+    """Keeps, by slot, what rows do not repeat: page tables and sampling parameters."""
+
+    __slots__ = ("_floats", "_page_size", "_params", "_seeds", "_tables", "_top_k")
+
+    def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._tables = np.zeros((num_slots + 1, max_pages), np.int64)
+        self._floats = np.zeros((len(FLOAT_FIELDS), num_slots + 1), np.float32)
+        self._top_k = np.zeros(num_slots + 1, np.int64)
+        self._seeds = np.zeros(num_slots + 1, np.int64)
+        self._params: list[Admission | None] = [None] * (num_slots + 1)
+
+    def pack(self, step: Step) -> Packed:
+        """Pack steps in the order of their ids, each once."""
+        rows = step.rows
+        resets = [self._admit(row) for row in rows if row.admission is not None]
+        for row in rows:
+            if row.new_pages:
+                first = row.first_new_page
+                self._tables[row.slot, first : first + len(row.new_pages)] = row.new_pages
+        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
+        q_len = np.fromiter((row.length for row in rows), np.int64, len(rows))
+        starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+        cu_q = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(q_len, out=cu_q[1:])
+        kv_len = starts + q_len
+        # Position of each token: its row's start plus its offset in the row.
+        row_of = np.repeat(np.arange(len(rows)), q_len)
+        positions = np.arange(step.num_tokens) - cu_q[row_of] + starts[row_of]
+        pages = self._tables[slots[row_of], positions // self._page_size]
+        slot_mapping = pages * self._page_size + positions % self._page_size
+        num_pages = -(-int(kv_len.max()) // self._page_size)
+        tables = self._tables[slots, :num_pages]
+        # Entries beyond a row's own pages may be another tenant's: they become the junk page.
+        owned = -(-kv_len // self._page_size)
+        tables[np.arange(num_pages) >= owned[:, None]] = 0
+        sampling = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
+        return self._finish(
+            step, slots, q_len, cu_q, kv_len, positions, slot_mapping, tables, sampling, resets
+        )
+
+    def _finish(
+        self,
+        step: Step,
+        slots: npt.NDArray[np.int64],
+        q_len: npt.NDArray[np.int64],
+        cu_q: npt.NDArray[np.int64],
+        kv_len: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        slot_mapping: npt.NDArray[np.int64],
+        tables: npt.NDArray[np.int64],
+        sampling: npt.NDArray[np.bool_],
+        resets: list[PenaltyReset | None],
+    ) -> Packed:
+        """Lay the sections out in the two buffers."""
+        sample_slots = slots[sampling]
+        top_k = self._top_k[sample_slots]
+        floats = self._floats[:, sample_slots]
+        banned_rows, banned_ids = self._banned(step)
+        sections = (
+            self._input_ids(step, cu_q),
+            positions,
+            slot_mapping,
+            cu_q,
+            kv_len,
+            slots,
+            tables.reshape(-1),
+            cu_q[1:][sampling] - 1,
+            sample_slots,
+            kv_len[sampling],
+            self._seeds[sample_slots],
+            top_k,
+            banned_rows,
+            banned_ids,
+        )
+        temperature, top_p, min_p, repetition, presence, frequency = floats
+        any_penalty = bool((repetition != 1).any() or presence.any() or frequency.any())
+        return Packed(
+            ints=np.concatenate(sections),
+            floats=floats,
+            sizes=tuple(len(section) for section in sections),
+            num_decodes=step.num_decodes,
+            num_pages=tables.shape[1],
+            q_lens=q_len.tolist(),
+            kv_lens=kv_len.tolist(),
+            sample_rows=np.flatnonzero(sampling).tolist(),
+            all_greedy=not (temperature.any() or any_penalty),
+            any_top_k=bool(top_k.any()),
+            any_top_p=bool((top_p < 1).any()),
+            any_min_p=bool(min_p.any()),
+            any_penalty=any_penalty,
+            penalty_resets=[reset for reset in resets if reset is not None],
+        )
+
+    def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Known ids in place; 0 where the relay will fill in."""
+        ids = np.zeros(step.num_tokens, np.int64)
+        for row, start in zip(step.rows[step.num_decodes :], cu_q[step.num_decodes :].tolist(), strict=False):
+            ids[start : start + row.length] = row.ids
+        return ids
+
+    def _admit(self, row: Row) -> PenaltyReset | None:
+        """A request takes a slot: remember its parameters."""
+        admission = row.admission
+        assert admission is not None
+        params, slot = admission.params, row.slot
+        self._params[slot] = admission
+        self._seeds[slot] = admission.seed
+        self._top_k[slot] = max(params.top_k, 0)
+        self._floats[:, slot] = [getattr(params, name) for name in FLOAT_FIELDS]
+        self._tables[slot] = 0
+        if not params.penalised:
+            return None
+        return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
+
+    def _banned(self, step: Step) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(sampling row, token id) pairs of end tokens that come too early for min_tokens."""
+        rows: list[int] = []
+        ids: list[int] = []
+        index = 0
+        for row in step.rows:
+            if not row.samples:
+                continue
+            admission = self._params[row.slot]
+            assert admission is not None
+            if row.output_index < admission.params.min_tokens:
+                rows += [index] * len(admission.stop_ids)
+                ids += sorted(admission.stop_ids)
+            index += 1
+        return np.asarray(rows, np.int64), np.asarray(ids, np.int64)

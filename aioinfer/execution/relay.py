@@ -1,0 +1,37 @@
+"""Relay: sampled tokens on their way into the next step, without the host in between.
+
+    step N     sample ──► relay[slot] ──► step N+1: input_ids of its decode rows
+                   └────► copied to the host whenever it gets there
+
+Indexed by slot and not by a ring of placeholders: a slot's tenant reads the cell exactly one step after
+writing it, however many steps are in flight, and the fence keeps a new tenant from coming in between.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Relay"]
+
+#: No model has a token with this id, so a cell that nobody wrote shows at once.
+_POISON = -1
+
+
+class Relay:
+    """One int64 cell per slot, on the device."""
+
+    __slots__ = ("_cells",)
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._cells = torch.full((num_slots + 1,), _POISON, dtype=torch.int64, device=device)
+
+    def gather(self, input_ids: torch.Tensor, slots: torch.Tensor, num_decodes: int) -> None:
+        """Fill in the tokens of the decode rows, which are the first of ``input_ids``."""
+        if num_decodes:
+            # A cell is poison only if the step that should have written it failed. That request has
+            # ended; its row must not fail the step for the others.
+            input_ids[:num_decodes] = self._cells[slots[:num_decodes]].clamp_(min=0)
+
+    def scatter(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Leave the sampled tokens for the next step."""
+        self._cells[slots] = tokens

@@ -1,0 +1,87 @@
+"""Runner: a packed step through relay, model and sampler, on whatever device the tensors are."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from aioinfer.execution.packing import Packed
+from aioinfer.execution.relay import Relay
+from aioinfer.model.attention.base import Attention
+from aioinfer.model.batch import Batch
+from aioinfer.model.loader import CausalLM
+from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.sampler import Sampler
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Computes steps in the order of their launch. Launch thread only."""
+
+    __slots__ = ("_attention", "_model", "_relay", "_sampler")
+
+    def __init__(self, model: CausalLM, attention: Attention, sampler: Sampler, relay: Relay) -> None:
+        self._model = model
+        self._attention = attention
+        self._sampler = sampler
+        self._relay = relay
+
+    def run(self, packed: Packed, ints: torch.Tensor, floats: torch.Tensor) -> torch.Tensor | None:
+        """One step; ``ints`` and ``floats`` are ``packed``'s buffers on the device.
+
+        Returns the sampled tokens, int64 [S], or None if no row samples.
+        """
+        batch, slots, sampling = _unpack(packed, ints, floats)
+        self._relay.gather(batch.input_ids, slots, batch.num_decodes)
+        logits = self._model.forward(batch, self._attention)
+        if not packed.sample_rows:
+            return None
+        tokens = self._sampler.sample(logits, sampling)
+        self._relay.scatter(sampling.slots, tokens)
+        return tokens
+
+
+def _unpack(
+    packed: Packed, ints: torch.Tensor, floats: torch.Tensor
+) -> tuple[Batch, torch.Tensor, SamplingBatch]:
+    """Views of the buffers' sections; see :class:`~aioinfer.execution.packing.Packed`."""
+    bounds = list(itertools.accumulate(packed.sizes, initial=0))
+    parts = [ints[start:stop] for start, stop in itertools.pairwise(bounds)]
+    input_ids, positions, slot_mapping, cu_q, kv_len, slots, tables = parts[:7]
+    logits_rows, sample_slots, sample_positions, seeds, top_k, banned_rows, banned_ids = parts[7:]
+    batch = Batch(
+        input_ids=input_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        cu_q=cu_q,
+        kv_len=kv_len,
+        block_table=tables.view(-1, packed.num_pages),
+        logits_rows=logits_rows,
+        q_lens=packed.q_lens,
+        kv_lens=packed.kv_lens,
+        num_decodes=packed.num_decodes,
+    )
+    temperature, top_p, min_p, repetition, presence, frequency = floats
+    sampling = SamplingBatch(
+        slots=sample_slots,
+        positions=sample_positions,
+        seeds=seeds,
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        all_greedy=packed.all_greedy,
+        any_top_k=packed.any_top_k,
+        any_top_p=packed.any_top_p,
+        any_min_p=packed.any_min_p,
+        any_penalty=packed.any_penalty,
+        banned_rows=banned_rows if len(banned_rows) else None,
+        banned_ids=banned_ids if len(banned_ids) else None,
+        penalty_resets=packed.penalty_resets,
+    )
+    return batch, slots, sampling

@@ -1,0 +1,172 @@
+"""LLM: the synchronous twin, for scripts and for study. Same scheduler, same steps, no event loop."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from aioinfer import assembly
+from aioinfer.config import EngineConfig
+from aioinfer.core import Core
+from aioinfer.errors import EngineClosed
+from aioinfer.execution.device import Device, Flight
+from aioinfer.outputs import Result
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["LLM"]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A language model that is called, not awaited.
+
+    ::
+
+        with LLM(EngineConfig(model="/models/Qwen3-0.6B")) as llm:
+            for result in llm.generate(["Hello", "Once upon a time"]):
+                print(result.text)
+
+    :meth:`add_request`, :meth:`step` and :meth:`has_unfinished` are the scheduler's own rhythm: each
+    ``step`` computes one forward pass of everything that can run and returns who finished with it.
+    Everything happens on the calling thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        device: Callable[[EngineConfig], Device] = assembly.make_device,
+        tokenizer: Callable[[EngineConfig], Tokenizer | None] = assembly.load_tokenizer,
+    ) -> None:
+        """Load the model. Raises ConfigError, OutOfMemory. ``device`` and ``tokenizer`` replace the real
+        ones in tests."""
+        self.config = config if config is not None else EngineConfig()
+        self._device: Device | None = device(self.config)
+        loaded = tokenizer(self.config)
+        info = assembly.with_end_tokens(self._device.open(), loaded)
+        self.default_params = assembly.default_params(self.config)
+        self._core = Core(self.config, info, loaded, time.monotonic)
+        self._flights: deque[tuple[Step, Flight]] = deque()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._core.tokenizer
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Queue a prompt; returns the key that :meth:`step` will name it by. Raises InvalidRequest."""
+        if self._device is None:
+            raise EngineClosed("the LLM is closed")
+        encode = assembly.encoder(self._core.tokenizer, prompt, chat_template_kwargs)
+        ids = prompt if encode is None else encode()
+        request = self._core.new_request(ids, params or self.default_params)  # type: ignore[arg-type]
+        self._core.submit(request)
+        return request.key
+
+    def has_unfinished(self) -> bool:
+        """Some request has not been returned by :meth:`step` yet."""
+        return self._core.scheduler.has_unfinished or bool(self._flights)
+
+    def step(self) -> dict[int, Result]:
+        """Compute one step and return the requests that finished with it, by key.
+
+        With ``window`` 1 or 2 that many steps are launched ahead of the one that is read, as in the
+        engine. Raises what the step raised, after ending the requests that were in it.
+        """
+        if self._device is None:
+            raise EngineClosed("the LLM is closed")
+        while len(self._flights) <= self.config.window and (step := self._core.plan()) is not None:
+            self._flights.append((step, self._launch(step)))
+        if not self._flights:
+            return {}
+        step, flight = self._flights.popleft()
+        try:
+            tokens = flight.wait()
+        except Exception as error:
+            self._core.fail(step, error)
+            raise
+        moved = self._core.resolve(step, tokens)
+        for request in moved:
+            if request.error is not None:
+                raise request.error
+        return {request.key: request.result() for request in moved if request.finished}
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Result]:
+        """Generate for all prompts; results in their order.
+
+        ``params`` is one for all or one for each. ``progress`` shows a bar; by default only on a
+        terminal.
+        """
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
+        results: dict[int, Result] = {}
+        keys: list[int] = []
+        shown = sys.stderr.isatty() if progress is None else progress
+        with _bar(len(prompts), shown) as bar:
+            for prompt, chosen in zip(prompts, each, strict=True):
+                keys.append(self.add_request(prompt, chosen))
+            while len(results) < len(prompts):
+                finished = self.step()
+                results.update(finished)
+                bar.update(len(finished))
+        return [results[key] for key in keys]
+
+    def close(self) -> None:
+        """Give the model's memory back. Idempotent."""
+        if self._device is not None:
+            self._device.close()
+            self._device = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _launch(self, step: Step) -> Flight:
+        assert self._device is not None
+        try:
+            return self._device.launch(self._device.prepare(step))
+        except Exception as error:
+            return _Failed(error)
+
+
+class _Failed:
+    """The flight of a step whose launch raised: it raises in its turn."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> list[int]:
+        raise self._error
+
+
+def _bar(total: int, shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="request", disable=not shown)

@@ -1,0 +1,71 @@
+"""What a caller gets back: chunks while streaming, one result at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Chunk", "FinishReason", "RequestMetrics", "Result", "Usage"]
+
+#: Why an output ended: an end token, stop token or stop string; the length; or an abort.
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request, counted as OpenAI's API counts them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds on the engine's clock; ``None`` where it never got that far.
+
+    ``token_times`` has one entry per token of the output: when the loop learnt of it.
+    """
+
+    arrival: float
+    admitted: float | None
+    finished: float | None
+    token_times: tuple[float, ...]
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What became available since the last chunk of the same stream.
+
+    Concatenated texts equal the final text, concatenated ids the final ids. The last chunk of a stream,
+    and only that one, carries ``finish_reason`` and ``usage``. A slow reader gets fewer, larger chunks.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    #: the stop string or stop token id that ended the output, if one did
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished generation. ``token_ids`` holds every sampled token, the stop included; ``text`` ends
+    before the stop unless ``include_stop`` asked for it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    stop_reason: str | int | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)

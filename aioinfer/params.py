@@ -1,0 +1,125 @@
+"""What a caller may ask of one generation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aioinfer.errors import InvalidRequest
+
+__all__ = ["SamplingParams"]
+
+_MAX_STOP_STRINGS = 16
+_MAX_STOP_LENGTH = 1024
+_SEED_LIMIT = 2**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling, length and stopping of one request; names as in OpenAI's API and vLLM.
+
+    Every field is checked on construction; :class:`~aioinfer.errors.InvalidRequest` names the bad one.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: keep the smallest set of tokens whose probability reaches this mass, in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest, in [0, 1].
+        seed: the noise of this request; the same prompt, parameters and seed give the same tokens
+            whatever else is running. ``None`` draws one from the engine's seed.
+        max_tokens: at most this many new tokens; ``None`` is up to the model's context.
+        min_tokens: end-of-sequence and stop tokens cannot be sampled before this many new tokens.
+        stop: strings that end the output; the output stops before the first of them.
+        stop_token_ids: token ids that end the output, besides the model's own end tokens.
+        ignore_eos: the model's own end tokens do not end the output.
+        repetition_penalty: > 0; above 1 discourages tokens seen in prompt or output (CTRL, 2019).
+        presence_penalty: subtracted once from tokens seen in the output, in [-2, 2].
+        frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop: keep the stop string or the text of the stop token in the output text.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"{self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Any of the three penalties changes the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequest(field, f"must be a number, got {value!r}")
+    if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], got {value!r}")
+
+
+def _integer(field: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(field, f"must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequest(field, f"must be in [{low}, {high}], got {value}")
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > _MAX_STOP_STRINGS:
+        raise InvalidRequest("stop", f"at most {_MAX_STOP_STRINGS} strings, got {len(strings)}")
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidRequest("stop", f"must be non-empty strings, got {string!r}")
+        if len(string) > _MAX_STOP_LENGTH:
+            raise InvalidRequest("stop", f"strings may have {_MAX_STOP_LENGTH} characters, got {len(string)}")
+    return strings
+
+
+def _token_ids(ids: Any) -> tuple[int, ...]:
+    ids = tuple(ids or ())
+    if len(ids) > 1024:
+        raise InvalidRequest("stop_token_ids", f"at most 1024 ids, got {len(ids)}")
+    for token in ids:
+        _integer("stop_token_ids", token, 0, 2**31 - 1)
+    return ids

@@ -1,0 +1,69 @@
+"""Row and Step: the plan of one forward pass, immutable once launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aioinfer.params import SamplingParams
+    from aioinfer.request import Request
+
+__all__ = ["BAD_LOGITS", "NO_TOKEN", "Admission", "Row", "Step"]
+
+#: In a step's result: this row does not sample.
+NO_TOKEN = -1
+#: In a step's result: the row's logits were not finite; its request fails, alone.
+BAD_LOGITS = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the device side must know when a request takes a slot: rides on its first row there."""
+
+    params: SamplingParams
+    seed: int
+    #: ids that end the output; banned until ``params.min_tokens`` tokens were sampled
+    stop_ids: frozenset[int]
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+
+@dataclass(slots=True)
+class Row:
+    """One unit of work: compute ``length`` positions of one request from ``start`` on.
+
+    A row with ``ids`` is a prefill chunk whose tokens the host knows. A row without is a decode: its
+    single token waits in the relay cell of ``slot``, perhaps still being computed by the step before.
+    """
+
+    request: Request
+    slot: int
+    start: int
+    length: int
+    #: tokens at positions [start, start + length), or None to read the relay
+    ids: Sequence[int] | None
+    #: the row reaches the end of what is known, so the token after it is sampled
+    samples: bool
+    #: how many output tokens precede the one this row samples
+    output_index: int
+    #: pages that joined the request's page table since its last row, and where they go in it
+    new_pages: Sequence[int]
+    first_new_page: int
+    admission: Admission | None
+
+    @property
+    def kv_length(self) -> int:
+        """Positions whose KV exists once the row is computed; also the position it samples for."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Rows of one forward. Decode rows come first. Ids increase by one from step to step."""
+
+    id: int
+    rows: tuple[Row, ...]
+    num_decodes: int
+    num_tokens: int

@@ -1,0 +1,235 @@
+"""Stream: what ``engine.generate()`` returns. Iterate it, await it, or enter it.
+
+A hand-written class and not an async generator, because a generator that is dropped or cancelled
+between two items is closed late, in another task, or never; here every way out aborts in plain
+synchronous code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from aioinfer.errors import Cancelled
+from aioinfer.outputs import Chunk, Result
+
+if TYPE_CHECKING:
+    from aioinfer.engine import Engine
+    from aioinfer.request import Request
+
+__all__ = ["Stream", "StreamCell"]
+
+
+class Want(Enum):
+    """What a consumer waits for."""
+
+    CHUNK = "chunk"
+    RESULT = "result"
+    ADMISSION = "admission"
+
+
+class StreamCell:
+    """Where the engine leaves word for one stream's consumer.
+
+    The text and the ids stay in the request's own record; the cell only remembers how much was taken,
+    so that a slow reader costs no more than the output itself, and wakes the consumer at most once for
+    whatever piled up. The engine knows the cell and never the stream: a dropped stream can be noticed.
+    """
+
+    __slots__ = (
+        "closed",
+        "error",
+        "request",
+        "running_timeout",
+        "taken_ids",
+        "taken_pieces",
+        "timer",
+        "waiter",
+        "wants",
+    )
+
+    def __init__(self, running_timeout: float | None = None) -> None:
+        self.request: Request | None = None
+        #: why there is or will be no request
+        self.error: BaseException | None = None
+        #: the consumer left; nothing is delivered any more
+        self.closed = False
+        self.taken_pieces = 0
+        self.taken_ids = 0
+        self.waiter: asyncio.Future[None] | None = None
+        #: what the waiting consumer is to be woken for, besides the end
+        self.wants = Want.CHUNK
+        #: the deadline of the phase the request is in
+        self.timer: asyncio.TimerHandle | None = None
+        #: seconds that become the deadline at admission
+        self.running_timeout = running_timeout
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or (self.request is not None and self.request.finished)
+
+    def ready(self) -> bool:
+        """There is something that the waiting consumer wants."""
+        if self.finished or self.closed:
+            return True
+        request = self.request
+        if request is None or self.wants is Want.RESULT:
+            return False
+        if self.wants is Want.ADMISSION:
+            return request.admitted_at is not None
+        if request.text.enabled:
+            return len(request.text.pieces) > self.taken_pieces
+        return len(request.output_ids) > self.taken_ids
+
+    def notify(self) -> None:
+        """Wake the consumer if it waits for what there is now."""
+        waiter = self.waiter
+        if waiter is not None and not waiter.done() and self.ready():
+            waiter.set_result(None)
+
+    def cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def take(self) -> Chunk | None:
+        """Everything not taken yet; None if that is nothing and the request still runs."""
+        request = self.request
+        if request is None:
+            return None
+        pieces, ids = request.text.pieces, request.output_ids
+        text = "".join(pieces[self.taken_pieces :])
+        token_ids = ids[self.taken_ids :]
+        ended = request.finished and request.error is None
+        if not (ended or text or (token_ids and (request.finished or not request.text.enabled))):
+            return None
+        self.taken_pieces, self.taken_ids = len(pieces), len(ids)
+        if not ended:
+            return Chunk(text, token_ids)
+        return Chunk(text, token_ids, request.finish_reason, request.stop_reason, request.usage)
+
+
+class Stream:
+    """One generation in progress.
+
+    * ``async for chunk in stream`` yields chunks; the last one carries ``finish_reason``.
+    * ``await stream`` waits for the end and returns the :class:`~aioinfer.Result`.
+    * ``async with stream`` closes it on the way out.
+
+    The request was queued when the stream was made. It is aborted, and its memory given back within two
+    steps, when the stream is closed, its consumer cancelled, or the stream dropped. Errors of the
+    request (:class:`~aioinfer.RequestError`, :class:`~aioinfer.EngineError`) are raised where it is read.
+    """
+
+    __slots__ = ("__weakref__", "_cell", "_ended", "_engine")
+
+    def __init__(self, engine: Engine, cell: StreamCell) -> None:
+        self._engine = engine
+        self._cell = cell
+        self._ended = False
+
+    @property
+    def admitted(self) -> bool:
+        """The request has been given its place in a step."""
+        request = self._cell.request
+        return request is not None and request.admitted_at is not None
+
+    def result(self) -> Result:
+        """What there is so far, without waiting."""
+        if self._cell.request is None:
+            raise RuntimeError("the prompt has not been tokenized yet")
+        return self._cell.request.result()
+
+    # -- async for ------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """Raises the request's error, once everything produced before it was delivered."""
+        cell = self._cell
+        while not (cell.closed or self._ended):
+            chunk = cell.take()
+            if chunk is not None:
+                self._ended = chunk.finish_reason is not None
+                return chunk
+            if cell.finished:
+                self._ended = True
+                self._raise_error()
+                break
+            await self._wait(Want.CHUNK)
+            if cell.closed:
+                raise Cancelled("the stream was closed while it was being read")
+        raise StopAsyncIteration
+
+    # -- await ----------------------------------------------------------------------------------
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return self._wait_result().__await__()
+
+    async def _wait_result(self) -> Result:
+        cell = self._cell
+        while not (cell.finished or cell.closed):
+            await self._wait(Want.RESULT)
+        self._raise_error()
+        if cell.request is None or cell.request.finish_reason == "abort":
+            raise Cancelled("the stream was closed before its end")
+        return cell.request.result()
+
+    async def admission(self) -> None:
+        """Wait until the request is in a step, has ended or failed. Raises its error."""
+        cell = self._cell
+        while not (self.admitted or cell.finished or cell.closed):
+            await self._wait(Want.ADMISSION)
+        self._raise_error()
+
+    # -- leaving --------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs. Never waits for the device. Idempotent."""
+        self.close()
+
+    def close(self) -> None:
+        """The same from synchronous code on the engine's loop."""
+        if not self._cell.closed:
+            self._cell.closed = True
+            self._engine._abandon(self._cell)
+            self._cell.notify()
+
+    def __del__(self) -> None:
+        if not (self._cell.closed or self._cell.finished):
+            self._engine._abandon_threadsafe(self._cell)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    async def _wait(self, want: Want) -> None:
+        cell = self._cell
+        if cell.waiter is not None:
+            raise RuntimeError("another task is reading this stream")
+        self._engine._check_loop()
+        cell.waiter = asyncio.get_running_loop().create_future()
+        cell.wants = want
+        try:
+            await cell.waiter
+        except BaseException:
+            # Cancelled (a task, a timeout) or thrown into: the consumer has left.
+            self.close()
+            raise
+        finally:
+            cell.waiter = None
+
+    def _raise_error(self) -> None:
+        error = self._cell.error or (self._cell.request and self._cell.request.error)
+        if error is not None:
+            raise error

@@ -1,0 +1,54 @@
+"""TimedLauncher: a device in virtual time, one step after the other, each as long as it is said to be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress
+from aioinfer.scheduling.step import Step
+
+__all__ = ["TimedLauncher"]
+
+
+class TimedLauncher:
+    """Computes a step at the virtual moment at which it ends, not when it was launched, so that whatever
+    the host did meanwhile to memory that the step uses shows up as a wrong result."""
+
+    def __init__(self, device: Device, step_time: Callable[[Step], float]) -> None:
+        self._device = device
+        self._step_time = step_time
+        self._free_at = 0.0
+        #: a device that hangs: steps are accepted and never end
+        self.hung = False
+
+    async def start(self, progress: Progress | None = None) -> DeviceInfo:
+        self._free_at = asyncio.get_running_loop().time()
+        return self._device.open(progress)
+
+    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[int]] = loop.create_future()
+        prepared = self._device.prepare(step)
+        self._free_at = max(self._free_at, loop.time()) + self._step_time(step)
+        loop.call_at(self._free_at, self._compute, prepared, future)
+        return future
+
+    def _compute(self, prepared: Any, future: asyncio.Future[list[int]]) -> None:
+        if self.hung or future.cancelled():
+            return
+        try:
+            future.set_result(self._device.launch(prepared).wait())
+        except Exception as error:
+            try:
+                self._device.check()
+            except DeviceLost as lost:
+                lost.__cause__ = error
+                future.set_exception(lost)
+            else:
+                future.set_exception(error)
+
+    async def aclose(self, timeout: float = 10.0) -> bool:
+        self._device.close()
+        return not self.hung

@@ -1,0 +1,258 @@
+"""ToyDevice: a hash "model" over tainted KV memory, which turns any mix-up into an exact failure.
+
+The next token is a hash of all tokens before it, so a page, slot or placeholder that belongs to somebody
+else changes the output with near certainty. And before it computes, the toy checks what it is about to
+read: every KV cell must have been written by the reading request, at the right position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aioinfer.execution.device import DeviceInfo, DeviceLost, Progress
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.step import NO_TOKEN, Admission, Row, Step
+
+__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate"]
+
+_MASK = (1 << 63) - 1
+_POISON = -7
+
+
+class TaintError(AssertionError):
+    """A step was about to read memory that is not its own, or was never written."""
+
+
+def _mix(state: int, value: int) -> int:
+    """One step of a 63-bit multiplicative hash (the constant is 2**64 / golden ratio)."""
+    state = (state ^ value) * 0x9E3779B97F4A7C15 & _MASK
+    return state ^ (state >> 29)
+
+
+def _next_token(state: int, admission: Admission, output_index: int, vocab_size: int) -> int:
+    """The token that the toy model samples after a sequence whose hash is ``state``."""
+    seed = 0 if admission.params.greedy else admission.seed
+    token = _mix(state, seed) % vocab_size
+    while output_index < admission.params.min_tokens and token in admission.stop_ids:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def toy_generate(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    vocab_size: int = 64,
+    eos: int = 0,
+    max_length: int = 1 << 30,
+) -> list[int]:
+    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way."""
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
+    admission = Admission(params, seed, stop_ids, prompt_ids, ())
+    state = 0
+    for token in prompt_ids:
+        state = _mix(state, token)
+    output: list[int] = []
+    if params.max_tokens is not None:
+        max_length = min(max_length, len(prompt_ids) + params.max_tokens)
+    while len(prompt_ids) + len(output) < max_length:
+        token = _next_token(state, admission, len(output), vocab_size)
+        output.append(token)
+        if token in stop_ids:
+            break
+        state = _mix(state, token)
+    return output
+
+
+class ToyDevice:
+    """A device without a model. Synchronous; needs numpy only.
+
+    ``fault`` is called with every step before it is computed and may raise, as a device would.
+    """
+
+    synchronous = True
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        num_slots: int = 16,
+        max_model_len: int | None = None,
+        vocab_size: int = 64,
+        fault: Callable[[Step], None] | None = None,
+    ) -> None:
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.fault = fault
+        self.lost = False
+        self._num_pages = num_pages
+        capacity = num_pages * page_size
+        self._max_model_len = capacity if max_model_len is None else min(max_model_len, capacity)
+        cells = (num_pages + 1) * page_size
+        self._owner = np.zeros(cells, np.int64)
+        self._position = np.full(cells, -1, np.int64)
+        self._state = [0] * cells
+        self._tables: list[list[int]] = [[] for _ in range(num_slots + 1)]
+        self._admissions: list[Admission | None] = [None] * (num_slots + 1)
+        self._relay = [_POISON] * (num_slots + 1)
+        #: requests that lost a step: what later steps in flight compute for them is junk, and dropped
+        self._doomed: set[int] = set()
+        self._last_step = 0
+        self.steps = 0
+
+    def open(self, progress: Progress | None = None) -> DeviceInfo:
+        return DeviceInfo(
+            vocab_size=self.vocab_size,
+            max_model_len=self._max_model_len,
+            num_pages=self._num_pages,
+            eos_token_ids=frozenset({0}),
+            description="toy",
+        )
+
+    def prepare(self, step: Step) -> _Prepared:
+        """Keep the page tables as the host saw them when it planned the step."""
+        tables = []
+        for row in step.rows:
+            table = self._tables[row.slot]
+            if row.admission is not None:
+                table.clear()
+            if row.first_new_page != len(table):
+                raise TaintError(f"{row.request}: page {row.first_new_page} of its table comes after a gap")
+            table.extend(row.new_pages)
+            tables.append(table.copy())
+        return _Prepared(step, tables)
+
+    def launch(self, prepared: _Prepared) -> _Landed:
+        step = prepared.step
+        if step.id <= self._last_step:
+            raise TaintError(f"step {step.id} was launched after step {self._last_step}")
+        self._last_step = step.id
+        self.steps += 1
+        try:
+            if self.fault is not None:
+                self.fault(step)
+        except BaseException:
+            self._doomed.update(row.request.key for row in step.rows)
+            raise
+        # All rows write before any row samples, as in a packed forward.
+        states = [self._write(row, table) for row, table in zip(step.rows, prepared.tables, strict=True)]
+        return _Landed([self._sample(row, state) for row, state in zip(step.rows, states, strict=True)])
+
+    def check(self) -> None:
+        if self.lost:
+            raise DeviceLost("the toy device was lost")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _write(self, row: Row, table: list[int]) -> int:
+        """Write a row's KV; returns the hash of its sequence up to the row's end."""
+        if row.request.key in self._doomed:
+            return 0
+        if row.admission is not None:
+            self._admissions[row.slot] = row.admission
+            self._relay[row.slot] = _POISON
+        ids = self._read_relay(row) if row.ids is None else row.ids
+        if len(ids) != row.length or row.length < 1:
+            raise TaintError(f"{row.request}: {len(ids)} ids for {row.length} positions")
+        if row.kv_length > len(table) * self.page_size:
+            raise TaintError(f"{row.request}: no page for position {row.kv_length - 1}")
+        pages = np.asarray(table, np.int64)
+        positions = np.arange(row.kv_length)
+        cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        read = cells[: row.start]
+        if (self._owner[read] != row.request.key).any() or (
+            self._position[read] != positions[: row.start]
+        ).any():
+            raise TaintError(f"{row.request}: reads KV that is not its own")
+        state = self._state[cells[row.start - 1]] if row.start else 0
+        self._owner[cells[row.start :]] = row.request.key
+        self._position[cells[row.start :]] = positions[row.start :]
+        for cell, token in zip(cells[row.start :].tolist(), ids, strict=True):
+            if not 0 <= token < self.vocab_size:
+                raise TaintError(f"{row.request}: {token} is not a token")
+            state = _mix(state, token)
+            self._state[cell] = state
+        return state
+
+    def _read_relay(self, row: Row) -> list[int]:
+        token = self._relay[row.slot]
+        self._relay[row.slot] = _POISON
+        if token == _POISON:
+            raise TaintError(f"{row.request}: nobody wrote its relay cell")
+        return [token]
+
+    def _sample(self, row: Row, state: int) -> int:
+        if not row.samples:
+            return NO_TOKEN
+        if row.request.key in self._doomed:
+            return 0
+        admission = self._admissions[row.slot]
+        if admission is None:
+            raise TaintError(f"{row.request}: its slot was never admitted")
+        token = _next_token(state, admission, row.output_index, self.vocab_size)
+        self._relay[row.slot] = token
+        return token
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    step: Step
+    tables: list[list[int]]
+
+
+class _Landed:
+    """The flight of a step that is already done."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def wait(self) -> list[int]:
+        return self._tokens
+
+
+class ToyTokenizer:
+    """One to three characters per token, some of them beyond ASCII; enough to try text and stops on."""
+
+    def __init__(self, vocab_size: int = 64) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset({0})
+        self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + ord(character) % (self.vocab_size - 1) for character in text]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+        return self.encode("".join(f"{message['role']}:{message['content']}\n" for message in messages))
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(self._pieces[token] for token in ids)
+
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> _ToyDetokenizer:
+        return _ToyDetokenizer(self._pieces)
+
+
+class _ToyDetokenizer:
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+    def finish(self) -> str:
+        return ""
+
+
+def _piece(index: int) -> str:
+    letter = "abcdefghijklmnopqrstuvwxyzäöüß"[index % 30]
+    return letter if index < 30 else letter + "abc"[index % 3]

@@ -1,0 +1,349 @@
+"""Random lifetimes of requests on the toy device in virtual time, with every law checked on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.params import SamplingParams
+from aioinfer.request import Request
+from aioinfer.scheduling.step import Step
+from aioinfer.stream import Stream
+from aioinfer.twin import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop, toy_generate
+
+VOCAB = 64
+
+
+class LawChecker:
+    """Sits on a scheduler and asserts conservation, fencing, seniority and single endings at every step."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.resolved = 0
+        self.launched = 0
+        self.retractions = 0
+        self.page_touched: dict[int, int] = {}
+        self.slot_touched: dict[int, int] = {}
+        self.ended: set[int] = set()
+        self._methods = {
+            name: getattr(type(scheduler), name) for name in ("plan", "resolve", "fail", "finish", "_retract")
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def plan(self) -> Step | None:
+        step: Step | None = self.scheduler.plan()
+        self.check()
+        if step is None:
+            return None
+        assert step.id == self.launched + 1
+        self.launched = step.id
+        assert (
+            sum(row.length for row in step.rows) == step.num_tokens <= self.scheduler.limits.max_step_tokens
+        )
+        assert len({row.slot for row in step.rows}) == len(step.rows), "a slot has two rows in one step"
+        for row in step.rows:
+            for page in row.new_pages:
+                assert self.page_touched.get(page, 0) <= self.resolved, f"page {page} reused in flight"
+            if row.admission is not None:
+                assert self.slot_touched.get(row.slot, 0) <= self.resolved, (
+                    f"slot {row.slot} reused in flight"
+                )
+            self.slot_touched[row.slot] = step.id
+            for page in row.request.pages:
+                self.page_touched[page] = step.id
+            assert row.kv_length <= row.request.max_length - (0 if not row.samples else 1) + 1
+        return step
+
+    def resolve(self, step: Step, tokens: Sequence[int]) -> list[Request]:
+        self._land(step)
+        advanced: list[Request] = self.scheduler.resolve(step, tokens)
+        self.check()
+        return advanced
+
+    def fail(self, step: Step, error: BaseException) -> list[Request]:
+        self._land(step)
+        failed: list[Request] = self.scheduler.fail(step, error)
+        self.check()
+        return failed
+
+    def _land(self, step: Step) -> None:
+        assert step.id == self.resolved + 1, "steps resolve in order, each once"
+        self.resolved = step.id
+
+    def check(self) -> None:
+        self.scheduler.check()
+        if self.launched % 8 == 0:
+            self.scheduler.audit()
+        if self.scheduler.pages.fenced or self.scheduler.slots.fenced:
+            assert self.resolved < self.launched, "something is fenced, and no step is in flight"
+
+
+def watch(engine: Engine) -> LawChecker:
+    """Put a checker between the engine's core and its scheduler."""
+    core = engine._core
+    assert core is not None
+    checker = LawChecker(core.scheduler)
+    senior = core.scheduler
+
+    class Watched(type(senior)):  # type: ignore[misc]
+        __slots__ = ()
+
+        def _retract(self, request: Request) -> None:
+            assert request is not next(iter(self.running.values())), "the most senior request was retracted"
+            checker.retractions += 1
+            super()._retract(request)
+
+        def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
+            first = bool(super().finish(request, reason, error))
+            assert not (first and request.key in checker.ended), "a request ended twice"
+            checker.ended.add(request.key)
+            return first
+
+    senior.__class__ = Watched
+    core.scheduler = checker  # type: ignore[assignment]
+    return checker
+
+
+@dataclass
+class World:
+    """One engine under test, the dice, and what came of its requests."""
+
+    rng: random.Random
+    engine: Engine
+    device: ToyDevice
+    launcher: TimedLauncher
+    faults: set[int] = field(default_factory=set)
+    outcomes: list[tuple[Any, ...]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Injected(RuntimeError):
+    """What an injected fault raises."""
+
+
+def make_world(seed: int, fault_rate: float = 0.02) -> World:
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4, 8])
+    max_running = rng.randint(1, 8)
+    num_pages = rng.randint(8, 40) if page_size > 1 else rng.randint(24, 60)
+    window = rng.choice([0, 1, 2])
+    config = EngineConfig(
+        model="toy",
+        page_size=page_size,
+        max_running_requests=max_running,
+        max_step_tokens=max_running + rng.choice([0, 3, 30]),
+        chunk_size=rng.choice([1, 3, 8, 64]),
+        window=window,
+        seed=seed,
+        max_queued_requests=rng.choice([10, 1000]),
+        max_queued_tokens=rng.choice([300, 100_000]),
+    )
+    dice = random.Random(seed + 1)
+
+    def fault(step: Step) -> None:
+        if dice.random() < fault_rate:
+            raise Injected(f"step {step.id}")
+
+    device = ToyDevice(
+        num_pages=num_pages, page_size=page_size, num_slots=config.num_slots, vocab_size=VOCAB, fault=fault
+    )
+    launcher = TimedLauncher(device, lambda step: dice.choice([0.0, 0.001, 0.01]) + 1e-4 * step.num_tokens)
+    engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: ToyTokenizer(VOCAB))
+    return World(rng, engine, device, launcher)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    stop = rng.choice([(), (), ("a",), ("ab", "zz"), ("üb", "cd", "x")])
+    return SamplingParams(
+        temperature=rng.choice([0.0, 1.0]),
+        seed=rng.randrange(1 << 40),
+        max_tokens=rng.choice([1, 2, 5, 20, 40]),
+        min_tokens=rng.choice([0, 0, 0, 1]),
+        stop=stop,
+        stop_token_ids=rng.choice([(), (), (3, 4, 5)]),
+        ignore_eos=rng.random() < 0.3,
+        include_stop=rng.random() < 0.2,
+    )
+
+
+def expected(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[list[int], str, str]:
+    """Ids, text and finish reason that any correct engine must produce."""
+    assert params.seed is not None
+    limit = engine.info.max_model_len
+    ids = toy_generate(prompt_ids, params, seed=params.seed, vocab_size=VOCAB, max_length=limit)
+    pieces = ToyTokenizer(VOCAB)._pieces
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {0})
+    text = ""
+    for index, token in enumerate(ids):
+        ended = token in stop_ids
+        if not ended or params.include_stop:
+            before = len(text)
+            text += pieces[token]
+            hits = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in params.stop]
+            hits = [(at + len(stop), at, stop) for at, stop in hits if at >= 0]
+            if hits:
+                end, at, _ = min(hits)
+                return ids[: index + 1], text[: end if params.include_stop else at], "stop"
+        if ended:
+            return ids[: index + 1], text, "stop"
+    return ids, text, "length"
+
+
+async def lifetime(world: World, number: int) -> None:
+    """One request from arrival to whatever end the dice chose."""
+    rng, engine = world.rng, world.engine
+    await asyncio.sleep(rng.expovariate(1 / 0.02))
+    params = random_params(rng)
+    length = rng.choice([1, 2, 7, 20, engine.info.max_model_len - 1])
+    ids = [rng.randrange(VOCAB) for _ in range(max(1, min(length, engine.info.max_model_len - 1)))]
+    as_text = rng.random() < 0.3
+    text = "".join(chr(97 + token % 26) for token in ids)
+    if as_text:
+        ids = ToyTokenizer(VOCAB).encode(text)
+    timeouts = {
+        "waiting_timeout": rng.choice([None, None, 0.005, 0.5]),
+        "running_timeout": rng.choice([None, None, 0.01, 0.5]),
+    }
+    behaviour = rng.choice(
+        ["read", "read", "await", "cancel", "cancel", "close", "break", "drop", "slow", "timeout", "never"]
+    )
+    try:
+        stream = engine.generate(text if as_text else ids, params, **timeouts)
+    except errors.Rejected:
+        world.counts["rejected"] += 1
+        world.outcomes.append((number, "rejected"))
+        return
+    try:
+        outcome = await _consume(world, stream, behaviour)
+    except errors.TimedOut as error:
+        assert timeouts[f"{error.phase}_timeout"] is not None
+        outcome = ("timed out", error.phase)
+    except errors.Rejected:
+        outcome = ("rejected later",)
+    except errors.StepFailed as error:
+        assert isinstance(error.__cause__, Injected)
+        outcome = ("step failed",)
+    world.counts[str(outcome[0])] += 1
+    world.outcomes.append((number, behaviour, *outcome))
+    if outcome[0] == "finished":
+        assert outcome[1:] == expected(engine, ids, params), (number, behaviour, ids, params)
+    elif outcome[0] == "left":
+        # What was delivered before the consumer left is a prefix of what would have come.
+        full_ids, full_text, _ = expected(engine, ids, params)
+        assert full_ids[: len(outcome[1])] == outcome[1]
+        assert full_text.startswith(outcome[2])
+
+
+async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, ...]:
+    rng = world.rng
+    if behaviour == "await":
+        result = await stream
+        metrics = result.metrics
+        assert metrics is not None
+        assert len(metrics.token_times) == len(result.token_ids) == result.usage.completion_tokens
+        assert list(metrics.token_times) == sorted(metrics.token_times)
+        return "finished", result.token_ids, result.text, result.finish_reason
+    if behaviour == "drop":
+        del stream
+        gc.collect(0)
+        return ("dropped",)
+    if behaviour == "never":
+        await asyncio.sleep(rng.uniform(0, 0.2))
+        await stream.aclose()
+        assert [chunk async for chunk in stream] == []
+        return ("never read",)
+    started = asyncio.Event()
+    reader = asyncio.ensure_future(_read(world, stream, behaviour, started))
+    if behaviour == "cancel":
+        await started.wait()
+        await asyncio.sleep(rng.choice([0.0, 0.001, 0.01, 0.1]))
+        if reader.cancel():
+            try:
+                await reader
+            except asyncio.CancelledError:
+                assert [chunk async for chunk in stream] == [], "a token came after cancel returned"
+                return ("cancelled",)
+    return await reader
+
+
+async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.Event) -> tuple[Any, ...]:
+    rng = world.rng
+    ids: list[int] = []
+    texts: list[str] = []
+    reason: str | None = None
+    limit = rng.randint(1, 4)
+    chunks = 0
+    started.set()
+    try:
+        async with asyncio.timeout(rng.uniform(0, 0.05) if behaviour == "timeout" else None):
+            async for chunk in stream:
+                assert reason is None, "a chunk came after the last one"
+                assert chunk.text or chunk.token_ids or chunk.finish_reason
+                ids += chunk.token_ids
+                texts.append(chunk.text)
+                reason = chunk.finish_reason
+                chunks += 1
+                if behaviour == "slow":
+                    await asyncio.sleep(rng.uniform(0, 0.05))
+                if behaviour in ("close", "break") and chunks == limit:
+                    if behaviour == "close":
+                        await stream.aclose()
+                    break
+    except TimeoutError as error:
+        if isinstance(error, errors.TimedOut):
+            raise
+        return ("left", ids, "".join(texts))
+    if reason is None:
+        return ("left", ids, "".join(texts))
+    return "finished", ids, "".join(texts), reason
+
+
+async def run_world(world: World, lifetimes: int) -> LawChecker:
+    await world.engine.start()
+    checker = watch(world.engine)
+    async with asyncio.TaskGroup() as group:
+        for number in range(lifetimes):
+            group.create_task(lifetime(world, number))
+    gc.collect()
+    await settle(world.engine)
+    await world.engine.aclose()
+    return checker
+
+
+async def settle(engine: Engine) -> None:
+    """Everything is given back within two resolved steps of the last stream's end."""
+    assert engine._core is not None
+    scheduler = engine._core.scheduler
+    await asyncio.sleep(0)
+    in_flight = engine.stats().steps_in_flight
+    assert in_flight <= engine.config.window + 1
+    while engine.stats().steps_in_flight:
+        await asyncio.sleep(0.001)
+    stats = engine.stats()
+    assert stats.pages_free == stats.pages_total, stats
+    assert stats.running == stats.waiting == stats.arriving == 0
+    assert scheduler.slots.free == scheduler.slots.total
+    assert scheduler.queued_tokens == 0
+
+
+def simulate(seed: int, lifetimes: int, *, fault_rate: float = 0.02) -> tuple[World, LawChecker]:
+    """Run one world to its end. Every failure names the seed."""
+    world = make_world(seed, fault_rate)
+    loop = VirtualLoop(seed, shuffle=seed % 2 == 1, executor_delay=0.003)
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            checker = runner.run(run_world(world, lifetimes))
+    except BaseException as error:
+        error.add_note(f"seed={seed} lifetimes={lifetimes} fault_rate={fault_rate} {world.engine.config}")
+        raise
+    return world, checker

@@ -1,0 +1,46 @@
+"""The laws of the design, over many thousands of random request lifetimes on the toy device."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.engine.simulation import simulate
+
+WORLDS = 250
+LIFETIMES = 80
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_lifetimes_keep_every_law(block: int) -> None:
+    """10 blocks of 25 worlds of 80 lifetimes: 20,000 in all."""
+    counts: Counter[str] = Counter()
+    retractions = late = 0
+    for seed in range(block * WORLDS // 10, (block + 1) * WORLDS // 10):
+        world, checker = simulate(seed, LIFETIMES)
+        counts += world.counts
+        retractions += checker.retractions
+        late += checker.counters.late_tokens
+    assert counts.total() == LIFETIMES * WORLDS // 10
+    # The worlds are worth something only if every way to end did occur.
+    for outcome in ("finished", "left", "cancelled", "dropped", "never read", "timed out", "step failed"):
+        assert counts[outcome] > 0, (outcome, counts)
+    assert retractions > 0
+    assert late > 0
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_the_same_seed_takes_the_same_course(seed: int) -> None:
+    first, _ = simulate(seed, 60)
+    second, _ = simulate(seed, 60)
+    assert first.outcomes == second.outcomes
+    assert first.device.steps == second.device.steps
+    other, _ = simulate(seed + 100, 60)
+    assert first.outcomes != other.outcomes
+
+
+def test_without_faults_only_deadlines_and_consumers_end_a_request_early() -> None:
+    world, _ = simulate(77, 200, fault_rate=0.0)
+    assert world.counts["step failed"] == 0
+    assert world.counts["finished"] > 0
