@@ -10,7 +10,7 @@ from aioinfer.execution.packing import Packed
 from aioinfer.execution.relay import Relay
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
-from aioinfer.model.loader import CausalLM
+from aioinfer.model.spec import CausalLM
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.sampler import Sampler
 

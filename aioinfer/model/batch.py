@@ -39,3 +39,5 @@ class Batch:
     #: ``kv_len`` on the host
     kv_lens: list[int]
     num_decodes: int
+    #: what the attention kernel works out once for all layers of the step (masks, page lists)
+    attention_plan: object | None = None

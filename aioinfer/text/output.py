@@ -1,45 +1,71 @@
-"""OutputText: the text side of one request."""
+"""OutputText: the text side of one request, from token ids to pieces that may be delivered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+from aioinfer.text.stop import StopMatcher
+
+if TYPE_CHECKING:
+    from aioinfer.text.detokenizer import Detokenizer
+
+__all__ = ["OutputText"]
 
 
 class OutputText:
-    def __init__(self, detokenizer: Any, stop: Sequence[str] = (), include_stop: bool = False) -> None:
-        self.detokenizer = detokenizer
+    """Detokenizer and stop matcher in a row. ``pieces`` only ever grows, by non-empty pieces.
+
+    Without a detokenizer (an engine that has no tokenizer) there is no text.
+    """
+
+    __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "enabled", "pieces")
+
+    def __init__(
+        self, detokenizer: Detokenizer | None, stop: Sequence[str] = (), include_stop: bool = False
+    ) -> None:
         self.enabled = detokenizer is not None
         self.pieces: list[str] = []
-        self.stop = tuple(stop)
-        self.include_stop = include_stop
-        self.held = ""
-        self.done = False
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stop) if stop else None
+        self._include_stop = include_stop
+        self._ended = False
 
     @property
     def text(self) -> str:
+        """Everything released so far."""
         return "".join(self.pieces)
 
-    def _emit(self, s: str) -> None:
-        if s:
-            self.pieces.append(s)
+    def push(self, token_id: int) -> str | None:
+        """One more output token; returns the stop string that it completed, if it did.
 
-    def push(self, token: int) -> str | None:
-        if self.detokenizer is None or self.done:
+        The token that ends an output is pushed only if its text is wanted.
+        """
+        if self._detokenizer is None or self._ended:
             return None
-        self.held += self.detokenizer.push(token)
-        hits = [(self.held.find(s) + len(s), self.held.find(s), s) for s in self.stop if s in self.held]
-        if hits:
-            end, at, s = min(hits)
-            self._emit(self.held[: end if self.include_stop else at])
-            self.done = True
-            return s
-        keep = max((n for s in self.stop for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
-        self._emit(self.held[: len(self.held) - keep])
-        self.held = self.held[len(self.held) - keep :]
-        return None
+        return self._release(self._detokenizer.push(token_id))
 
     def finish(self) -> None:
-        if not self.done and self.detokenizer is not None:
-            self.done = True
-            self._emit(self.held + self.detokenizer.finish())
+        """No more tokens: release what was held back. A stop string in it still cuts the text."""
+        if self._detokenizer is None or self._ended:
+            return
+        self._release(self._detokenizer.finish())
+        if not self._ended and self._matcher is not None:
+            self._append(self._matcher.flush())
+        self._ended = True
+
+    def _release(self, text: str) -> str | None:
+        if not text or self._matcher is None:
+            self._append(text)
+            return None
+        safe, stop = self._matcher.push(text)
+        if stop is not None:
+            self._ended = True
+            if self._include_stop:
+                safe += stop
+        self._append(safe)
+        return stop
+
+    def _append(self, text: str) -> None:
+        if text:
+            self.pieces.append(text)

@@ -1,0 +1,1 @@
+"""Models: weights from disk, and the forward pass over packed rows and paged KV."""

@@ -1,0 +1,45 @@
+"""KVPool: the memory behind the pages."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["KVPool"]
+
+
+class KVPool:
+    """Keys and values of all layers, each ``[num_pages + 1, page_size, num_kv_heads, head_dim]``.
+
+    Page 0 is the junk page: padding may be written there and nobody reads it. Zeroed, because what a
+    mask hides is still multiplied by zero, and zero times an uninitialised NaN is NaN.
+    """
+
+    __slots__ = ("keys", "page_size", "values")
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_pages + 1, page_size, num_kv_heads, head_dim)
+        self.page_size = page_size
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    @staticmethod
+    def bytes_per_page(
+        *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
+    ) -> int:
+        """Memory of one page over all layers, keys and values together."""
+        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def write(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values [T, num_kv_heads, head_dim] at KV cells [T]."""
+        self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
+        self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)

@@ -1,0 +1,156 @@
+"""DenseLM: the Llama, Mistral, Qwen2 and Qwen3 families in one file.
+
+They differ in three places: biases on q, k and v (Qwen2), a norm on each head's query and key (Qwen3),
+and attention windows (Mistral, some Qwen layers). All of it is found in the config and the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.model.attention.base import Attention
+from aioinfer.model.batch import Batch
+from aioinfer.model.rope import Rope, rotate
+from aioinfer.model.spec import ModelSpec, eos_token_ids
+from aioinfer.model.weights import Weights
+
+__all__ = ["DenseLM"]
+
+
+@dataclass(slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    #: queries, keys and values of all heads in one matrix
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    #: [num_heads + num_kv_heads, head_dim]: the query norm repeated, then the key norm
+    qk_norm: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    window: int | None
+
+
+class DenseLM:
+    """A decoder of pre-norm attention and SwiGLU layers. See :class:`~aioinfer.model.spec.CausalLM`."""
+
+    def __init__(self, path: Path, config: Any, weights: Weights, dtype: torch.dtype, device: torch.device):
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._heads = config.num_attention_heads
+        self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
+        self._head_dim = head_dim
+        self._eps = config.rms_norm_eps
+        self._scale = head_dim**-0.5
+        self._rope = Rope(config, head_dim, config.max_position_embeddings, dtype, device)
+        hidden = config.hidden_size
+        self._embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
+        self._layers = [self._load_layer(config, weights, index) for index in range(config.num_hidden_layers)]
+        self._norm = weights.take("model.norm.weight", (hidden,))
+        ignore = []
+        if config.tie_word_embeddings:
+            self._head = self._embedding
+            ignore = ["lm_head.weight"]
+        else:
+            self._head = weights.take("lm_head.weight", (config.vocab_size, hidden))
+        weights.check_all_taken(ignore)
+        self.spec = ModelSpec(
+            architecture=config.architectures[0],
+            num_layers=config.num_hidden_layers,
+            num_heads=self._heads,
+            num_kv_heads=self._kv_heads,
+            head_dim=head_dim,
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+            dtype=dtype,
+            eos_token_ids=eos_token_ids(path, config),
+            num_parameters=weights.num_parameters,
+        )
+
+    def _load_layer(self, config: Any, weights: Weights, index: int) -> _Layer:
+        prefix = f"model.layers.{index}"
+        hidden, middle = config.hidden_size, config.intermediate_size
+        q_rows, kv_rows = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        projections = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
+        rows = [q_rows, kv_rows, kv_rows]
+        mlp = [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up")]
+        return _Layer(
+            attention_norm=weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
+            qkv=weights.fused([f"{name}.weight" for name in projections], rows, hidden),
+            qkv_bias=_fused_bias(weights, projections, rows),
+            qk_norm=self._load_qk_norm(weights, f"{prefix}.self_attn"),
+            out=weights.take(f"{prefix}.self_attn.o_proj.weight", (hidden, q_rows)),
+            out_bias=weights.take_optional(f"{prefix}.self_attn.o_proj.bias", (hidden,)),
+            mlp_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            gate_up=weights.fused([f"{name}.weight" for name in mlp], [middle, middle], hidden),
+            gate_up_bias=_fused_bias(weights, mlp, [middle, middle]),
+            down=weights.take(f"{prefix}.mlp.down_proj.weight", (hidden, middle)),
+            down_bias=weights.take_optional(f"{prefix}.mlp.down_proj.bias", (hidden,)),
+            window=_window(config, index),
+        )
+
+    def _load_qk_norm(self, weights: Weights, prefix: str) -> torch.Tensor | None:
+        if f"{prefix}.q_norm.weight" not in weights:
+            return None
+        q_norm = weights.take(f"{prefix}.q_norm.weight", (self._head_dim,))
+        k_norm = weights.take(f"{prefix}.k_norm.weight", (self._head_dim,))
+        return torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv_heads, -1)))
+
+    def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
+        hidden = F.embedding(batch.input_ids, self._embedding)
+        cos, sin = self._rope.at(batch.positions)
+        for index, layer in enumerate(self._layers):
+            normed = _rms_norm(hidden, layer.attention_norm, self._eps)
+            hidden = hidden + self._attend(index, layer, normed, cos, sin, batch, attention)
+            normed = _rms_norm(hidden, layer.mlp_norm, self._eps)
+            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        wanted = _rms_norm(hidden[batch.logits_rows], self._norm, self._eps)
+        return F.linear(wanted, self._head).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: Batch,
+        attention: Attention,
+    ) -> torch.Tensor:
+        tokens, heads = len(normed), self._heads + self._kv_heads
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(tokens, heads + self._kv_heads, self._head_dim)
+        qk, v = qkv.split((heads, self._kv_heads), dim=1)
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * layer.qk_norm
+        q, k = rotate(qk, cos, sin).split((self._heads, self._kv_heads), dim=1)
+        mixed = attention(index, q, k, v, batch, scale=self._scale, window=layer.window)
+        return F.linear(mixed.reshape(tokens, -1), layer.out, layer.out_bias)
+
+
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square norm over the last axis (Zhang and Sennrich, 2019)."""
+    return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+
+
+def _fused_bias(weights: Weights, names: list[str], rows: list[int]) -> torch.Tensor | None:
+    if f"{names[0]}.bias" not in weights:
+        return None
+    return weights.fused([f"{name}.bias" for name in names], rows)
+
+
+def _window(config: Any, index: int) -> int | None:
+    """Positions that a layer looks back on, or None for all of them."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return window if kinds[index] == "sliding_attention" else None
+    return window if getattr(config, "use_sliding_window", True) else None

@@ -1,0 +1,70 @@
+"""Loading: from a model directory to something that computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.execution.device import Progress
+from aioinfer.model.registry import own_implementation
+from aioinfer.model.spec import CausalLM
+from aioinfer.model.weights import Weights
+
+__all__ = ["load_model"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    force_transformers: bool = False,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
+
+    ``dtype`` is a name, or "auto" for what the checkpoint says. Never runs code from the directory,
+    never touches the network. Raises ConfigError.
+    """
+    config = _read_config(path)
+    chosen = _choose_dtype(config, dtype)
+    implementation = None if force_transformers else own_implementation(config)
+    if implementation is None:
+        from aioinfer.model.transformers_model import TransformersLM
+
+        return TransformersLM(path, config, chosen, device)
+    weights = Weights(path, dtype=chosen, device=device, progress=progress)
+    return implementation(path, config, weights, chosen, device)
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    if not path.is_dir():
+        raise ConfigError(f"model: there is no directory {path}, and no bundled model of that name")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model: {path} has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(f"model: the config of {path.name} cannot be used: {error}") from error
+    if not config.architectures:
+        raise ConfigError(f"model: the config of {path.name} names no architecture")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError("model: quantised checkpoints are not supported")
+    return config
+
+
+def _choose_dtype(config: Any, wanted: str) -> torch.dtype:
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    stated = config.dtype
+    if isinstance(stated, str):
+        stated = _DTYPES.get(stated)
+    return stated if stated in _DTYPES.values() else torch.float32

@@ -1,0 +1,85 @@
+"""Weights: memory-mapped safetensors, one file or sharded, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.execution.device import Progress
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """The tensors of a checkpoint directory, mapped and not read until asked for.
+
+    Every tensor is handed out once, in the wanted dtype on the wanted device. On the CPU a tensor that
+    is stored in the wanted dtype stays mapped: it costs no second copy.
+    """
+
+    def __init__(
+        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    ) -> None:
+        """Raises ConfigError if there are no safetensors, or their index names files that are not there."""
+        from safetensors import safe_open
+
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._files: dict[str, Any] = {}
+        try:
+            for file in _files(path):
+                opened = safe_open(file, framework="pt", device="cpu")
+                self._files.update(dict.fromkeys(opened.keys(), opened))
+        except OSError as error:
+            raise ConfigError(f"model: the weights of {path.name} cannot be read: {error}") from error
+        self._total = len(self._files)
+        self._taken: set[str] = set()
+        self.num_parameters = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor. Raises ConfigError if it is missing or shaped otherwise."""
+        opened = self._files.get(name)
+        if opened is None:
+            raise ConfigError(f"model: the checkpoint has no tensor {name}")
+        tensor: torch.Tensor = opened.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(f"model: {name} is shaped {tuple(tensor.shape)}, the config says {shape}")
+        self._taken.add(name)
+        self.num_parameters += tensor.numel()
+        if self._progress is not None:
+            self._progress("weights", len(self._taken), self._total)
+        return tensor.to(self._device, self._dtype)
+
+    def take_optional(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """One tensor, or None if the checkpoint does without."""
+        return self.take(name, shape) if name in self._files else None
+
+    def fused(self, names: Iterable[str], rows: Iterable[int], *tail: int) -> torch.Tensor:
+        """Several tensors ``[rows, *tail]`` on top of each other, for one multiplication instead of several."""
+        return torch.cat([self.take(name, (count, *tail)) for name, count in zip(names, rows, strict=True)])
+
+    def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
+        """Raise ConfigError if the checkpoint holds tensors that the model has no use for."""
+        left = sorted(set(self._files) - self._taken - set(ignore))
+        if left:
+            raise ConfigError(f"model: the checkpoint has {len(left)} unexpected tensors, first {left[0]}")
+
+
+def _files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        return [path / name for name in names]
+    single = path / "model.safetensors"
+    if not single.is_file():
+        raise ConfigError(f"model: {path.name} holds no model.safetensors (pickled weights are not loaded)")
+    return [single]

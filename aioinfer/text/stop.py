@@ -1,0 +1,83 @@
+"""StopMatcher: find stop strings in streamed text, holding back no more than could still become one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+__all__ = ["StopMatcher"]
+
+
+class StopMatcher:
+    """An Aho-Corasick automaton (Aho and Corasick, 1975) over the stop strings.
+
+    Linear in the text, and independent of how the text is cut into pieces. The match that ends first
+    wins; of several that end at the same character, the longest.
+    """
+
+    __slots__ = ("_depth", "_edges", "_fail", "_held", "_hit", "_node")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._edges: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._hit: list[str | None] = [None]
+        for stop in stops:
+            node = 0
+            for character in stop:
+                node = self._child(node, character)
+            self._hit[node] = stop
+        self._fail = self._failure_links()
+        self._node = 0
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """More text: returns what is safe to release, and the stop string that was completed, if any.
+
+        After a match nothing more may be pushed.
+        """
+        held = self._held + text
+        for end, character in enumerate(text, len(self._held) + 1):
+            node = self._step(self._node, character)
+            self._node = node
+            stop = self._hit[node]
+            if stop is not None:
+                self._held = ""
+                return held[: end - len(stop)], stop
+        keep = self._depth[self._node]
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep], None
+
+    def flush(self) -> str:
+        """The output has ended: what was held back is text after all."""
+        held, self._held, self._node = self._held, "", 0
+        return held
+
+    def _child(self, node: int, character: str) -> int:
+        child = self._edges[node].get(character)
+        if child is None:
+            child = len(self._edges)
+            self._edges[node][character] = child
+            self._edges.append({})
+            self._depth.append(self._depth[node] + 1)
+            self._hit.append(None)
+        return child
+
+    def _step(self, node: int, character: str) -> int:
+        while character not in self._edges[node]:
+            if node == 0:
+                return 0
+            node = self._fail[node]
+        return self._edges[node][character]
+
+    def _failure_links(self) -> list[int]:
+        """For each node, the node of its longest proper suffix; hits are inherited along the links."""
+        self._fail = [0] * len(self._edges)
+        queue = deque(self._edges[0].values())
+        while queue:
+            node = queue.popleft()
+            for character, child in self._edges[node].items():
+                self._fail[child] = self._step(self._fail[node], character)
+                queue.append(child)
+            if self._hit[node] is None:
+                self._hit[node] = self._hit[self._fail[node]]
+        return self._fail
