@@ -110,4 +110,4 @@ def encoder(
     if isinstance(prompt, str):
         return lambda: tokenizer.encode(prompt)
     kwargs = dict(template_kwargs or {})
-    return lambda: tokenizer.encode_chat(prompt, **kwargs)  # type: ignore[arg-type]
+    return lambda: tokenizer.encode_chat(prompt, **kwargs)

@@ -166,8 +166,10 @@ class Engine:
         await self.aclose(drain=kind is None)
 
     async def _close(self, drain_seconds: float) -> None:
-        assert self._loop is not None and self._launcher is not None
-        assert self._driver is not None and self._workers is not None
+        assert self._loop is not None
+        assert self._launcher is not None
+        assert self._driver is not None
+        assert self._workers is not None
         if self._state is EngineState.RUNNING:
             self._state = EngineState.DRAINING
         if drain_seconds > 0 and self._busy and self._failure is None:
@@ -259,6 +261,7 @@ class Engine:
         self._core.submit(request)
         cell.request = request
         request.cell = cell
+        cell.notify()
         self._bell.ring()
 
     # -- the driver -----------------------------------------------------------------------------
@@ -310,7 +313,8 @@ class Engine:
                 cell.notify()
 
     async def _guard_drive(self) -> None:
-        assert self._core is not None and self._launcher is not None
+        assert self._core is not None
+        assert self._launcher is not None
         try:
             await self._drive(self._core, self._launcher)
         except asyncio.CancelledError:
@@ -347,7 +351,6 @@ class Engine:
         if seconds is not None:
             assert self._loop is not None
             cell.timer = self._loop.call_later(seconds, self._expire, cell, "running", seconds)
-        cell.notify()
 
     def _expire(self, cell: StreamCell, phase: str, seconds: float) -> None:
         cell.timer = None

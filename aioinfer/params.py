@@ -13,6 +13,7 @@ __all__ = ["SamplingParams"]
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1024
+_MAX_STOP_IDS = 1024
 _SEED_LIMIT = 2**63
 
 
@@ -117,9 +118,9 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def _token_ids(ids: Any) -> tuple[int, ...]:
-    ids = tuple(ids or ())
-    if len(ids) > 1024:
-        raise InvalidRequest("stop_token_ids", f"at most 1024 ids, got {len(ids)}")
-    for token in ids:
+    tokens: tuple[int, ...] = tuple(ids or ())
+    if len(tokens) > _MAX_STOP_IDS:
+        raise InvalidRequest("stop_token_ids", f"at most {_MAX_STOP_IDS} ids, got {len(tokens)}")
+    for token in tokens:
         _integer("stop_token_ids", token, 0, 2**31 - 1)
-    return ids
+    return tokens

@@ -28,7 +28,7 @@ class Want(Enum):
 
     CHUNK = "chunk"
     RESULT = "result"
-    ADMISSION = "admission"
+    ACCEPTANCE = "acceptance"
 
 
 class StreamCell:
@@ -78,8 +78,8 @@ class StreamCell:
         request = self.request
         if request is None or self.wants is Want.RESULT:
             return False
-        if self.wants is Want.ADMISSION:
-            return request.admitted_at is not None
+        if self.wants is Want.ACCEPTANCE:
+            return True
         if request.text.enabled:
             return len(request.text.pieces) > self.taken_pieces
         return len(request.output_ids) > self.taken_ids
@@ -179,11 +179,11 @@ class Stream:
             raise Cancelled("the stream was closed before its end")
         return cell.request.result()
 
-    async def admission(self) -> None:
-        """Wait until the request is in a step, has ended or failed. Raises its error."""
+    async def accepted(self) -> None:
+        """Wait until the prompt is tokenized, checked and queued. Raises what is wrong with it."""
         cell = self._cell
-        while not (self.admitted or cell.finished or cell.closed):
-            await self._wait(Want.ADMISSION)
+        while not (cell.request is not None or cell.finished or cell.closed):
+            await self._wait(Want.ACCEPTANCE)
         self._raise_error()
 
     # -- leaving --------------------------------------------------------------------------------
@@ -230,6 +230,8 @@ class Stream:
             cell.waiter = None
 
     def _raise_error(self) -> None:
-        error = self._cell.error or (self._cell.request and self._cell.request.error)
+        error = self._cell.error
+        if error is None and self._cell.request is not None:
+            error = self._cell.request.error
         if error is not None:
             raise error

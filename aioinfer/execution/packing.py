@@ -160,7 +160,8 @@ class Packer:
         """Known ids in place; 0 where the relay will fill in."""
         ids = np.zeros(step.num_tokens, np.int64)
         for row, start in zip(step.rows[step.num_decodes :], cu_q[step.num_decodes :].tolist(), strict=False):
-            ids[start : start + row.length] = row.ids
+            if row.ids is not None:
+                ids[start : start + row.length] = row.ids
         return ids
 
     def _admit(self, row: Row) -> PenaltyReset | None:

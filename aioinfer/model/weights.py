@@ -34,7 +34,7 @@ class Weights:
         self._files: dict[str, Any] = {}
         try:
             for file in _files(path):
-                opened = safe_open(file, framework="pt", device="cpu")
+                opened: Any = safe_open(file, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
         except OSError as error:
             raise ConfigError(f"model: the weights of {path.name} cannot be read: {error}") from error
@@ -64,7 +64,7 @@ class Weights:
         return self.take(name, shape) if name in self._files else None
 
     def fused(self, names: Iterable[str], rows: Iterable[int], *tail: int) -> torch.Tensor:
-        """Several tensors ``[rows, *tail]`` on top of each other, for one multiplication instead of several."""
+        """Tensors ``[rows, *tail]`` on top of each other: one multiplication instead of several."""
         return torch.cat([self.take(name, (count, *tail)) for name, count in zip(names, rows, strict=True)])
 
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:

@@ -94,18 +94,17 @@ class Scheduler:
         budget = StepBudget(self.limits)
         rows: list[Row] = []
         for request in list(self.running.values()):
-            if budget.tokens and request.relay_ready and not _ends_by_length(request):
-                # An earlier turn of this loop may have retracted the request; a row in the step cannot
-                # be lost, for victims are always the most junior.
-                if request.state is RequestState.RUNNING and self._reserve(request):
-                    rows.append(self._row(request, 1))
-                    budget.spend(1)
+            # Room for one request may be made by retracting others: always the most junior, so that none
+            # which has its row already is lost, and one further down may be gone when its turn comes.
+            if budget.tokens and _wants_decode(request) and self._reserve(request):
+                rows.append(self._row(request, 1))
+                budget.spend(1)
         num_decodes = len(rows)
         for request in list(self.running.values()):
             if budget.tokens and not request.relay_ready and request.computed < request.length:
                 rows.append(self._prefill(request, budget))
-        while budget.tokens and (request := self._admit()) is not None:
-            rows.append(self._prefill(request, budget))
+        while budget.tokens and (admitted := self._admit()) is not None:
+            rows.append(self._prefill(admitted, budget))
         if not rows:
             return None
         self._last_step += 1
@@ -275,6 +274,6 @@ class Scheduler:
         assert self.queued_tokens == sum(request.length for request in self.waiting)
 
 
-def _ends_by_length(request: Request) -> bool:
-    """Its last token is already being computed: never schedule past it."""
-    return request.length >= request.max_length
+def _wants_decode(request: Request) -> bool:
+    """Its prompt is computed, and its last token by length is not being computed already."""
+    return request.relay_ready and request.length < request.max_length

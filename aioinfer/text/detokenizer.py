@@ -94,11 +94,11 @@ class StreamDetokenizer:
             text: str | None = self._stream.step(self._tokenizer, token_id)
         except Exception:
             # The library knows no exception class of its own here.
-            return self._fall_back()
+            return self._fall_back()[0]
         if text is None:
             if len(self._pending) > _CONTEXT:
                 # No character is this long: the bytes are broken, and the stream would hold them for ever.
-                return self._fall_back()
+                return self._fall_back()[0]
             return ""
         self._recent = (self._recent + self._pending)[-_CONTEXT:]
         self._pending = []
@@ -108,14 +108,14 @@ class StreamDetokenizer:
         if self._fallback is None:
             if not self._pending:
                 return ""
-            text = self._fall_back()
-            assert self._fallback is not None
-            return text + self._fallback.finish()
+            text, fallback = self._fall_back()
+            return text + fallback.finish()
         return self._fallback.finish()
 
-    def _fall_back(self) -> str:
-        self._fallback = OffsetDetokenizer(self._decode, self._recent)
-        return "".join(self._fallback.push(token) for token in self._pending)
+    def _fall_back(self) -> tuple[str, OffsetDetokenizer]:
+        """Hand over; returns the text of the held-back tokens as far as it is final."""
+        self._fallback = fallback = OffsetDetokenizer(self._decode, self._recent)
+        return "".join(fallback.push(token) for token in self._pending), fallback
 
 
 def _context(prompt_ids: Sequence[int], decode: Any) -> Sequence[int]:

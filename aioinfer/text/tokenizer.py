@@ -16,6 +16,7 @@ class Tokenizer(Protocol):
     """Text to ids and back. Encoding happens on worker threads, detokenizing on the loop."""
 
     eos_token_ids: frozenset[int]
+    has_chat_template: bool
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. Raises InvalidRequest."""
@@ -41,6 +42,7 @@ class HFTokenizer:
         self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         eos = tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
+        self.has_chat_template = bool(tokenizer.chat_template)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -61,7 +63,7 @@ class HFTokenizer:
         import jinja2
 
         conversation = [_message(number, message) for number, message in enumerate(messages)]
-        if not self._tokenizer.chat_template:
+        if not self.has_chat_template:
             raise InvalidRequest("messages", "the model has no chat template: give a text prompt")
         try:
             text: str = self._tokenizer.apply_chat_template(

@@ -225,6 +225,7 @@ class ToyTokenizer:
     def __init__(self, vocab_size: int = 64) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset({0})
+        self.has_chat_template = True
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
 
     def encode(self, text: str) -> list[int]:

@@ -1,0 +1,99 @@
+"""The aiohttp application, and running it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+
+from aioinfer.config import ServerConfig
+from aioinfer.engine import Engine, EngineState
+from aioinfer.server.failures import as_failure
+from aioinfer.server.routes import Routes
+
+__all__ = ["ENGINE", "create_app", "serve", "setup"]
+
+#: where an application keeps its engine
+ENGINE = web.AppKey("aioinfer.engine", Engine)
+
+_MIB = 1 << 20
+
+
+def setup(
+    app: web.Application, engine: Engine, prefix: str = "/v1", config: ServerConfig | None = None
+) -> None:
+    """Add the OpenAI routes under ``prefix``, and ``/health``, to an existing application.
+
+    An engine that is not started yet is started and closed together with the application. Disconnects
+    are noticed within a second also where the application's runner does not cancel handlers. The
+    application's own ``client_max_size`` bounds request bodies.
+    """
+    app[ENGINE] = engine
+    Routes(engine, config or ServerConfig()).add_to(app, prefix.rstrip("/"))
+    app.cleanup_ctx.append(_engine_context)
+
+
+def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
+    """An application of its own: the routes, and OpenAI's error objects for everything else."""
+    config = config or ServerConfig()
+    app = web.Application(middlewares=[_json_errors], client_max_size=int(config.max_body_mib * _MIB))
+    setup(app, engine, config=config)
+    return app
+
+
+async def serve(
+    engine: Engine,
+    config: ServerConfig | None = None,
+    *,
+    stop: asyncio.Event | None = None,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until ``stop`` is set or the caller is cancelled, then drain.
+
+    While it drains, the server still answers: new requests get 503, running ones have
+    ``config.drain_timeout`` seconds to finish. ``ready`` is called with the base URL once requests are
+    accepted. Installs no signal handler.
+    """
+    config = config or ServerConfig()
+    stop = stop or asyncio.Event()
+    runner = web.AppRunner(
+        create_app(engine, config), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port)
+        await site.start()
+        if ready is not None:
+            ready(_url(runner, config))
+        await stop.wait()
+        await engine.aclose(drain=True, timeout=config.drain_timeout)
+    finally:
+        await runner.cleanup()
+
+
+def _url(runner: web.AppRunner, config: ServerConfig) -> str:
+    port = runner.addresses[0][1]
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{port}"
+
+
+async def _engine_context(app: web.Application) -> AsyncIterator[None]:
+    engine = app[ENGINE]
+    ours = engine.state in (EngineState.NEW, EngineState.CLOSED)
+    if ours:
+        await engine.start()
+    yield
+    if ours:
+        await engine.aclose()
+
+
+@web.middleware
+async def _json_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """404, 405 and 413 as OpenAI's error objects too."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return as_failure(error).response()

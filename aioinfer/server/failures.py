@@ -1,0 +1,65 @@
+"""Failures: every exception of the engine as OpenAI's error object, status code and headers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from aioinfer import errors
+
+__all__ = ["Failure", "as_failure"]
+
+_log = logging.getLogger("aioinfer.server")
+
+#: openai's clients retry 408, 409, 429 and 5xx unless told otherwise
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the client is told."""
+
+    status: int
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> web.Response:
+        return web.Response(
+            status=self.status,
+            headers=self.headers,
+            text=json.dumps(self.body()),
+            content_type="application/json",
+        )
+
+
+def as_failure(error: BaseException) -> Failure:
+    """The failure for an exception. Unknown ones are logged and told as nothing but a server error."""
+    match error:
+        case errors.InvalidRequest():
+            return Failure(400, "invalid_request_error", str(error), param=error.field)
+        case errors.Rejected():
+            headers = {"Retry-After": str(max(1, round(error.retry_after)))}
+            return Failure(429, "rate_limit_error", str(error), code="queue_full", headers=headers)
+        case errors.TimedOut():
+            return Failure(504, "timeout_error", str(error), code=f"{error.phase}_timeout", headers=_NO_RETRY)
+        case errors.EngineClosed() | errors.EngineFailed():
+            headers = {"Retry-After": "5"}
+            return Failure(503, "service_unavailable_error", "the engine is not serving", headers=headers)
+        case errors.AioInferError():
+            return Failure(500, "server_error", "the request failed in the engine", headers=_NO_RETRY)
+        case web.HTTPException():
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            return Failure(error.status, kind, error.reason)
+    _log.error("an unexpected error in a handler", exc_info=error)
+    return Failure(500, "server_error", "internal error")

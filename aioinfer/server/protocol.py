@@ -1,0 +1,237 @@
+"""Protocol: OpenAI's request bodies into what the engine takes, and results into its response bodies.
+
+Fields that would change the output and cannot be honoured are refused; anything else that is unknown is
+ignored, because clients send bookkeeping (``metadata``, ``store``, ``user`` ...) that no engine needs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aioinfer.engine import Prompt
+from aioinfer.errors import InvalidRequest
+from aioinfer.outputs import Usage
+from aioinfer.params import SamplingParams
+
+__all__ = ["Call", "parse_body", "parse_chat", "parse_completion", "usage_body"]
+
+_log = logging.getLogger("aioinfer.server")
+
+_MAX_CHOICES = 128
+#: body field -> field of SamplingParams
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "skip_special_tokens": "skip_special_tokens",
+    "include_stop_str_in_output": "include_stop",
+}
+#: Fields that constrain the output, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "tools": (None, []),
+    "functions": (None, []),
+    "suffix": (None, ""),
+    "grammar": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "json_schema": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "use_beam_search": (None, False),
+}
+_KNOWN = {
+    *_SAMPLING,
+    *_UNSUPPORTED,
+    "model",
+    "messages",
+    "prompt",
+    "n",
+    "best_of",
+    "echo",
+    "stream",
+    "stream_options",
+    "chat_template_kwargs",
+    "tool_choice",
+    "user",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One API call, checked: every prompt is generated for ``n`` times."""
+
+    id: str
+    created: int
+    model: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    n: int
+    stream: bool
+    include_usage: bool
+    echo: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+
+    def choices(self) -> list[tuple[Prompt, SamplingParams]]:
+        """Prompt and parameters of every choice, in the order of their indexes."""
+        return [
+            (prompt, self.params if number == 0 else _reseeded(self.params, number))
+            for prompt in self.prompts
+            for number in range(self.n)
+        ]
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises InvalidRequest, also for NaN, infinity and bottomless nesting."""
+    try:
+        body = json.loads(raw, parse_constant=_no_constant)
+    except RecursionError:
+        raise InvalidRequest("body", "is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequest("body", f"is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    return body
+
+
+def parse_chat(body: Mapping[str, Any], defaults: SamplingParams, model: str) -> Call:
+    """A body of ``/v1/chat/completions``."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages", "must be a non-empty list")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidRequest(f"messages[{number}]", "must be an object")
+    kwargs = body.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise InvalidRequest("chat_template_kwargs", "must be an object")
+    if kwargs is not None and {"tokenize", "chat_template", "conversation", "tools"} & kwargs.keys():
+        raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
+    return _call("chatcmpl", body, [messages], defaults, model, kwargs)
+
+
+def parse_completion(body: Mapping[str, Any], defaults: SamplingParams, model: str) -> Call:
+    """A body of ``/v1/completions``, whose ``max_tokens`` is 16 unless it says otherwise."""
+    prompt = body.get("prompt")
+    prompts: list[Any]
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
+        prompts = [prompt]
+    elif isinstance(prompt, list) and prompt and all(isinstance(item, (str, list)) for item in prompt):
+        prompts = prompt
+    else:
+        raise InvalidRequest("prompt", "must be text, token ids, or a non-empty list of either")
+    if body.get("best_of") not in (None, body.get("n") or 1):
+        raise InvalidRequest("best_of", "other than n is not supported")
+    if body.get("max_tokens") is None:
+        body = {**body, "max_tokens": 16}
+    return _call("cmpl", body, prompts, defaults, model, None)
+
+
+def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:
+    """Usage of a call: a prompt counts once, however many choices it has."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
+    completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
+    }
+
+
+def _call(
+    kind: str,
+    body: Mapping[str, Any],
+    prompts: list[Prompt],
+    defaults: SamplingParams,
+    model: str,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> Call:
+    for name, neutral in _UNSUPPORTED.items():
+        if name in body and body[name] not in neutral:
+            raise InvalidRequest(name, "is not supported by this server")
+    for name in body.keys() - _KNOWN:
+        _log.debug("ignoring the unknown field %s", name)
+    n = 1 if body.get("n") is None else body["n"]
+    if type(n) is not int or not 1 <= n * len(prompts) <= _MAX_CHOICES:
+        raise InvalidRequest("n", f"prompts times n must be 1 to {_MAX_CHOICES}")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise InvalidRequest("stream_options", "must be an object")
+    return Call(
+        id=f"{kind}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=model,
+        prompts=prompts,
+        params=_sampling(body, defaults),
+        n=n,
+        stream=_flag(body, "stream"),
+        include_usage=_flag(options, "include_usage"),
+        echo=_flag(body, "echo"),
+        chat_template_kwargs=chat_template_kwargs,
+    )
+
+
+def _sampling(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """The model's own defaults, overridden by what the body says; null says nothing."""
+    values = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
+    for name, field in _SAMPLING.items():
+        if body.get(name) is None:
+            continue
+        values[field] = body[name]
+    if isinstance(values["stop"], (dict, int, float)):
+        raise InvalidRequest("stop", "must be text or a list of texts")
+    if not isinstance(values["stop_token_ids"], (list, tuple)):
+        raise InvalidRequest("stop_token_ids", "must be a list of token ids")
+    return SamplingParams(**values)
+
+
+def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
+    """The same parameters for another choice: a given seed must not give the same text again."""
+    if params.seed is None:
+        return params
+    values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    return SamplingParams(**{**values, "seed": (params.seed + number) % 2**63})
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise InvalidRequest(name, "must be true or false")
+    return value
+
+
+def _is_ids(values: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,277 @@
+"""Routes: OpenAI's endpoints over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar, cast
+
+from aiohttp import web
+
+from aioinfer.config import ServerConfig
+from aioinfer.engine import Engine, Prompt
+from aioinfer.errors import InvalidRequest
+from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.params import SamplingParams
+from aioinfer.server.failures import Failure, as_failure
+from aioinfer.server.protocol import Call, parse_body, parse_chat, parse_completion, usage_body
+from aioinfer.server.shapes import CHAT, COMPLETION, Shape
+from aioinfer.server.sse import WATCH_INTERVAL, ClientGone, EventStream, is_gone
+from aioinfer.stream import Stream
+
+__all__ = ["Routes"]
+
+_T = TypeVar("_T")
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Parser = Callable[[dict[str, Any], SamplingParams, str], Call]
+#: Seconds in which a body must have arrived.
+_BODY_TIMEOUT = 10.0
+
+
+class Routes:
+    """The handlers; added to an application by :func:`aioinfer.server.setup`."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._model = config.served_model_name or engine.config.model_path.name
+        key = config.api_key
+        self._key = None if key is None else hashlib.sha256(f"Bearer {key}".encode()).digest()
+
+    def add_to(self, app: web.Application, prefix: str) -> None:
+        router = app.router
+        router.add_post(f"{prefix}/chat/completions", self._guarded(self.chat))
+        router.add_post(f"{prefix}/completions", self._guarded(self.completions))
+        router.add_get(f"{prefix}/models", self._guarded(self.models))
+        router.add_get(f"{prefix}/models/{{model}}", self._guarded(self.model))
+        router.add_get("/health", self.health)
+
+    # -- endpoints ------------------------------------------------------------------------------
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse_chat, CHAT)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse_completion, COMPLETION)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [self._model_body()]})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        self._check_model(request.match_info["model"])
+        return web.json_response(self._model_body())
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """200 while requests are accepted, 503 otherwise."""
+        ready = self._engine.ready
+        body = {"status": "ok" if ready else self._engine.state.value}
+        return web.json_response(body, status=200 if ready else 503)
+
+    def _model_body(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"id": self._model, "object": "model", "created": 0, "owned_by": "aioinfer"}
+        if self._engine.ready:
+            body["max_model_len"] = self._engine.info.max_model_len
+        return body
+
+    # -- around every handler -------------------------------------------------------------------
+
+    def _guarded(self, handler: _Handler) -> _Handler:
+        """Check the key; turn exceptions into OpenAI's error objects."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            try:
+                self._check_key(request)
+                return await handler(request)
+            except ClientGone:
+                raise
+            except Exception as error:
+                return _failure(error).response()
+
+        return guarded
+
+    def _check_key(self, request: web.Request) -> None:
+        if self._key is None:
+            return
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(hashlib.sha256(given).digest(), self._key):
+            raise _Refused(Failure(401, "authentication_error", "wrong API key", code="invalid_api_key"))
+
+    def _check_model(self, wanted: Any) -> None:
+        if wanted is not None and wanted != self._model:
+            message = f"the model {str(wanted)[:200]!r} does not exist; this server has {self._model!r}"
+            raise _Refused(
+                Failure(404, "invalid_request_error", message, param="model", code="model_not_found")
+            )
+
+    # -- generation -----------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request, parse: _Parser, shape: Shape) -> web.StreamResponse:
+        body = parse_body(await _read(request))
+        self._check_model(body.get("model"))
+        call = parse(body, self._engine.default_params, self._model)
+        async with AsyncExitStack() as stack:
+            # Every stream is closed on the way out, whichever way that is.
+            streams = [
+                await stack.enter_async_context(
+                    self._engine.generate(prompt, params, chat_template_kwargs=call.chat_template_kwargs)
+                )
+                for prompt, params in call.choices()
+            ]
+            if call.stream:
+                return await self._stream(request, call, shape, streams)
+            results = await _unless_gone(request, _gather(streams))
+            return _whole(call, shape, results, await self._echoes(call))
+
+    async def _stream(
+        self, request: web.Request, call: Call, shape: Shape, streams: Sequence[Stream]
+    ) -> web.StreamResponse:
+        events = EventStream(
+            request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
+        )
+        # A refusal that only tokenizing could find is still a proper status, not an event.
+        for stream in streams:
+            await stream.accepted()
+        await events.open()
+        watch = asyncio.create_task(events.watch())
+        try:
+            await _unless_raises(watch, self._send_all(call, shape, streams, events))
+        except ClientGone:
+            return events.response
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])
+        return events.response
+
+    async def _send_all(
+        self, call: Call, shape: Shape, streams: Sequence[Stream], events: EventStream
+    ) -> None:
+        """All choices, then usage, then the end; an error that comes up on the way is the last event."""
+        try:
+            for index, echo in enumerate(await self._echoes(call)):
+                if shape.opening is not None or echo:
+                    await events.send(shape.first(call, index, echo))
+            async with asyncio.TaskGroup() as group:
+                sending = [
+                    group.create_task(_send_choice(call, shape, index, stream, events))
+                    for index, stream in enumerate(streams)
+                ]
+        except BaseExceptionGroup as failed:
+            error = failed.exceptions[0]
+            if isinstance(error, ClientGone) or not isinstance(error, Exception):
+                raise error from None
+            await events.send(json.dumps(as_failure(error).body()))
+        else:
+            if call.include_usage:
+                await events.send(shape.usage(call, usage_body([task.result() for task in sending], call.n)))
+        await events.close()
+
+    async def _echoes(self, call: Call) -> list[str]:
+        """The prompt of every choice, where it is to be echoed."""
+        if not call.echo:
+            return [""] * len(call.choices())
+        loop = asyncio.get_running_loop()
+        return [await loop.run_in_executor(None, self._echo, prompt) for prompt, _ in call.choices()]
+
+    def _echo(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("echo", "the model has no tokenizer")
+        return tokenizer.decode(cast("list[int]", prompt))
+
+
+class _Refused(Exception):
+    """A failure that the server itself found."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def _failure(error: Exception) -> Failure:
+    return error.failure if isinstance(error, _Refused) else as_failure(error)
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body; a client that never finishes sending is let go."""
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason="the body did not arrive in time") from None
+
+
+async def _send_choice(call: Call, shape: Shape, index: int, stream: Stream, events: EventStream) -> Usage:
+    last: Chunk | None = None
+    async for chunk in stream:
+        await events.send(shape.delta(call, index, chunk))
+        last = chunk
+    assert last is not None
+    assert last.usage is not None
+    return last.usage
+
+
+async def _gather(streams: Sequence[Stream]) -> list[Result]:
+    """All results in order; the first failure is raised at once."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_result(stream)) for stream in streams]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _result(stream: Stream) -> Result:
+    return await stream
+
+
+async def _unless_gone(request: web.Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Await ``work`` while the client is there; ClientGone if it leaves first.
+
+    Our own server cancels handlers on disconnect, an application that mounts the routes may not.
+    """
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        while not task.done():
+            if is_gone(request):
+                raise ClientGone("the client has closed its connection")
+            await asyncio.wait([task], timeout=WATCH_INTERVAL)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _unless_raises(watch: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
+    """Await ``work``, or raise what the watcher raises first."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        else:
+            watch.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _whole(call: Call, shape: Shape, results: Sequence[Result], echoes: Sequence[str]) -> web.Response:
+    body = {
+        "id": call.id,
+        "object": shape.whole_object,
+        "created": call.created,
+        "model": call.model,
+        "choices": [
+            shape.choice(index, echo + result.text, result.finish_reason)
+            for index, (echo, result) in enumerate(zip(echoes, results, strict=True))
+        ],
+        "usage": usage_body([result.usage for result in results], call.n),
+    }
+    return web.json_response(body)

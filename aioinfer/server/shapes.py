@@ -1,0 +1,78 @@
+"""Shapes: how the chat and the completion endpoint write a choice down."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from aioinfer.outputs import Chunk
+from aioinfer.server.protocol import Call
+
+__all__ = ["CHAT", "COMPLETION", "Shape"]
+
+
+class Shape:
+    """One endpoint's JSON. Deltas are written by hand around the one text that varies: they are the
+    bytes that a busy server writes most."""
+
+    def __init__(
+        self, *, whole_object: str, chunk_object: str, delta: str, opening: str | None, chat: bool
+    ) -> None:
+        self.whole_object = whole_object
+        self._chunk_object = chunk_object
+        self._delta = delta
+        #: the first delta of a choice, if it has one of its own
+        self.opening = opening
+        self._chat = chat
+
+    def choice(self, index: int, text: str, finish_reason: str) -> dict[str, Any]:
+        """A whole choice."""
+        body: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+        if self._chat:
+            body["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            body["text"] = text
+        return body
+
+    def first(self, call: Call, index: int, echo: str) -> str:
+        """The event that opens a choice."""
+        delta = self.opening if self.opening is not None else self._delta % json.dumps(echo)
+        return self._event(call, index, delta, "null")
+
+    def delta(self, call: Call, index: int, chunk: Chunk) -> str:
+        """The event for a chunk; the last one carries the finish reason."""
+        reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
+        return self._event(call, index, self._delta % json.dumps(chunk.text), reason)
+
+    def usage(self, call: Call, usage: dict[str, Any]) -> str:
+        """The event after all choices."""
+        return f'{self._head(call)},"choices":[],"usage":{json.dumps(usage)}}}'
+
+    def _event(self, call: Call, index: int, delta: str, reason: str) -> str:
+        usage = ',"usage":null' if call.include_usage else ""
+        return (
+            f'{self._head(call)},"choices":[{{"index":{index},{delta},"logprobs":null,'
+            f'"finish_reason":{reason}}}]{usage}}}'
+        )
+
+    def _head(self, call: Call) -> str:
+        return (
+            f'{{"id":"{call.id}","object":"{self._chunk_object}","created":{call.created},'
+            f'"model":{json.dumps(call.model)}'
+        )
+
+
+CHAT = Shape(
+    whole_object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    delta='"delta":{"content":%s}',
+    opening='"delta":{"role":"assistant","content":""}',
+    chat=True,
+)
+COMPLETION = Shape(
+    whole_object="text_completion",
+    chunk_object="text_completion",
+    delta='"text":%s',
+    opening=None,
+    chat=False,
+)

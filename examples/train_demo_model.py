@@ -1,0 +1,297 @@
+"""Train and evaluate the bundled demo model: a 2.8 M parameter Qwen3 that does a handful of small tasks.
+
+    python examples/train_demo_model.py                 # about 20 minutes on two cores
+    python examples/train_demo_model.py --eval          # exact match per task on held-out questions
+
+Everything is made here: the text (demo_tasks.py), the byte-level BPE tokenizer, the weights. The result
+is an ordinary Hugging Face directory. The optimiser is Muon (Jordan et al., 2024) for the matrices and
+AdamW for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_tasks import TASKS, Item, conversation, held_out, lexicon_text
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+DEFAULT_OUT = Path(__file__).resolve().parent.parent / "aioinfer" / "bundled" / "tiny-chat"
+
+SPECIALS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|mask|>"]
+PAD, END = 0, 1
+ROLES = {"system": 2, "user": 3, "assistant": 4}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+ROW = 256
+BATCH = 16
+IGNORE = -100
+
+
+# -- tokenizer -----------------------------------------------------------------------------------------
+
+
+def train_tokenizer() -> Tokenizer:
+    """Byte-level BPE in which only lower-case words after a space merge: template words are one token,
+    while names, quoted words and numbers are spelled, so that copying them needs no spelling lessons."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = Regex(r" [a-z]+|[A-Za-z]|[0-9]| ?[^\sA-Za-z0-9]+|\s")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        min_frequency=20,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lexicon_text(), trainer)
+    return tokenizer
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Ids, and labels that leave out everything but the answers and their end tokens."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for message in messages:
+        content = [*tokenizer.encode(message["content"]).ids, END]
+        answer = message["role"] == "assistant"
+        ids += [ROLES[message["role"]], *content]
+        labels += [IGNORE, *(content if answer else [IGNORE] * len(content))]
+    return ids, labels
+
+
+# -- data ----------------------------------------------------------------------------------------------
+
+
+def packed_rows(tokenizer: Tokenizer, seed: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Endless rows of conversations that fit into ROW tokens together (best fit over 64 open rows)."""
+    rng = random.Random(seed)
+    rows: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(64)]
+    used = [0] * len(rows)
+    while True:
+        ids, labels = encode_conversation(tokenizer, conversation(rng))
+        if len(ids) > ROW:
+            continue
+        fitting = [at for at in range(len(rows)) if used[at] + len(ids) <= ROW]
+        if fitting:
+            at = max(fitting, key=used.__getitem__)
+        else:
+            at = max(range(len(rows)), key=used.__getitem__)
+            yield rows[at]
+            rows[at], used[at] = [], 0
+        rows[at].append((ids, labels))
+        used[at] += len(ids)
+
+
+def make_batch(rows: list[list[tuple[list[int], list[int]]]]) -> dict[str, torch.Tensor]:
+    """Tensors of one batch; positions restart and attention is closed within each conversation."""
+    ids = torch.full((len(rows), ROW), PAD)
+    labels = torch.full((len(rows), ROW), IGNORE)
+    positions = torch.zeros(len(rows), ROW, dtype=torch.long)
+    document = torch.zeros(len(rows), ROW, dtype=torch.long)
+    for index, row in enumerate(rows):
+        start = 0
+        for number, (tokens, targets) in enumerate(row, 1):
+            stop = start + len(tokens)
+            ids[index, start:stop] = torch.tensor(tokens)
+            labels[index, start:stop] = torch.tensor(targets)
+            positions[index, start:stop] = torch.arange(len(tokens))
+            document[index, start:stop] = number
+            start = stop
+    same = document[:, :, None] == document[:, None, :]
+    mask = (same & torch.ones(ROW, ROW, dtype=torch.bool).tril()).unsqueeze(1)
+    return {"ids": ids, "labels": labels, "positions": positions, "mask": mask}
+
+
+# -- training ------------------------------------------------------------------------------------------
+
+
+def make_model(vocab_size: int) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        attn_implementation="sdpa",
+    )
+    model = Qwen3ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.04)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.data /= (2 * config.num_hidden_layers) ** 0.5
+    return model
+
+
+def make_optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embedding and norms."""
+    matrices, embeddings, norms = [], [], []
+    for name, parameter in model.named_parameters():
+        group = norms if parameter.dim() < 2 else embeddings if "embed" in name else matrices
+        group.append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": embeddings, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+            lr=lr,
+            betas=(0.9, 0.98),
+        ),
+    ]
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
+    """Linear warm-up, then a cosine down to 5 % of the peak."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.05 + 0.95 * 0.5 * (1 + float(torch.cos(torch.tensor(progress * torch.pi)))))
+
+
+def train(steps: int, seed: int, out: Path, peak: float = 2e-3) -> None:
+    torch.manual_seed(seed)
+    torch.set_num_threads(2)
+    tokenizer = train_tokenizer()
+    vocab_size = -(-tokenizer.get_vocab_size() // 32) * 32
+    model = make_model(vocab_size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{tokenizer.get_vocab_size()} tokens, {parameters:,} parameters", flush=True)
+    optimizers = make_optimizers(model, peak)
+    rows = packed_rows(tokenizer, seed)
+
+    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch["ids"], attention_mask=batch["mask"], position_ids=batch["positions"])
+        logits = output.logits[:, :-1].float().reshape(-1, vocab_size)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].reshape(-1))
+
+    compiled: Any = torch.compile(loss_of)
+    started = time.monotonic()
+    for step in range(steps):
+        rate = learning_rate(step, steps, peak)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad()
+        loss = compiled(make_batch([next(rows) for _ in range(BATCH)]))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        if step % 50 == 0 or step == steps - 1:
+            elapsed = time.monotonic() - started
+            print(f"step {step:5d}  loss {loss.item():.4f}  lr {rate:.1e}  {elapsed:6.0f} s", flush=True)
+    save(model, tokenizer, out)
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    """Write an ordinary Hugging Face directory with bf16 weights."""
+    out.mkdir(parents=True, exist_ok=True)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIALS[PAD],
+        eos_token=SPECIALS[END],
+        additional_special_tokens=SPECIALS[2:],
+        model_max_length=model.config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(out)
+    model.to(torch.bfloat16).save_pretrained(out)
+    generation = {"do_sample": False, "eos_token_id": END, "pad_token_id": PAD}
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
+
+
+# -- evaluation ----------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def answers(
+    model: Any, tokenizer: Any, items: list[Item], max_new_tokens: int = 256
+) -> list[tuple[str, bool]]:
+    """Greedy answers in one left-padded batch: text, and whether it ended by itself."""
+    prompts = [
+        tokenizer.apply_chat_template(item.messages, add_generation_prompt=True, return_dict=False)
+        for item in items
+    ]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return [(text, END in row) for text, row in zip(texts, output[:, width:].tolist(), strict=True)]
+
+
+def evaluate(path: Path, count: int, seed: int) -> None:
+    """Print exact match and end rate per task on held-out questions, from the saved files."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    print(f"{'task':12s} {'exact':>7s} {'ends':>7s}   of {count} held-out questions")
+    for task in [*TASKS, "second_turn"]:
+        items = held_out(task, count, seed)
+        replies = answers(model, tokenizer, items)
+        right = [item.check(text) for item, (text, _) in zip(items, replies, strict=True)]
+        print(f"{task:12s} {sum(right) / count:7.3f} {sum(end for _, end in replies) / count:7.3f}")
+        wrong = [(item, text) for item, (text, _), ok in zip(items, replies, right, strict=True) if not ok]
+        for item, text in wrong[:2]:
+            print(f"    {item.messages[-1]['content']!r}: {text!r} should be {item.answer!r}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--eval", action="store_true", help="evaluate instead of training")
+    parser.add_argument("--model", type=Path, default=DEFAULT_OUT, help="directory to evaluate")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory to write")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=200, help="questions per task when evaluating")
+    options = parser.parse_args()
+    if options.eval:
+        evaluate(options.model, options.count, options.seed)
+        return
+    train(options.steps, options.seed, options.out)
+    evaluate(options.out, options.count, options.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A real server on loopback over the toy device, and real clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+
+from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.server import serve
+from aioinfer.twin import ToyDevice, ToyTokenizer
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    engine: Engine
+    device: ToyDevice
+    url: str
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+    def client(self, *, strict: bool = True, **options: Any) -> openai.AsyncOpenAI:
+        """A client that checks every answer against its types. (Streamed completions need ``strict=False``:
+        the type of their chunks has no null for the finish reason, which OpenAI itself sends.)"""
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=options.pop("api_key", "none"),
+            max_retries=0,
+            _strict_response_validation=strict,
+            **options,
+        )
+
+
+Serving = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture
+def serving() -> Serving:
+    @asynccontextmanager
+    async def run(
+        *, server: dict[str, Any] | None = None, fault: Any = None, **settings: Any
+    ) -> AsyncIterator[Served]:
+        config = EngineConfig(
+            model="toy",
+            **{"page_size": 4, "num_pages": 4096, "max_running_requests": 256, **settings},
+        )
+        device = ToyDevice(
+            num_pages=config.num_pages or 0,
+            page_size=config.page_size,
+            num_slots=config.num_slots,
+            max_model_len=4096,
+            fault=fault,
+        )
+        engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[str] = loop.create_future()
+        stop = asyncio.Event()
+        server_config = ServerConfig(port=0, **(server or {}))
+        task = loop.create_task(serve(engine, server_config, stop=stop, ready=started.set_result))
+        await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        try:
+            yield Served(engine, device, started.result(), stop, task)
+        finally:
+            stop.set()
+            await task
+
+    return run

@@ -1,0 +1,183 @@
+"""The real openai client against the running server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from tests.server.conftest import Serving
+
+from aioinfer.params import SamplingParams
+from aioinfer.twin import ToyTokenizer, toy_generate
+
+CHAT: Any = [{"role": "user", "content": "Hello there"}]
+
+
+def expected(prompt_ids: list[int], max_tokens: int) -> str:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    ids = toy_generate(prompt_ids, params)
+    return ToyTokenizer().decode(token for token in ids if token)
+
+
+async def test_a_chat_completion_answers(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        answer = await client.chat.completions.create(
+            model="toy", messages=CHAT, temperature=0, max_tokens=30
+        )
+    ids = ToyTokenizer().encode_chat(CHAT)
+    assert answer.choices[0].message.content == expected(ids, 30)
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.usage.total_tokens == len(ids) + answer.usage.completion_tokens
+
+
+async def test_a_streamed_chat_has_one_role_one_reason_and_usage(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        stream = await client.chat.completions.create(
+            model="toy",
+            messages=CHAT,
+            temperature=0,
+            max_tokens=30,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    assert len({chunk.id for chunk in chunks}) == 1
+    deltas = [choice for chunk in chunks for choice in chunk.choices]
+    assert [delta.delta.role for delta in deltas if delta.delta.role] == ["assistant"]
+    assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [deltas[-1].finish_reason]
+    assert "".join(delta.delta.content or "" for delta in deltas) == expected(
+        ToyTokenizer().encode_chat(CHAT), 30
+    )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_the_synchronous_client_works_too(serving: Serving) -> None:
+    async with serving() as served:
+
+        def ask() -> tuple[str | None, str]:
+            with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+                whole = client.chat.completions.create(
+                    model="toy", messages=CHAT, temperature=0, max_tokens=20
+                )
+                with client.chat.completions.create(
+                    model="toy", messages=CHAT, temperature=0, max_tokens=20, stream=True
+                ) as stream:
+                    parts = [chunk.choices[0].delta.content or "" for chunk in stream]
+                return whole.choices[0].message.content, "".join(parts)
+
+        whole, streamed = await asyncio.to_thread(ask)
+    assert whole == streamed == expected(ToyTokenizer().encode_chat(CHAT), 20)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completions_take_text_lists_and_token_ids(serving: Serving, stream: bool) -> None:
+    ids = [5, 6, 7]
+    async with serving() as served, served.client(strict=not stream) as client:
+        for prompt, wanted in (
+            ("abc", [ToyTokenizer().encode("abc")]),
+            (["abc", "xyz"], [ToyTokenizer().encode("abc"), ToyTokenizer().encode("xyz")]),
+            (ids, [ids]),
+            ([ids, [9]], [ids, [9]]),
+        ):
+            options: Any = {"model": "toy", "prompt": prompt, "temperature": 0, "max_tokens": 12}
+            texts = [""] * len(wanted)
+            if stream:
+                async for chunk in await client.completions.create(**options, stream=True):
+                    for choice in chunk.choices:
+                        texts[choice.index] += choice.text
+            else:
+                answer = await client.completions.create(**options)
+                for choice in answer.choices:
+                    texts[choice.index] += choice.text
+            assert texts == [expected(item, 12) for item in wanted], prompt
+
+
+async def test_n_choices_differ_when_sampled_and_repeat_with_their_seed(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+
+        async def ask() -> list[str]:
+            answer = await client.completions.create(
+                model="toy", prompt="abc", n=4, seed=7, max_tokens=20, temperature=1.0
+            )
+            return [choice.text for choice in answer.choices]
+
+        first, second = await ask(), await ask()
+    assert first == second
+    assert len(set(first)) > 1
+
+
+async def test_echo_puts_the_prompt_first(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        answer = await client.completions.create(
+            model="toy", prompt="abc", echo=True, max_tokens=5, temperature=0
+        )
+    assert answer.choices[0].text == "abc" + expected(ToyTokenizer().encode("abc"), 5)
+
+
+async def test_models_are_listed(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        models = [model.id async for model in client.models.list()]
+        assert models == ["toy"]
+        assert (await client.models.retrieve("toy")).id == "toy"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("1e9")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["a"] * 99}, "stop"),
+        ({"n": 1000}, "n"),
+        ({"messages": []}, "messages"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"guided_json": "{}"}}, "guided_json"),
+        ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt"),
+    ],
+)
+async def test_a_bad_argument_is_a_400_that_names_it(
+    serving: Serving, change: dict[str, Any], param: str
+) -> None:
+    async with serving() as served, served.client() as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(
+                    **{"model": "toy", "messages": CHAT, "stream": stream, **change}
+                )
+            assert caught.value.param == param
+
+
+async def test_an_unknown_model_is_a_404(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.chat.completions.create(model="gpt-4", messages=CHAT)
+    assert caught.value.code == "model_not_found"
+
+
+async def test_200_concurrent_streams(serving: Serving) -> None:
+    async with serving() as served, served.client(strict=False) as client:
+
+        async def ask(number: int) -> None:
+            prompt = [1 + number % 60, 2, 3]
+            text = ""
+            async for chunk in await client.completions.create(
+                model="toy", prompt=prompt, temperature=0, max_tokens=40, stream=True
+            ):
+                text += chunk.choices[0].text
+            assert text == expected(prompt, 40)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(200):
+                group.create_task(ask(number))
+        assert served.engine.stats().running == 0
