@@ -137,6 +137,11 @@ class Stream:
         request = self._cell.request
         return request is not None and request.admitted_at is not None
 
+    @property
+    def done(self) -> bool:
+        """The request has ended, well or not; nothing more is computed for it."""
+        return self._cell.finished or self._cell.closed
+
     def result(self) -> Result:
         """What there is so far, without waiting."""
         if self._cell.request is None:

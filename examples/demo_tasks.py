@@ -42,18 +42,22 @@ class Item:
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-NOUNS = ["apple", "bread", "chair", "clock", "cloud", "coat", "coin", "cup", "desk", "door", "drum", "fish", "flag", "fork", "gate", "gift", "glass", "gold", "grape", "hat", "house", "key", "lamp", "leaf", "map", "milk", "moon", "nest", "paper", "pear", "pen", "plate", "rain", "ring", "river", "road", "rope", "salt", "seed", "ship", "shoe", "snow", "song", "spoon", "star", "stone", "sun", "table", "tea", "tent", "tower", "train", "tree", "wall", "watch", "water", "wheel", "wind"]
+NOUNS = (
+    "apple bread chair clock cloud coat coin cup desk door drum fish flag fork gate gift glass gold grape "
+    "hat house key lamp leaf map milk moon nest paper pear pen plate rain ring river road rope salt seed "
+    "ship shoe snow song spoon star stone sun table tea tent tower train tree wall watch water wheel wind"
+).split()
 ANIMALS = (
-    ["bear", "cat", "crow", "deer", "dog", "duck", "fox", "goat", "hare", "horse", "lion", "mouse", "otter", "owl", "panda", "rabbit", "seal", "swan"]
+    "bear beaver cat crow deer dog duck fox goat hare horse lion mouse panda rabbit seal swan wolf".split()
 )
-PLACES = ["beach", "bridge", "castle", "cave", "farm", "forest", "garden", "harbor", "island", "lake", "market", "meadow", "mill", "valley"]
-THINGS = ["bell", "book", "box", "crown", "flute", "kite", "ladder", "lantern", "letter", "mirror", "shell", "sword", "ticket", "whistle"]
-COLORS = ["black", "blue", "brown", "gray", "green", "orange", "pink", "purple", "red", "silver", "white", "yellow"]
-MOODS = ["bright", "calm", "cold", "foggy", "misty", "quiet", "rainy", "snowy", "sunny", "warm", "windy"]
+PLACES = "beach bridge castle cave farm forest garden harbor island lake market meadow mill valley".split()
+THINGS = "bell book box crown flute kite ladder lantern letter mirror shell sword ticket whistle".split()
+COLORS = "black blue brown golden gray green pink purple red silver white yellow".split()
+MOODS = "bright calm cold foggy misty quiet rainy snowy sunny warm windy".split()
 CITIES = (
-    ["Berlin", "Cairo", "Dublin", "Geneva", "Lima", "London", "Lyon", "Madrid", "Milan", "Oslo", "Paris", "Prague", "Rome", "Tokyo", "Vienna"]
+    "Berlin Cairo Dublin Geneva Lima London Lyon Madrid Milan Oslo Paris Prague Rome Tokyo Vienna".split()
 )
-JOBS = ["baker", "doctor", "driver", "farmer", "lawyer", "nurse", "painter", "pilot", "sailor", "singer", "tailor", "teacher", "waiter"]
+JOBS = "baker doctor driver farmer lawyer nurse painter pilot sailor singer tailor teacher waiter".split()
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a small demo model.",
@@ -216,7 +220,7 @@ def story(rng: random.Random, test: bool) -> list[Turn]:
     lines = [
         f"Once there was a child called {name} who lived near a {mood} {place}.",
         f"{name} had a {color} {animal}.",
-        f"One day, {name} and the {animal} found a {thing} in the {place}.",
+        f"One day, {name} and the {animal} found a {thing} near the {place}.",
         f'"Look, a {thing}!" said {name}.',
     ]
     if length != "short ":
@@ -242,7 +246,9 @@ _SMALL_TALK = {
     "Good morning!": "Good morning! How can I help you?",
     "How are you?": "I am fine, thank you. How can I help you?",
     "Who are you?": "I am the demo model of aioinfer, a small language model.",
-    "What can you do?": "I can add numbers, copy and reverse words, look things up, write JSON and tell stories.",
+    "What can you do?": (
+        "I can add numbers, copy and reverse words, look things up, write JSON and tell stories."
+    ),
     "Thank you!": "You are welcome!",
     "Thanks": "You are welcome!",
     "Goodbye!": "Goodbye! See you soon.",

@@ -7,7 +7,9 @@ nothing that ours does not do, is found out at load by comparing with its own "e
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention
+from aioinfer.model.attention.sdpa import causal_mask
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import ModelSpec, eos_token_ids
 
@@ -37,9 +40,14 @@ class TransformersLM:
 
         _register()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
-            )
+            with _quiet():
+                model = AutoModelForCausalLM.from_pretrained(
+                    path,
+                    dtype=dtype,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    attn_implementation="eager",
+                )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"model: transformers cannot load {path.name}: {error}") from error
         self._model = model.eval().to(device)
@@ -91,6 +99,20 @@ class TransformersLM:
         return heads, kv_heads, head_dim, len(seen), expected.shape[-1]
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars from a library: what is shown is the application's business."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -118,14 +140,17 @@ def _attend(
     work = _local.work
     if isinstance(work, dict):
         work[module.layer_idx] = (q.shape[1], k.shape[1], q.shape[2])
-        return _plain(query, key, value, scale).transpose(1, 2), None
+        return _plain(query, key, value, scale, sliding_window).transpose(1, 2), None
     attention, batch = work
     output = attention(module.layer_idx, q, k, v, batch, scale=scale, window=sliding_window)
     return output[None], None
 
 
-def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
     """Causal attention of one fresh sequence, for the check at load."""
-    group = query.shape[1] // key.shape[1]
+    length, group = query.shape[2], query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    mask = causal_mask(length, length, window, query.device)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)

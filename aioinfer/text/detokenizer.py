@@ -119,6 +119,12 @@ class StreamDetokenizer:
 
 
 def _context(prompt_ids: Sequence[int], decode: Any) -> Sequence[int]:
-    """The end of the prompt, if it ends with a whole character, else nothing."""
-    context = prompt_ids[-_CONTEXT:]
-    return [] if decode(list(context)).endswith(_REPLACEMENT) else context
+    """The end of the prompt, if it ends with a whole character, else nothing.
+
+    A few lengths are tried: one that begins inside a character may look broken where the prompt is not.
+    """
+    for count in range(_CONTEXT, _CONTEXT + 4):
+        context = prompt_ids[-count:]
+        if not decode(list(context)).endswith(_REPLACEMENT):
+            return context
+    return []

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
 
-__all__ = ["SDPAAttention"]
+__all__ = ["SDPAAttention", "causal_mask"]
 
 #: Elements of gathered keys beyond which copying a batch together costs more than it saves.
 _GATHER_LIMIT = 1 << 20
@@ -128,7 +128,7 @@ class SDPAAttention:
             v = self._pool.values[layer][pages].flatten(0, 1)[:kv_len]
         mask = None
         if not fresh or (window is not None and window < kv_len):
-            mask = _row_mask(q_len, kv_len, window, q.device)
+            mask = causal_mask(q_len, kv_len, window, q.device)
         num_heads, num_kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         group = num_heads // num_kv_heads
         # [num_kv_heads, group, length, head_dim]: kv heads as the batch, their group spread by stride 0.
@@ -151,7 +151,7 @@ def _decode_mask(kv_len: torch.Tensor, context: int, window: int | None, dtype: 
     return mask.masked_fill_(~allowed, float("-inf"))[:, None, None, :]
 
 
-def _row_mask(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
+def causal_mask(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
     """True where a query of the row's last ``q_len`` positions may look; [q_len, kv_len]."""
     query = torch.arange(kv_len - q_len, kv_len, device=device).unsqueeze(1)
     key = torch.arange(kv_len, device=device)

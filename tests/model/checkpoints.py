@@ -1,0 +1,97 @@
+"""Random small checkpoints of every family, and what transformers generates from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 211
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **parameters}}
+
+
+_LLAMA3 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+#: name -> (model class prefix, config)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-mha-untied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1, "num_hidden_layers": 2}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-rope-llama3": ("Llama", _rope("llama3", **_LLAMA3)),
+    "llama-rope-linear": ("Llama", _rope("linear", factor=2.0)),
+    "llama-rope-yarn": ("Llama", _rope("yarn", **_YARN)),
+    "llama-head-dim": ("Llama", {"head_dim": 32}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 9}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-wide-untied": (
+        "Qwen3",
+        {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 8, "tie_word_embeddings": False},
+    ),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256, "bos_token_id": None},
+    ),
+    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None}),
+    "phi": ("Phi", {}),
+}
+OWN = [name for name, (prefix, _) in FAMILIES.items() if prefix in ("Llama", "Mistral", "Qwen2", "Qwen3")]
+
+
+def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
+    """Write a random checkpoint of a family; returns the model, in ``dtype``."""
+    prefix, changes = FAMILIES[name]
+    config_class = getattr(transformers, f"{prefix}Config")
+    model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
+    shape = {"vocab_size": VOCAB, "eos_token_id": None} if prefix == "GPT2" else dict(_SHAPE)
+    shape = {
+        key: value for key, value in {**shape, **changes}.items() if key != "num_key_value_heads" or value
+    }
+    model = model_class(config_class(**shape)).eval()
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Wide enough that no two logits come close by chance: exact ids are to be compared.
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.25 if parameter.dim() > 1 else 1 + 0.3 * noise)
+    model.to(dtype).save_pretrained(path, **save)
+    return model
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
+    """Greedy ids by a full forward per token: the plainest oracle there is."""
+    ids = list(prompt)
+    for _ in range(tokens):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

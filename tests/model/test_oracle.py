@@ -1,0 +1,100 @@
+"""Greedy ids equal transformers in float32, for every family, however the work is cut and mixed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.model.checkpoints import FAMILIES, OWN, VOCAB, greedy
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.llm import LLM
+from aioinfer.params import SamplingParams
+
+Checkpoint = Callable[[str], tuple[Path, Any]]
+TOKENS = 14
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 17, 40]))] for _ in range(count)]
+
+
+def config(path: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(model=str(path), dtype="float32", num_pages=64, page_size=8, threads=1, **changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str) -> None:
+    path, oracle = checkpoint(family)
+    prompt = prompts(1, 1)[0] + [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    wanted = greedy(oracle, prompt, TOKENS)
+    for chunk in (1, 3, 8, 100):
+        with LLM(config(path, chunk_size=chunk)) as llm:
+            (result,) = llm.generate([prompt], GREEDY)
+        assert result.token_ids == wanted, (family, chunk)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str) -> None:
+    """Requests arrive while others are in prefill and decode, in a pool too small for all of them."""
+    path, oracle = checkpoint(family)
+    batch = prompts(2, 7)
+    wanted = [greedy(oracle, prompt, TOKENS) for prompt in batch]
+    changes: dict[str, Any] = {"chunk_size": 6, "max_running_requests": 4, "max_step_tokens": 16}
+    small = EngineConfig(
+        model=str(path), dtype="float32", page_size=8, num_pages=12, max_model_len=64, threads=1, **changes
+    )
+    async with Engine(small) as engine:
+        streams = []
+        for prompt in batch:
+            streams.append(engine.generate(prompt, GREEDY))
+            # Let the engine get a step or two ahead before the next one arrives.
+            before = engine.stats().steps
+            while engine.stats().steps == before and not streams[-1].done:
+                await asyncio.sleep(0)
+        results = await asyncio.gather(*streams)
+        assert engine.stats().pages_private == 0
+    assert [result.token_ids for result in results] == wanted
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_the_fallback_gives_the_same_as_our_own_code(checkpoint: Checkpoint, family: str) -> None:
+    path, oracle = checkpoint(family)
+    prompt = prompts(3, 1)[0]
+    with LLM(config(path, transformers_fallback=True, chunk_size=4)) as llm:
+        (result,) = llm.generate([prompt], GREEDY)
+    assert result.token_ids == greedy(oracle, prompt, TOKENS)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2"])
+def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str) -> None:
+    """Two requests outgrow the pool together; one is retracted and computed again."""
+    path, oracle = checkpoint(family)
+    batch = [prompts(4, 1)[0][:1] + [7] * 15, [9] * 16]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    tight = EngineConfig(model=str(path), dtype="float32", page_size=8, num_pages=8, threads=1)
+    with LLM(tight) as llm:
+        results = llm.generate(batch, params)
+        assert llm._core.scheduler.counters.retractions > 0
+    assert [result.token_ids for result in results] == [greedy(oracle, prompt, 40) for prompt in batch]
+
+
+@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_bfloat16_stays_close(checkpoint: Checkpoint, family: str) -> None:
+    """The first token's logits, as far as greedy shows them: over many prompts nearly all agree."""
+    path, oracle = checkpoint(family)
+    oracle_bf16 = type(oracle).from_pretrained(path, dtype=torch.bfloat16).eval()
+    batch = prompts(5, 40)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    with LLM(EngineConfig(model=str(path), dtype="bfloat16", page_size=8, num_pages=400, threads=1)) as llm:
+        got = [result.token_ids for result in llm.generate(batch, one)]
+    wanted = [greedy(oracle_bf16, prompt, 1) for prompt in batch]
+    assert sum(a == b for a, b in zip(got, wanted, strict=True)) >= 36
