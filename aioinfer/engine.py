@@ -148,6 +148,8 @@ class Engine:
         self._check_loop()
         if self._core is None:
             raise EngineError("the engine is still starting")
+        if self._state is EngineState.RUNNING:
+            self._state = EngineState.DRAINING
         if self._closing is None:
             seconds = self.config.drain_timeout if timeout is None else timeout
             closing = self._close(seconds if drain else 0.0)
@@ -170,8 +172,6 @@ class Engine:
         assert self._launcher is not None
         assert self._driver is not None
         assert self._workers is not None
-        if self._state is EngineState.RUNNING:
-            self._state = EngineState.DRAINING
         if drain_seconds > 0 and self._busy and self._failure is None:
             self._drained = self._loop.create_future()
             timer = self._loop.call_later(drain_seconds, self._set_drained)

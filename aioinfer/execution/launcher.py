@@ -101,8 +101,8 @@ class ThreadLauncher:
         self._rested = loop.create_future()
         # A daemon: a device that hangs must not keep the interpreter from exiting. aclose() joins it.
         self._thread = threading.Thread(
-            target=self._run,
-            args=(_Poster(self._device, loop), opened, self._rested, progress),
+            target=_launch_thread,
+            args=(self._inbox, _Poster(self._device, loop), opened, self._rested, progress),
             name="aioinfer-launch",
             daemon=True,
         )
@@ -129,35 +129,41 @@ class ThreadLauncher:
         self._rested = None
         return True
 
-    def _run(
-        self,
-        poster: _Poster,
-        opened: asyncio.Future[DeviceInfo],
-        rested: asyncio.Future[None],
-        progress: Progress | None,
-    ) -> None:
-        """The launch thread, from opening the device to closing it."""
+    def __del__(self) -> None:
+        # Dropped without being closed, say because its loop died: let the thread end.
+        self._inbox.put(None)
+
+
+def _launch_thread(
+    inbox: SimpleQueue[tuple[Any, asyncio.Future[list[int]]] | None],
+    poster: _Poster,
+    opened: asyncio.Future[DeviceInfo],
+    rested: asyncio.Future[None],
+    progress: Progress | None,
+) -> None:
+    """The launch thread, from opening the device to closing it. Knows nothing of its launcher."""
+    device = poster.device
+    try:
+        poster.post(opened, device.open(progress))
+    except BaseException as error:
+        poster.post(opened, None, error)
+    completion = None if device.synchronous else _CompletionThread(poster)
+    while (item := inbox.get()) is not None:
+        prepared, future = item
         try:
-            poster.post(opened, self._device.open(progress))
+            flight = device.launch(prepared)
         except BaseException as error:
-            poster.post(opened, None, error)
-        completion = None if self._device.synchronous else _CompletionThread(poster)
-        while (item := self._inbox.get()) is not None:
-            prepared, future = item
-            try:
-                flight = self._device.launch(prepared)
-            except BaseException as error:
-                poster.post(future, None, _diagnose(self._device, error))
+            poster.post(future, None, _diagnose(device, error))
+        else:
+            if completion is None:
+                poster.land(flight, future)
             else:
-                if completion is None:
-                    poster.land(flight, future)
-                else:
-                    completion.submit(flight, future)
-            del item, prepared, future
-        if completion is not None:
-            completion.join()
-        _close(self._device)
-        poster.post(rested, None)
+                completion.submit(flight, future)
+        del item, prepared, future
+    if completion is not None:
+        completion.join()
+    _close(device)
+    poster.post(rested, None)
 
 
 class InlineLauncher:

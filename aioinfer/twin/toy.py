@@ -94,19 +94,25 @@ class ToyDevice:
         self._num_pages = num_pages
         capacity = num_pages * page_size
         self._max_model_len = capacity if max_model_len is None else min(max_model_len, capacity)
-        cells = (num_pages + 1) * page_size
+        self._num_slots = num_slots
+        self.steps = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        """Fresh memory, as after opening."""
+        cells = (self._num_pages + 1) * self.page_size
         self._owner = np.zeros(cells, np.int64)
         self._position = np.full(cells, -1, np.int64)
         self._state = [0] * cells
-        self._tables: list[list[int]] = [[] for _ in range(num_slots + 1)]
-        self._admissions: list[Admission | None] = [None] * (num_slots + 1)
-        self._relay = [_POISON] * (num_slots + 1)
+        self._tables: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
+        self._admissions: list[Admission | None] = [None] * (self._num_slots + 1)
+        self._relay = [_POISON] * (self._num_slots + 1)
         #: requests that lost a step: what later steps in flight compute for them is junk, and dropped
         self._doomed: set[int] = set()
         self._last_step = 0
-        self.steps = 0
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
+        self._reset()
         return DeviceInfo(
             vocab_size=self.vocab_size,
             max_model_len=self._max_model_len,

@@ -1,0 +1,279 @@
+"""The engine's own life: starting, draining, closing, failing, and whose loop it is."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+
+import pytest
+from tests.engine.conftest import Gate, MakeEngine
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine, EngineState
+from aioinfer.execution.device import DeviceLost
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.step import Step
+from aioinfer.twin import ToyDevice, toy_generate
+
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+PROMPT = [1, 2, 3]
+
+
+def own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("aioinfer")]
+
+
+async def test_closing_leaves_no_thread_and_no_task(make_engine: MakeEngine) -> None:
+    before = asyncio.all_tasks()
+    async with make_engine() as engine:
+        await engine.generate("hello", SHORT)
+        assert "aioinfer-launch" in own_threads()
+    assert [name for name in own_threads() if "text" not in name] == []
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_new_or_closed_engine_refuses_requests(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(errors.EngineClosed):
+        engine.generate(PROMPT)
+    await engine.start()
+    with pytest.raises(errors.EngineError, match="running"):
+        await engine.start()
+    await engine.aclose()
+    await engine.aclose()
+    with pytest.raises(errors.EngineClosed):
+        engine.generate(PROMPT)
+
+
+def test_an_engine_can_be_used_in_a_second_run(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    async def use() -> list[int]:
+        async with engine:
+            return (await engine.generate(PROMPT, SHORT)).token_ids
+
+    assert asyncio.run(use()) == asyncio.run(use()) == toy_generate(PROMPT, SHORT)
+
+
+def test_an_engine_whose_loop_died_can_be_started_again(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    async def forget_to_close() -> None:
+        await engine.start()
+
+    async def use() -> list[int]:
+        async with engine:
+            return (await engine.generate(PROMPT, SHORT)).token_ids
+
+    asyncio.run(forget_to_close())
+    assert asyncio.run(use()) == toy_generate(PROMPT, SHORT)
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "aioinfer-launch":
+            thread.join(timeout=10)
+            assert not thread.is_alive(), "the thread of the forgotten engine lives on"
+
+
+async def test_another_loop_is_a_clear_error(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, LONG)
+
+        def elsewhere() -> None:
+            async def use() -> None:
+                with pytest.raises(errors.WrongLoop):
+                    engine.generate(PROMPT)
+                with pytest.raises(errors.WrongLoop):
+                    await anext(stream)
+                with pytest.raises(errors.WrongLoop):
+                    await engine.aclose()
+
+            asyncio.run(use())
+
+        await asyncio.to_thread(elsewhere)
+        with pytest.raises(errors.WrongLoop):
+            await asyncio.to_thread(engine.generate, PROMPT)
+        assert (await stream).token_ids == toy_generate(PROMPT, LONG)
+
+
+async def test_draining_finishes_what_runs_and_refuses_what_comes(
+    make_engine: MakeEngine, gate: Gate
+) -> None:
+    engine = make_engine(fault=gate)
+    await engine.start()
+    streams = [engine.generate(PROMPT, SHORT), engine.generate("queued text", SHORT)]
+    closing = asyncio.create_task(engine.aclose(drain=True, timeout=60))
+    await asyncio.sleep(0)
+    assert engine.state is EngineState.DRAINING
+    with pytest.raises(errors.EngineClosed):
+        engine.generate(PROMPT)
+    gate.release()
+    assert (await streams[0]).token_ids == toy_generate(PROMPT, SHORT)
+    assert len((await streams[1]).token_ids) == 10
+    await closing
+    assert engine.state is EngineState.CLOSED
+
+
+async def test_a_drain_that_takes_too_long_ends_with_an_error_for_each(
+    make_engine: MakeEngine, gate: Gate
+) -> None:
+    engine = make_engine(fault=gate)
+    await engine.start()
+    stream = engine.generate(PROMPT, LONG)
+    reader = asyncio.ensure_future(_await(stream))
+    closing = asyncio.create_task(engine.aclose(drain=True, timeout=0.05))
+    with pytest.raises(errors.EngineClosed):
+        await reader
+    gate.release()
+    await closing
+
+
+async def test_a_second_close_cuts_the_drain_short(make_engine: MakeEngine, gate: Gate) -> None:
+    engine = make_engine(fault=gate)
+    await engine.start()
+    stream = engine.generate(PROMPT, LONG)
+    draining = asyncio.create_task(engine.aclose(drain=True, timeout=3600))
+    await asyncio.to_thread(gate.arrived.acquire)
+    cut = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0)
+    gate.release()
+    await cut
+    await draining
+    with pytest.raises(errors.EngineClosed):
+        await stream
+
+
+async def test_leaving_with_an_exception_does_not_drain(make_engine: MakeEngine) -> None:
+    with pytest.raises(KeyError):
+        async with make_engine() as engine:
+            stream = engine.generate(PROMPT, LONG)
+            raise KeyError
+    with pytest.raises(errors.EngineClosed):
+        await stream
+
+
+async def test_closing_can_be_cancelled_and_goes_on(make_engine: MakeEngine, gate: Gate) -> None:
+    engine = make_engine(fault=gate)
+    await engine.start()
+    engine.generate(PROMPT, LONG)
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.to_thread(gate.arrived.acquire)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    gate.release()
+    await engine.aclose()
+    assert engine.state is EngineState.CLOSED
+
+
+async def test_a_start_that_fails_says_why_and_can_be_tried_again() -> None:
+    engine = Engine(EngineConfig(model="/nowhere/at/all"))
+    for _ in range(2):
+        with pytest.raises(errors.ConfigError, match="no directory"):
+            await engine.start()
+    assert engine.state is EngineState.CLOSED
+    assert "aioinfer-launch" not in own_threads()
+
+
+# -- faults --------------------------------------------------------------------------------------------
+
+
+class Boom(RuntimeError):
+    pass
+
+
+async def test_a_failing_step_fails_its_own_requests_with_the_real_exception(make_engine: MakeEngine) -> None:
+    def fault(step: Step) -> None:
+        if any(row.request.key == 2 for row in step.rows) and step.rows[0].request.key == 2:
+            raise Boom("at step", step.id)
+
+    async with make_engine(fault=fault, max_running_requests=1) as engine:
+        streams = [engine.generate([number], SHORT) for number in (1, 2, 3)]
+        results = await asyncio.gather(*map(_await, streams), return_exceptions=True)
+        assert engine.ready
+        assert results[0].token_ids == toy_generate([1], SHORT)  # type: ignore[union-attr]
+        assert isinstance(results[1], errors.StepFailed)
+        assert isinstance(results[1].__cause__, Boom)
+        assert results[2].token_ids == toy_generate([3], SHORT)  # type: ignore[union-attr]
+
+
+async def test_a_lost_device_ends_every_stream_at_once(make_engine: MakeEngine, gate: Gate) -> None:
+    device = ToyDevice(num_slots=16)
+
+    def fault(step: Step) -> None:
+        gate(step)
+        if step.id == 3:
+            device.lost = True
+            raise Boom("the device fell off the bus")
+
+    device.fault = fault
+    engine = make_engine(device=device)
+    await engine.start()
+    streams = [engine.generate([number], LONG) for number in range(1, 13)] + [engine.generate("text", LONG)]
+    gate.release()
+    results = await asyncio.gather(*map(_await, streams), return_exceptions=True)
+    assert {type(result) for result in results} == {errors.EngineFailed}
+    assert len({id(result) for result in results}) == len(results), "one exception is shared by several tasks"
+    assert isinstance(results[0].__cause__, DeviceLost)  # type: ignore[union-attr]
+    assert isinstance(results[0].__cause__.__cause__, Boom)  # type: ignore[union-attr]
+    assert engine.state is EngineState.FAILED
+    assert not engine.ready
+    with pytest.raises(errors.EngineFailed):
+        engine.generate(PROMPT)
+    await engine.aclose()
+    assert engine.state is EngineState.CLOSED
+
+
+async def test_a_device_that_hangs_for_ever_does_not_keep_the_engine_open(
+    make_engine: MakeEngine, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(fault=gate)
+    await engine.start()
+    stream = engine.generate(PROMPT, LONG)
+    await asyncio.to_thread(gate.arrived.acquire)
+    launcher = engine._launcher
+    assert launcher is not None
+    patient = launcher.aclose
+    monkeypatch.setattr(launcher, "aclose", lambda: patient(timeout=0.05))
+    await engine.aclose()
+    assert engine.state is EngineState.CLOSED
+    assert "left behind" in caplog.text
+    with pytest.raises(errors.EngineClosed):
+        await stream
+
+
+async def test_deadlines_end_requests_that_wait_or_run_too_long(make_engine: MakeEngine, gate: Gate) -> None:
+    async with make_engine(fault=gate, max_running_requests=1, waiting_timeout=0.05) as engine:
+        running = engine.generate(PROMPT, LONG, waiting_timeout=60, running_timeout=0.1)
+        waiting = engine.generate(PROMPT, LONG)
+        with pytest.raises(errors.TimedOut) as caught:
+            await waiting
+        assert caught.value.phase == "waiting"
+        with pytest.raises(errors.TimedOut) as caught:
+            await running
+        assert caught.value.phase == "running"
+        gate.release()
+        assert (await engine.generate(PROMPT, SHORT)).finish_reason == "length"
+
+
+async def test_a_full_queue_rejects(make_engine: MakeEngine, gate: Gate) -> None:
+    async with make_engine(
+        fault=gate, max_running_requests=1, max_queued_requests=2, max_queued_tokens=10
+    ) as engine:
+        streams = [engine.generate(PROMPT, SHORT)]
+        await asyncio.to_thread(gate.arrived.acquire)
+        streams += [engine.generate(PROMPT, SHORT)]
+        with pytest.raises(errors.Rejected, match="max_queued_tokens"):
+            engine.generate([1] * 9, SHORT)
+        streams += [engine.generate(PROMPT, SHORT)]
+        with pytest.raises(errors.Rejected, match="max_queued_requests"):
+            engine.generate(PROMPT, SHORT)
+        gate.release()
+        for stream in streams:
+            assert (await stream).token_ids == toy_generate(PROMPT, SHORT)
+
+
+async def _await(stream: object) -> object:
+    return await stream  # type: ignore[misc]

@@ -1,0 +1,104 @@
+"""The same tokens with any window, launch mode, chunk and page size, on the toy and on the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.conftest import MakeEngine
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.llm import LLM
+from aioinfer.params import SamplingParams
+from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from demo_tasks import held_out  # noqa: E402
+
+MODES = [(window, mode) for window in (0, 1, 2) for mode in ("thread", "inline")]
+
+
+def toy_requests() -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(11)
+    return [
+        (
+            [rng.randrange(64) for _ in range(rng.randint(1, 20))],
+            SamplingParams(temperature=float(at % 2), seed=at, max_tokens=rng.randint(1, 30)),
+        )
+        for at in range(12)
+    ]
+
+
+@pytest.mark.parametrize(("window", "mode"), MODES)
+async def test_toy_ids_do_not_depend_on_the_window_or_the_mode(
+    make_engine: MakeEngine, window: int, mode: str
+) -> None:
+    requests = toy_requests()
+    for changes in ({}, {"chunk_size": 1}, {"page_size": 1}, {"num_pages": 14}, {"max_running_requests": 2}):
+        async with make_engine(window=window, launch_mode=mode, **changes) as engine:
+            results = await asyncio.gather(*[_run(engine, *request) for request in requests])
+        for (prompt, params), ids in zip(requests, results, strict=True):
+            assert ids == toy_generate(prompt, params, seed=params.seed or 0)
+
+
+def test_the_synchronous_twin_gives_the_same() -> None:
+    requests = toy_requests()
+    for window in (0, 1, 2):
+        config = EngineConfig(model="toy", page_size=4, max_running_requests=4, window=window)
+        device = ToyDevice(num_slots=config.num_slots)
+        with LLM(config, device=lambda _, device=device: device, tokenizer=lambda _: ToyTokenizer()) as llm:
+            keys = [llm.add_request(prompt, params) for prompt, params in requests]
+            results = {}
+            while llm.has_unfinished():
+                results.update(llm.step())
+        for key, (prompt, params) in zip(keys, requests, strict=True):
+            assert results[key].token_ids == toy_generate(prompt, params, seed=params.seed or 0)
+
+
+def bundled_requests() -> list[tuple[Any, SamplingParams]]:
+    greedy = SamplingParams(temperature=0, max_tokens=60)
+    requests: list[tuple[Any, SamplingParams]] = []
+    for task in ("add", "copy", "key_value", "json", "second_turn"):
+        requests += [(item.messages, greedy) for item in held_out(task, 3)]
+    story = held_out("story", 1)[0].messages
+    for seed in range(4):
+        requests += [
+            (story, SamplingParams(temperature=1.3, seed=seed, max_tokens=40, top_p=0.95)),
+            (story, SamplingParams(temperature=0.8, seed=seed, max_tokens=40, top_k=20, min_p=0.02)),
+            (story, SamplingParams(temperature=1.0, seed=seed, max_tokens=40, frequency_penalty=0.8)),
+            (story, SamplingParams(temperature=0, max_tokens=40, repetition_penalty=1.3, min_tokens=30)),
+        ]
+    return requests
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """The bundled model in float32, one request at a time, nothing overlapped."""
+    config = EngineConfig(dtype="float32", window=0, max_running_requests=1, threads=1)
+    with LLM(config) as llm:
+        return [llm.generate([prompt], params)[0].token_ids for prompt, params in bundled_requests()]
+
+
+@pytest.mark.parametrize(("window", "mode"), MODES)
+async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
+    alone: list[list[int]], window: int, mode: Any
+) -> None:
+    config = EngineConfig(dtype="float32", window=window, launch_mode=mode, chunk_size=24, threads=1)
+    async with Engine(config) as engine:
+        assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
+
+
+async def test_bundled_model_ids_survive_retraction(alone: list[list[int]]) -> None:
+    config = EngineConfig(dtype="float32", page_size=8, num_pages=40, max_model_len=320, window=2, threads=1)
+    async with Engine(config) as engine:
+        assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
+        assert engine.stats().retractions > 0
+
+
+async def _run(engine: Engine, prompt: Any, params: SamplingParams) -> list[int]:
+    return (await engine.generate(prompt, params)).token_ids

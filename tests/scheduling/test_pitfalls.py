@@ -1,0 +1,312 @@
+"""The nine classic pitfalls of continuous batching, and its one rule: reserve before the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.slots import SlotPool
+from aioinfer.execution.packing import Packed, Packer
+from aioinfer.params import SamplingParams
+from aioinfer.request import Request
+from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import NO_TOKEN, Step
+
+PAGE = 4
+
+
+class Bench:
+    """A scheduler and a packer without a device: tokens are what the test says."""
+
+    def __init__(self, *, pages: int = 32, running: int = 8, budget: int = 64, chunk: int = 64) -> None:
+        self.scheduler = Scheduler(
+            PageAllocator(pages, PAGE), SlotPool(3 * running), Limits(running, budget, chunk)
+        )
+        self.packer = Packer(3 * running, pages, PAGE)
+        self._key = 0
+
+    def request(self, prompt: int, max_tokens: int = 100, **params: Any) -> Request:
+        self._key += 1
+        request = Request(
+            self._key,
+            [1000 * self._key + at for at in range(prompt)],
+            SamplingParams(max_tokens=max_tokens, **params),
+            seed=self._key,
+            stop_ids=frozenset({7}),
+            max_length=prompt + max_tokens,
+        )
+        self.scheduler.submit(request)
+        return request
+
+    def plan(self) -> tuple[Step, Packed]:
+        step = self.scheduler.plan()
+        assert step is not None
+        return step, self.packer.pack(step)
+
+    def resolve(self, step: Step, token: int = 42) -> list[Request]:
+        tokens = [token if row.samples else NO_TOKEN for row in step.rows]
+        return self.scheduler.resolve(step, tokens)
+
+
+def section(packed: Packed, number: int) -> list[int]:
+    start = sum(packed.sizes[:number])
+    values: list[int] = packed.ints[start : start + packed.sizes[number]].tolist()
+    return values
+
+
+def test_1_a_row_advances_by_its_length_not_by_one() -> None:
+    bench = Bench()
+    request = bench.request(prompt=13)
+    step, _ = bench.plan()
+    assert request.computed == step.rows[0].length == 13
+
+
+def test_2_a_launched_chunk_is_not_planned_again_before_it_resolves() -> None:
+    bench = Bench(chunk=5)
+    request = bench.request(prompt=12)
+    spans = []
+    for _ in range(3):
+        step, _ = bench.plan()
+        spans.append((step.rows[0].start, step.rows[0].length))
+    assert spans == [(0, 5), (5, 5), (10, 2)]
+    assert request.pending == 1
+
+
+def test_3_prefill_rows_take_their_chunk_of_the_prompt() -> None:
+    bench = Bench(chunk=5)
+    request = bench.request(prompt=12)
+    for start, stop in ((0, 5), (5, 10), (10, 12)):
+        step, packed = bench.plan()
+        assert step.rows[0].ids == request.prompt_ids[start:stop]
+        assert section(packed, 0) == request.prompt_ids[start:stop]
+
+
+def test_4_unused_entries_of_the_block_table_belong_to_nobody() -> None:
+    bench = Bench()
+    bench.request(prompt=30)
+    short = bench.request(prompt=3)
+    _, packed = bench.plan()
+    table = np.asarray(section(packed, 6)).reshape(2, packed.num_pages)
+    assert table[1, 0] == short.pages[0]
+    assert (table[1, 1:] == 0).all(), "padding points into a page that somebody owns"
+    assert 0 not in bench.scheduler.pages.take(bench.scheduler.pages.free)
+
+
+def test_4b_entries_of_a_slots_former_tenant_do_not_show() -> None:
+    bench = Bench(running=1)
+    first = bench.request(prompt=30, max_tokens=1)
+    step, _ = bench.plan()
+    bench.resolve(step)
+    assert first.finished
+    while True:
+        second = bench.request(prompt=3, max_tokens=1)
+        step, packed = bench.plan()
+        assert section(packed, 6) == second.pages
+        bench.resolve(step)
+        if step.rows[0].slot == 1:
+            break
+
+
+def test_5_no_position_is_written_twice_while_steps_are_in_flight() -> None:
+    bench = Bench()
+    bench.request(prompt=6)
+    written: list[int] = []
+    flights = []
+    for _ in range(9):
+        step, packed = bench.plan()
+        written += section(packed, 2)
+        flights.append(step)
+        if len(flights) == 3:
+            bench.resolve(flights.pop(0))
+    assert len(written) == len(set(written))
+
+
+def test_6_penalty_histories_of_different_lengths_go_together() -> None:
+    import torch
+
+    from aioinfer.sampling.batch import PenaltyReset
+    from aioinfer.sampling.sampler import Sampler
+    from tests.sampling.test_sampler import make_batch
+
+    rows = [{"repetition_penalty": 2.0, "temperature": 0.0, "slot": slot} for slot in (1, 2, 3)]
+    resets = [
+        PenaltyReset(1, [5], []),
+        PenaltyReset(2, list(range(50)), [5] * 30),
+        PenaltyReset(3, [0, 0], [1]),
+    ]
+    logits = torch.full((3, 64), 1.0)
+    logits[:, 5] = 1.5
+    batch = make_batch(rows, penalty_resets=resets)
+    assert Sampler(4, 64, torch.device("cpu")).sample(logits, batch).tolist() == [0, 50, 5]
+
+
+def test_7_padding_is_not_the_end() -> None:
+    """Only ids that the request stops on end it; 0, which pads buffers here, is a token like any other."""
+    bench = Bench()
+    request = bench.request(prompt=3)
+    step, _ = bench.plan()
+    bench.resolve(step, token=0)
+    assert not request.finished
+    step, _ = bench.plan()
+    bench.resolve(step, token=7)
+    assert request.finish_reason == "stop"
+
+
+def test_8_every_sequence_of_a_step_is_sampled_at_its_own_last_row() -> None:
+    bench = Bench()
+    for prompt in (5, 1, 3):
+        bench.request(prompt=prompt)
+    _, packed = bench.plan()
+    assert packed.q_lens == [5, 1, 3]
+    assert section(packed, 3) == [0, 5, 6, 9]
+    assert section(packed, 7) == [4, 5, 8]
+
+
+def test_9_a_reservation_counts_the_new_positions_too() -> None:
+    bench = Bench()
+    request = bench.request(prompt=PAGE + 1)
+    bench.plan()
+    assert len(request.pages) == 2
+    exact = bench.request(prompt=PAGE)
+    bench.plan()
+    assert len(exact.pages) == 1
+    bench.plan()
+    assert len(exact.pages) == 2, "the token after a full page needs the next page"
+
+
+def test_everything_is_reserved_before_a_step_exists() -> None:
+    """A request that does not fit leaves no trace: no slot, no page, no row."""
+    bench = Bench(pages=4)
+    fits = bench.request(prompt=2 * PAGE)
+    too_much = bench.request(prompt=2 * PAGE + 1)
+    before = bench.scheduler.slots.free
+    step, _ = bench.plan()
+    assert [row.request for row in step.rows] == [fits]
+    assert too_much.pages == []
+    assert too_much.slot == 0
+    assert bench.scheduler.slots.free == before - 1
+    assert bench.scheduler.pages.free == 2
+    for row in step.rows:
+        assert row.kv_length <= len(row.request.pages) * PAGE
+
+
+# -- and what the overlap adds -------------------------------------------------------------------------
+
+
+def test_a_request_is_never_scheduled_past_its_known_end() -> None:
+    bench = Bench()
+    request = bench.request(prompt=3, max_tokens=2)
+    first, _ = bench.plan()
+    second, _ = bench.plan()
+    assert bench.scheduler.plan() is None
+    bench.resolve(first)
+    assert bench.scheduler.plan() is None
+    bench.resolve(second)
+    assert request.finish_reason == "length"
+    assert len(request.output_ids) == 2
+
+
+def test_a_late_token_for_a_request_that_ended_is_dropped_and_counted() -> None:
+    bench = Bench()
+    request = bench.request(prompt=3)
+    first, _ = bench.plan()
+    second, _ = bench.plan()
+    bench.resolve(first, token=7)
+    assert request.finish_reason == "stop"
+    assert bench.scheduler.pages.fenced == 1, "the second step still writes into the page"
+    assert bench.resolve(second) == []
+    assert request.output_ids == [7]
+    assert bench.scheduler.counters.late_tokens == 1
+    assert bench.scheduler.pages.free == bench.scheduler.pages.total
+
+
+def test_retraction_waits_for_fenced_pages_instead_of_emptying_the_engine() -> None:
+    bench = Bench(pages=5)
+    request, ending = bench.request(prompt=2 * PAGE), bench.request(prompt=PAGE)
+    flights = [bench.plan()[0], bench.plan()[0]]
+    assert bench.scheduler.pages.free == 0
+    bench.scheduler.finish(ending, "abort")
+    assert bench.scheduler.pages.fenced == 2, "the second step still reads them"
+    while (step := bench.scheduler.plan()) is not None:
+        flights.append(step)
+    assert request.computed == 3 * PAGE, "it ran until it needed a page"
+    assert request.retractions == 0
+    for flight in flights:
+        bench.resolve(flight)
+    assert bench.scheduler.plan() is not None
+    assert len(request.pages) == 4
+
+
+def test_a_retracted_request_keeps_its_tokens_and_prefills_them() -> None:
+    bench = Bench(pages=4)
+    old, young = bench.request(prompt=PAGE + 1), bench.request(prompt=PAGE - 1)
+    seen: list[Sequence[int]] = []
+    for token in range(100, 120):
+        step, _ = bench.plan()
+        seen += [row.ids for row in step.rows if row.request is young and row.ids is not None]
+        bench.resolve(step, token)
+        if young.retractions:
+            break
+    assert old.retractions == 0
+    assert young.pages == []
+    kept = list(young.output_ids)
+    assert kept
+    bench.scheduler.finish(old, "abort")
+    step, _ = bench.plan()
+    assert step.rows[0].request is young
+    assert step.rows[0].ids == [*young.prompt_ids, *kept]
+    assert step.rows[0].output_index == len(kept)
+
+
+def test_a_step_that_fails_ends_its_own_requests_only() -> None:
+    bench = Bench(running=2)
+    inside = bench.request(prompt=3)
+    step, _ = bench.plan()
+    outside = bench.request(prompt=3)
+    later, _ = bench.plan()
+    error = RuntimeError("boom")
+    assert bench.scheduler.fail(step, error) == [inside]
+    assert inside.error is error
+    bench.resolve(later)
+    assert not outside.finished
+    assert outside.output_ids == [42]
+    bench.scheduler.audit()
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "in flight"])
+def test_an_abort_gives_everything_back_from_any_state(state: str) -> None:
+    bench = Bench(chunk=4)
+    request = bench.request(prompt=10)
+    flights: list[Step] = []
+    if state != "waiting":
+        flights.append(bench.plan()[0])
+    if state in ("decode", "in flight"):
+        flights += [bench.plan()[0], bench.plan()[0]]
+    if state == "decode":
+        while flights:
+            bench.resolve(flights.pop(0))
+        flights.append(bench.plan()[0])
+    assert bench.scheduler.finish(request, "abort")
+    assert not bench.scheduler.finish(request, "abort"), "a request ends once"
+    for flight in flights:
+        bench.resolve(flight)
+    assert bench.scheduler.pages.free == bench.scheduler.pages.total
+    assert bench.scheduler.slots.free == bench.scheduler.slots.total
+    assert not bench.scheduler.has_unfinished
+    bench.scheduler.audit()
+
+
+def test_admission_is_first_come_first_served() -> None:
+    bench = Bench(running=2)
+    requests = [bench.request(prompt=3, max_tokens=1) for _ in range(5)]
+    order = []
+    while bench.scheduler.has_unfinished:
+        step, _ = bench.plan()
+        order += [row.request.key for row in step.rows]
+        bench.resolve(step)
+    assert order == [request.key for request in requests]
