@@ -30,6 +30,8 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Parser = Callable[[dict[str, Any], SamplingParams, str], Call]
 #: Seconds in which a body must have arrived.
 _BODY_TIMEOUT = 10.0
+#: Nobody will read it; nginx's status for the access log.
+_CLIENT_GONE = 499
 
 
 class Routes:
@@ -87,7 +89,7 @@ class Routes:
                 self._check_key(request)
                 return await handler(request)
             except ClientGone:
-                raise
+                return web.Response(status=_CLIENT_GONE)
             except Exception as error:
                 return _failure(error).response()
 

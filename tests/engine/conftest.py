@@ -29,7 +29,8 @@ class Gate:
             self._permits.acquire()
 
     def step(self, count: int = 1) -> None:
-        self._permits.release(count)
+        if count:
+            self._permits.release(count)
 
     def release(self) -> None:
         self.open = True

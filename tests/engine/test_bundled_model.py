@@ -12,7 +12,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from demo_tasks import TASKS, held_out  # noqa: E402
+from demo_tasks import TASKS, held_out
 
 BUNDLED = EngineConfig().model_path
 

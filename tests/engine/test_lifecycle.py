@@ -7,7 +7,6 @@ import gc
 import threading
 
 import pytest
-from tests.engine.conftest import Gate, MakeEngine
 
 from aioinfer import errors
 from aioinfer.config import EngineConfig
@@ -16,6 +15,7 @@ from aioinfer.execution.device import DeviceLost
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.twin import ToyDevice, toy_generate
+from tests.engine.conftest import Gate, MakeEngine
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -7,13 +7,13 @@ import gc
 from typing import Any
 
 import pytest
-from tests.engine.conftest import Gate, MakeEngine
-from tests.engine.simulation import settle
 
 from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
 from aioinfer.twin import ToyTokenizer, toy_generate
+from tests.engine.conftest import Gate, MakeEngine
+from tests.engine.simulation import settle
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.conftest import MakeEngine
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.conftest import MakeEngine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from demo_tasks import held_out  # noqa: E402
+from demo_tasks import held_out
 
 MODES = [(window, mode) for window in (0, 1, 2) for mode in ("thread", "inline")]
 

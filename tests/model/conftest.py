@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.model.checkpoints import make_checkpoint
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.checkpoints import FAMILIES, OWN, VOCAB, greedy
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
+from tests.model.checkpoints import FAMILIES, OWN, VOCAB, greedy
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14

@@ -64,7 +64,7 @@ def serving() -> Serving:
         loop = asyncio.get_running_loop()
         started: asyncio.Future[str] = loop.create_future()
         stop = asyncio.Event()
-        server_config = ServerConfig(port=0, **(server or {}))
+        server_config = ServerConfig(port=0, **{"drain_timeout": 5.0, **(server or {})})
         task = loop.create_task(serve(engine, server_config, stop=stop, ready=started.set_result))
         await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -72,6 +72,8 @@ def serving() -> Serving:
         try:
             yield Served(engine, device, started.result(), stop, task)
         finally:
+            if hasattr(fault, "release"):
+                fault.release()
             stop.set()
             await task
 

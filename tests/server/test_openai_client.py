@@ -7,10 +7,10 @@ from typing import Any
 
 import openai
 import pytest
-from tests.server.conftest import Serving
 
 from aioinfer.params import SamplingParams
 from aioinfer.twin import ToyTokenizer, toy_generate
+from tests.server.conftest import Serving
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 
