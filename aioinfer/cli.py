@@ -23,7 +23,7 @@ from aioinfer import __version__
 from aioinfer.config import EngineConfig, ServerConfig, load_settings, parse_setting
 from aioinfer.errors import AioInferError
 
-__all__ = ["main"]
+__all__ = ["add_settings", "main", "read_settings"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,8 +56,8 @@ async def _serve(options: argparse.Namespace) -> int:
     from aioinfer.engine import Engine
     from aioinfer.server import serve
 
-    engine = Engine(_settings(EngineConfig, options))
-    config = _settings(ServerConfig, options)
+    engine = Engine(read_settings(EngineConfig, options))
+    config = read_settings(ServerConfig, options)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -86,7 +86,7 @@ async def _serve(options: argparse.Namespace) -> int:
 async def _generate(options: argparse.Namespace) -> int:
     from aioinfer.engine import Engine
 
-    config = _settings(EngineConfig, options)
+    config = read_settings(EngineConfig, options)
     async with Engine(config) as engine:
         tokenizer = engine.tokenizer
         chat = not options.raw and tokenizer is not None and tokenizer.has_chat_template
@@ -152,8 +152,8 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="serve a model over HTTP in OpenAI's protocol")
     serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="model directory or bundled name")
-    _add_fields(serve, EngineConfig)
-    _add_fields(serve, ServerConfig)
+    add_settings(serve, EngineConfig)
+    add_settings(serve, ServerConfig)
     _add_common(serve)
     serve.set_defaults(command=_serve)
 
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-tokens", type=int, default=512)
     generate.add_argument("--stats", action="store_true", help="print tokens and speed to stderr")
     generate.set_defaults(model_argument=None)
-    _add_fields(generate, EngineConfig)
+    add_settings(generate, EngineConfig)
     _add_common(generate)
     generate.set_defaults(command=_generate)
     return parser
@@ -175,7 +175,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
 
 
-def _add_fields(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+def add_settings(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     """One flag per field of a config dataclass; unset flags leave no trace."""
     known = {action.dest for action in parser._actions}
     group = parser.add_argument_group(cls.__name__)
@@ -191,7 +191,7 @@ def _add_fields(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         )
 
 
-def _settings(cls: type[Any], options: argparse.Namespace) -> Any:
+def read_settings(cls: type[Any], options: argparse.Namespace) -> Any:
     """A config dataclass from flags, environment and file."""
     given = vars(options)
     names = {item.name for item in dataclasses.fields(cls)}

@@ -26,7 +26,7 @@ class Weights:
         self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
     ) -> None:
         """Raises ConfigError if there are no safetensors, or their index names files that are not there."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self._dtype = dtype
         self._device = device
@@ -36,7 +36,7 @@ class Weights:
             for file in _files(path):
                 opened: Any = safe_open(file, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"model: the weights of {path.name} cannot be read: {error}") from error
         self._total = len(self._files)
         self._taken: set[str] = set()

@@ -1,0 +1,24 @@
+"""``python -m bench NAME [options]``; ``python -m bench`` lists the names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHES = {"serving": "a load on any OpenAI endpoint or on an engine in this process"}
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
+        print("usage: python -m bench NAME [options]\n")
+        for name, purpose in BENCHES.items():
+            print(f"  {name:12s} {purpose}")
+        return 2
+    name = sys.argv.pop(1)
+    sys.argv[0] = f"bench {name}"
+    status: int = importlib.import_module(f"bench.{name}").main()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

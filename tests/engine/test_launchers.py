@@ -1,0 +1,118 @@
+"""Launchers with an asynchronous device, which is what CUDA looks like from above."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.step import Step
+from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+
+
+class Stream:
+    """A device queue of its own: launching enqueues, a thread computes in order."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, call: Any) -> Flight:
+        flight = Flight()
+        self._jobs.put((call, flight))
+        return flight
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            call, flight = job
+            try:
+                flight.tokens = call()
+            except Exception as error:
+                flight.error = error
+            flight.done.set()
+
+
+class Flight:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.tokens: list[int] = []
+        self.error: Exception | None = None
+
+    def wait(self) -> list[int]:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.tokens
+
+
+class AsynchronousToy(ToyDevice):
+    """The toy behind a queue: its launches return before they are computed."""
+
+    synchronous = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._stream = Stream()
+        self.in_flight = 0
+        self.deepest = 0
+
+    def launch(self, prepared: Any) -> Any:
+        self.in_flight += 1
+        self.deepest = max(self.deepest, self.in_flight)
+
+        def compute() -> list[int]:
+            tokens = super(AsynchronousToy, self).launch(prepared).wait()
+            self.in_flight -= 1
+            return tokens
+
+        return self._stream.submit(compute)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_an_asynchronous_device_gives_the_same_tokens(launcher: Any, window: int) -> None:
+    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4, window=window)
+    device = AsynchronousToy(num_slots=config.num_slots)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    async with Engine(
+        config, launcher=lambda _: launcher(device), tokenizer=lambda _: ToyTokenizer()
+    ) as engine:
+        results = await asyncio.gather(*[_run(engine, [n, 3], params) for n in range(1, 10)])
+    assert results == [toy_generate([n, 3], params) for n in range(1, 10)]
+    assert device.deepest <= window + 1
+
+
+@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+async def test_a_step_that_fails_on_the_device_is_found_by_its_flight(launcher: Any) -> None:
+    def fault(step: Step) -> None:
+        if step.id == 2:
+            raise RuntimeError("late")
+
+    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4)
+    device = AsynchronousToy(num_slots=config.num_slots, fault=fault)
+    async with Engine(
+        config, launcher=lambda _: launcher(device), tokenizer=lambda _: ToyTokenizer()
+    ) as engine:
+        from aioinfer.errors import StepFailed
+
+        with pytest.raises(StepFailed, match="late"):
+            await engine.generate([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=5)
+        assert await _run(engine, [4], params) == toy_generate([4], params)
+
+
+async def _run(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    return (await engine.generate(prompt, params)).token_ids

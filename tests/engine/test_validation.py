@@ -1,0 +1,79 @@
+"""Every bad argument is refused before it is queued, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aioinfer import errors
+from aioinfer.params import SamplingParams
+from aioinfer.twin import ToyTokenizer
+from tests.engine.conftest import MakeEngine
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("", {}, "prompt"),
+        ([], {}, "prompt"),
+        (None, {}, "prompt"),
+        (5, {}, "prompt"),
+        ([1, 2, 64], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([1.5], {}, "prompt"),
+        ([True], {}, "prompt"),
+        ([1] * 256, {}, "prompt"),
+        ([1], {"params": {"temperature": 0}}, "params"),
+        ([1], {"params": SamplingParams(stop_token_ids=[64])}, "stop_token_ids"),
+        ([1], {"waiting_timeout": 0}, "waiting_timeout"),
+        ([1], {"running_timeout": float("nan")}, "running_timeout"),
+        ([1], {"running_timeout": "soon"}, "running_timeout"),
+        ([1], {"chat_template_kwargs": {}}, "chat_template_kwargs"),
+    ],
+)
+async def test_bad_arguments_never_reach_the_queue(
+    make_engine: MakeEngine, prompt: Any, options: dict[str, Any], field: str
+) -> None:
+    async with make_engine() as engine:
+        with pytest.raises(errors.InvalidRequest) as caught:
+            engine.generate(prompt, **options)
+        assert caught.value.field == field
+        assert engine.stats().waiting == engine.stats().admitted == 0
+
+
+async def test_what_only_tokenizing_can_tell_is_raised_by_the_stream(make_engine: MakeEngine) -> None:
+    class Tokenizer(ToyTokenizer):
+        def encode_chat(self, messages: Any, **kwargs: Any) -> list[int]:
+            raise errors.InvalidRequest("messages", "the model has no chat template")
+
+        def encode(self, text: str) -> list[int]:
+            if text == "bug":
+                raise ZeroDivisionError
+            return super().encode(text)
+
+    async with make_engine(tokenizer=Tokenizer) as engine:
+        for prompt, field in ((["m"], None), ("x" * 300, "prompt"), ("bug", "prompt")):
+            if field is None:
+                prompt, field = [{"role": "user", "content": "x"}], "messages"
+            for read in (_iterate, _await):
+                with pytest.raises(errors.InvalidRequest) as caught:
+                    await read(engine.generate(prompt))
+                assert caught.value.field == field
+        assert engine.stats().admitted == 0
+
+
+async def test_the_longest_prompt_that_fits_is_served(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        result = await engine.generate([1] * 255, SamplingParams(max_tokens=50, ignore_eos=True))
+        assert result.finish_reason == "length"
+        assert len(result.token_ids) == 1
+
+
+async def _iterate(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+async def _await(stream: Any) -> None:
+    await stream

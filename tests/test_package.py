@@ -1,0 +1,178 @@
+"""What importing, embedding and describing the package promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import aioinfer
+from aioinfer import errors
+from aioinfer.config import EngineConfig, ServerConfig, bundled_models, load_settings, parse_setting
+from aioinfer.params import SamplingParams
+
+PROBE = """
+import asyncio, json, logging, os, signal, sys, threading, warnings
+handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+environment, root = dict(os.environ), list(logging.getLogger().handlers)
+filters, threads = list(warnings.filters), threading.active_count()
+import aioinfer
+aioinfer.Engine, aioinfer.EngineConfig, aioinfer.SamplingParams, aioinfer.errors
+aioinfer.Engine(aioinfer.EngineConfig())
+print(json.dumps({
+    "heavy": [name for name in ("torch", "transformers", "aiohttp", "uvloop") if name in sys.modules],
+    "signals": handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+    "environment": environment == dict(os.environ),
+    "logging": root == logging.getLogger().handlers,
+    "warnings": filters == warnings.filters,
+    "policy": type(asyncio.get_event_loop_policy()).__module__,
+    "threads": threading.active_count() - threads,
+}))
+"""
+
+
+def test_importing_is_light_and_changes_nothing() -> None:
+    output = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout
+    assert json.loads(output) == {
+        "heavy": [],
+        "signals": True,
+        "environment": True,
+        "logging": True,
+        "warnings": True,
+        "policy": "asyncio.unix_events",
+        "threads": 0,
+    }
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from aioinfer.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in ("--max-running-requests", "--window", "--api-key", "--config"):
+        assert name in shown
+
+
+def test_the_public_names_are_there_and_no_others() -> None:
+    assert aioinfer.__all__ == sorted(aioinfer.__all__, key=lambda name: (not name.isupper(), name))
+    for name in aioinfer.__all__:
+        assert getattr(aioinfer, name).__name__ == name
+    assert set(aioinfer.__all__) <= set(dir(aioinfer))
+    with pytest.raises(AttributeError):
+        aioinfer.nothing_like_it  # noqa: B018
+
+
+def test_every_error_is_in_the_tree_that_the_docstring_draws() -> None:
+    drawn = errors.__doc__ or ""
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert issubclass(error, errors.AioInferError)
+        assert name in drawn
+
+
+SECRET_FREE = Path(aioinfer.__file__).parent
+
+
+def test_nothing_banned_is_used_in_the_library() -> None:
+    for file in SECRET_FREE.rglob("*.py"):
+        text = file.read_text()
+        for banned in ("wait_for(", "set_event_loop_policy", "get_event_loop()", "os.environ["):
+            assert banned not in text, (file.name, banned)
+        room = file.relative_to(SECRET_FREE).parts[0]
+        if room in ("scheduling", "cache"):
+            for module in ("import torch", "import asyncio", "import time", "aioinfer.execution"):
+                assert module not in text, (file.name, module)
+
+
+# -- configuration -------------------------------------------------------------------------------------
+
+
+def test_flags_win_over_environment_over_file() -> None:
+    environ = {"AIOINFER_WINDOW": "2", "AIOINFER_CHUNK_SIZE": "7", "AIOINFER_SEED": "none"}
+    file = {"window": 0, "chunk_size": 9, "page_size": 32, "port": 1}
+    config = load_settings(EngineConfig, {"chunk_size": 5}, environ, file)
+    assert (config.chunk_size, config.window, config.page_size, config.seed) == (5, 2, 32, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 3}, "window"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": 1.5}, "page_size"),
+        ({"page_size": True}, "page_size"),
+        ({"max_running_requests": 10, "max_step_tokens": 5}, "max_step_tokens"),
+        ({"waiting_timeout": -1.0}, "waiting_timeout"),
+        ({"waiting_timeout": float("nan")}, "waiting_timeout"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"model": None}, "model"),
+        ({"launch_mode": "fork"}, "launch_mode"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(errors.ConfigError, match=message):
+        EngineConfig(**changes)  # type: ignore[arg-type]
+
+
+def test_settings_are_parsed_from_text() -> None:
+    assert parse_setting(EngineConfig, "window", "2") == 2
+    assert parse_setting(EngineConfig, "running_timeout", "1.5") == 1.5
+    assert parse_setting(EngineConfig, "transformers_fallback", "yes") is True
+    assert parse_setting(EngineConfig, "num_pages", "none") is None
+    assert parse_setting(EngineConfig, "model", "/models/x") == "/models/x"
+    with pytest.raises(errors.ConfigError):
+        parse_setting(EngineConfig, "window", "two")
+
+
+def test_a_server_open_to_the_world_needs_a_key() -> None:
+    with pytest.raises(errors.ConfigError, match="loopback"):
+        ServerConfig(host="0.0.0.0")
+    assert ServerConfig(host="0.0.0.0", api_key="k").host == "0.0.0.0"
+    assert ServerConfig(host="0.0.0.0", insecure=True).host == "0.0.0.0"
+
+
+def test_the_default_model_is_bundled() -> None:
+    assert EngineConfig().model in bundled_models()
+    assert (EngineConfig().model_path / "config.json").is_file()
+
+
+# -- parameters ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-0.1, float("nan"), float("inf"), "1", None, True]),
+        ("top_p", [0, -1, 1.1, float("nan")]),
+        ("top_k", [-2, 1.5]),
+        ("min_p", [-0.1, 1.1]),
+        ("seed", [2**63, 1.0, "x"]),
+        ("max_tokens", [0, -1, 1.5]),
+        ("min_tokens", [-1, None]),
+        ("repetition_penalty", [0, -1, float("nan")]),
+        ("presence_penalty", [-2.1, 2.1]),
+        ("frequency_penalty", [-2.1, float("inf")]),
+        ("stop", ["", [""], [1], ["x"] * 17, ["x" * 1025]]),
+        ("stop_token_ids", [[-1], [1.5], [True], list(range(1025))]),
+        ("ignore_eos", [1, None]),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_name(field: str, values: list[object]) -> None:
+    for value in values:
+        if field == "stop" and value == "":
+            continue  # an empty string is no stop at all, as in OpenAI's API
+        with pytest.raises(errors.InvalidRequest) as caught:
+            SamplingParams(**{field: value})  # type: ignore[arg-type]
+        assert caught.value.field == field, value
+
+
+def test_min_tokens_cannot_exceed_max_tokens() -> None:
+    with pytest.raises(errors.InvalidRequest, match="min_tokens"):
+        SamplingParams(min_tokens=5, max_tokens=4)
