@@ -104,13 +104,14 @@ class ServerConfig:
     max_body_mib: float = _option(16.0, "largest request body in MiB")
     ping_interval: float = _option(5.0, "seconds of silence before an SSE comment keeps a stream alive")
     send_timeout: float = _option(30.0, "seconds a client may refuse to read before it is dropped")
+    stall_timeout: float = _option(120.0, "seconds without a finished step before /health says 503")
     drain_timeout: float = _option(30.0, "seconds that SIGTERM waits for running requests")
 
     def __post_init__(self) -> None:
         _check_types(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        for name in ("max_body_mib", "ping_interval", "send_timeout"):
+        for name in ("max_body_mib", "ping_interval", "send_timeout", "stall_timeout"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be positive, got {value!r}")

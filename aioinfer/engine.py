@@ -101,7 +101,8 @@ class Engine:
         self._flights: deque[tuple[Step, asyncio.Future[list[int]]]] = deque()
         #: streams whose prompts are being tokenized
         self._arriving: set[StreamCell] = set()
-        self._last_resolved = 0.0
+        #: when a step last resolved, or work began to be there
+        self._last_progress = 0.0
         self.default_params = SamplingParams()
 
     # -- life -----------------------------------------------------------------------------------
@@ -131,7 +132,6 @@ class Engine:
             raise
         self.default_params = defaults
         self._core = Core(self.config, info, tokenizer, loop.time)
-        self._last_resolved = loop.time()
         self._state = EngineState.RUNNING
         self._driver = loop.create_task(self._guard_drive(), name="aioinfer-driver")
 
@@ -145,7 +145,7 @@ class Engine:
         if self._loop is None or self._loop.is_closed():
             self._reset(EngineState.CLOSED)
             return
-        self._check_loop()
+        self.check_loop()
         if self._core is None:
             raise EngineError("the engine is still starting")
         if self._state is EngineState.RUNNING:
@@ -258,9 +258,12 @@ class Engine:
 
     def _submit(self, cell: StreamCell, request: Request) -> None:
         assert self._core is not None
+        assert self._loop is not None
+        if not (self._flights or self._core.scheduler.has_unfinished):
+            self._last_progress = self._loop.time()
         self._core.submit(request)
         cell.request = request
-        request.cell = cell
+        request.consumer = cell
         cell.notify()
         self._bell.ring()
 
@@ -283,8 +286,8 @@ class Engine:
         future.add_done_callback(self._landed)
         self._flights.append((step, future))
         for row in step.rows:
-            if row.admission is not None and row.request.cell is not None and not row.request.retractions:
-                self._admitted(row.request.cell)
+            if row.admission is not None and not row.request.retractions:
+                self._admitted(_cell(row.request))
 
     def _landed(self, future: asyncio.Future[list[int]]) -> None:
         if not future.cancelled():
@@ -294,7 +297,7 @@ class Engine:
     def _resolve(self, core: Core, step: Step, future: asyncio.Future[list[int]]) -> None:
         """Commit a landed flight and tell the consumers."""
         assert self._loop is not None
-        self._last_resolved = self._loop.time()
+        self._last_progress = self._loop.time()
         error = future.exception()
         if isinstance(error, DeviceLost):
             raise error
@@ -304,9 +307,7 @@ class Engine:
             _log.error("step %d failed: %r", step.id, error)
             moved = core.fail(step, error)
         for request in moved:
-            cell = request.cell
-            if cell is None:
-                continue
+            cell = _cell(request)
             if request.finished:
                 self._ended(cell)
             else:
@@ -340,8 +341,7 @@ class Engine:
         scheduler = self._core.scheduler
         for request in [*scheduler.running.values(), *scheduler.waiting]:
             self._core.abort(request, make_error())
-            if request.cell is not None:
-                self._ended(request.cell)
+            self._ended(_cell(request))
         self._set_drained()
 
     def _admitted(self, cell: StreamCell) -> None:
@@ -381,17 +381,17 @@ class Engine:
     def _busy(self) -> bool:
         return bool(self._arriving) or (self._core is not None and self._core.scheduler.has_unfinished)
 
-    def _abandon(self, cell: StreamCell) -> None:
+    def abandon(self, cell: StreamCell) -> None:
         """The consumer closed its stream."""
         if not cell.finished and self._core is not None:
             self._end(cell, None)
 
-    def _abandon_threadsafe(self, cell: StreamCell) -> None:
+    def abandon_threadsafe(self, cell: StreamCell) -> None:
         """The stream was garbage-collected, on whatever thread."""
         loop = self._loop
         if loop is not None:
             try:
-                loop.call_soon_threadsafe(self._abandon, cell)
+                loop.call_soon_threadsafe(self.abandon, cell)
             except RuntimeError:
                 pass  # the loop is closed, and the engine's memory is nobody's any more
 
@@ -438,7 +438,7 @@ class Engine:
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,
             late_tokens=counters.late_tokens,
-            stalled=self._loop.time() - self._last_resolved if working and self._loop else 0.0,
+            stalled=self._loop.time() - self._last_progress if working and self._loop else 0.0,
         )
 
     def _started_core(self) -> Core:
@@ -447,7 +447,7 @@ class Engine:
         return self._core
 
     def _serving_core(self) -> Core:
-        self._check_loop()
+        self.check_loop()
         if self._state is EngineState.FAILED:
             raise self._failed_error()
         if self._state is not EngineState.RUNNING:
@@ -459,10 +459,16 @@ class Engine:
         error.__cause__ = self._failure
         return error
 
-    def _check_loop(self) -> None:
+    def check_loop(self) -> None:
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
             running = None
         if self._loop is not None and running is not self._loop:
             raise WrongLoop("the engine belongs to the event loop that started it, and this is not it")
+
+
+def _cell(request: Request) -> StreamCell:
+    """The stream's end of a request; every request of an engine has one."""
+    assert isinstance(request.consumer, StreamCell)
+    return request.consumer

@@ -11,7 +11,6 @@ from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
-    from aioinfer.stream import StreamCell
 
 __all__ = ["Request", "RequestState"]
 
@@ -39,8 +38,8 @@ class Request:
     __slots__ = (
         "admitted_at",
         "arrival",
-        "cell",
         "computed",
+        "consumer",
         "error",
         "finish_reason",
         "finished_at",
@@ -106,8 +105,8 @@ class Request:
         self.error: BaseException | None = None
         #: the text side of the output
         self.text: OutputText = text if text is not None else OutputText(None)
-        #: where a consumer waits, if one does
-        self.cell: StreamCell | None = None
+        #: who hears of its progress; the engine keeps a StreamCell here
+        self.consumer: object | None = None
 
     @property
     def length(self) -> int:

@@ -11,13 +11,12 @@ import asyncio
 from collections.abc import Generator
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aioinfer.errors import Cancelled
 from aioinfer.outputs import Chunk, Result
 
 if TYPE_CHECKING:
-    from aioinfer.engine import Engine
     from aioinfer.request import Request
 
 __all__ = ["Stream", "StreamCell"]
@@ -29,6 +28,19 @@ class Want(Enum):
     CHUNK = "chunk"
     RESULT = "result"
     ACCEPTANCE = "acceptance"
+
+
+class Host(Protocol):
+    """What a stream asks of the engine it came from."""
+
+    def check_loop(self) -> None:
+        """Raise WrongLoop on any loop but the engine's."""
+
+    def abandon(self, cell: StreamCell) -> None:
+        """The consumer has left. On the engine's loop."""
+
+    def abandon_threadsafe(self, cell: StreamCell) -> None:
+        """The same from any thread, a turn of the loop later."""
 
 
 class StreamCell:
@@ -126,7 +138,7 @@ class Stream:
 
     __slots__ = ("__weakref__", "_cell", "_ended", "_engine")
 
-    def __init__(self, engine: Engine, cell: StreamCell) -> None:
+    def __init__(self, engine: Host, cell: StreamCell) -> None:
         self._engine = engine
         self._cell = cell
         self._ended = False
@@ -209,12 +221,12 @@ class Stream:
         """The same from synchronous code on the engine's loop."""
         if not self._cell.closed:
             self._cell.closed = True
-            self._engine._abandon(self._cell)
+            self._engine.abandon(self._cell)
             self._cell.notify()
 
     def __del__(self) -> None:
         if not (self._cell.closed or self._cell.finished):
-            self._engine._abandon_threadsafe(self._cell)
+            self._engine.abandon_threadsafe(self._cell)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -222,7 +234,7 @@ class Stream:
         cell = self._cell
         if cell.waiter is not None:
             raise RuntimeError("another task is reading this stream")
-        self._engine._check_loop()
+        self._engine.check_loop()
         cell.waiter = asyncio.get_running_loop().create_future()
         cell.wants = want
         try:

@@ -76,6 +76,17 @@ def test_every_error_is_in_the_tree_that_the_docstring_draws() -> None:
         assert name in drawn
 
 
+def test_a_synchronous_model_leaves_torch_as_it_was() -> None:
+    import torch
+
+    before = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()
+    with aioinfer.LLM(EngineConfig(threads=1)) as llm:
+        prompt = [{"role": "user", "content": "What is 20 + 22?"}]
+        assert llm.generate([prompt], progress=False)[0].text == "20 + 22 = 42"
+        assert torch.is_grad_enabled()
+    assert before == (torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype())
+
+
 SECRET_FREE = Path(aioinfer.__file__).parent
 
 

@@ -6,16 +6,13 @@ device of :mod:`aioinfer.twin.toy`, which needs no torch at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aioinfer.model.spec import Progress
 from aioinfer.scheduling.step import Step
 
-__all__ = ["Device", "DeviceInfo", "DeviceLost", "Flight", "Progress"]
-
-#: ``progress(stage, done, total)`` while a model loads
-Progress = Callable[[str, int, int], None]
+__all__ = ["Device", "DeviceInfo", "DeviceLost", "Flight", "Landed", "Progress"]
 
 
 class DeviceLost(Exception):
@@ -44,6 +41,18 @@ class Flight(Protocol):
         Returns one entry per row: the sampled token, ``NO_TOKEN`` or ``BAD_LOGITS``. Raises what the
         device raised.
         """
+
+
+class Landed:
+    """A flight that is done already, as those of synchronous devices are."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def wait(self) -> list[int]:
+        return self._tokens
 
 
 class Device(Protocol):

@@ -28,6 +28,7 @@ class Runner:
         self._sampler = sampler
         self._relay = relay
 
+    @torch.inference_mode()
     def run(self, packed: Packed, ints: torch.Tensor, floats: torch.Tensor) -> torch.Tensor | None:
         """One step; ``ints`` and ``floats`` are ``packed``'s buffers on the device.
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from aioinfer.execution.device import DeviceLost, Flight
+from aioinfer.execution.device import DeviceLost, Flight, Landed
 from aioinfer.execution.packing import Packed
 from aioinfer.execution.runner import Runner
 
@@ -29,18 +29,6 @@ class Backend(Protocol):
     def check(self) -> None: ...
 
 
-class _Landed:
-    """A flight whose tokens are on the host already."""
-
-    __slots__ = ("_tokens",)
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def wait(self) -> list[int]:
-        return self._tokens
-
-
 class CpuBackend:
     """The step is done when ``launch`` returns."""
 
@@ -49,7 +37,7 @@ class CpuBackend:
 
     def launch(self, packed: Packed) -> Flight:
         tokens = self._runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.floats))
-        return _Landed(packed.spread([] if tokens is None else tokens.tolist()))
+        return Landed(packed.spread([] if tokens is None else tokens.tolist()))
 
     def check(self) -> None:
         """A CPU is never lost."""

@@ -49,8 +49,6 @@ class TorchDevice:
 
         config = self._config
         device = _pick_device(config.device)
-        # Grad mode is per thread, and this is the thread that computes (closing undoes neither: it ends).
-        torch.set_grad_enabled(False)
         if config.threads is not None and device.type == "cpu":
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(config.threads)

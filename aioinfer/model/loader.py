@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.execution.device import Progress
 from aioinfer.model.registry import own_implementation
-from aioinfer.model.spec import CausalLM
+from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import Weights
 
 __all__ = ["load_model"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.batch import Batch
 
-__all__ = ["CausalLM", "ModelSpec", "eos_token_ids"]
+__all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids"]
+
+#: ``progress(stage, done, total)`` while a model loads
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

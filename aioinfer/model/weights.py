@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.execution.device import Progress
+from aioinfer.model.spec import Progress
 
 __all__ = ["Weights"]
 
@@ -69,7 +69,12 @@ class Weights:
 
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
         """Raise ConfigError if the checkpoint holds tensors that the model has no use for."""
-        left = sorted(set(self._files) - self._taken - set(ignore))
+        left = sorted(
+            name
+            for name in set(self._files) - self._taken - set(ignore)
+            # Old checkpoints carry the frequencies that follow from the config.
+            if not name.endswith("rotary_emb.inv_freq")
+        )
         if left:
             raise ConfigError(f"model: the checkpoint has {len(left)} unexpected tensors, first {left[0]}")
 

@@ -1,24 +1,48 @@
 """Counter-based noise: a number for every (seed, position, token id), whatever the batch looks like.
 
-No generator state exists, so a request's noise depends neither on its neighbours nor on the window, on
-retraction or on padding, and any device can make the same bits. All arithmetic is on 32-bit words::
+There is no generator state, so a request's noise depends neither on its neighbours, slot or order nor on
+the in-flight window, retraction or padding, and any device can make the same bits. The function, with
+``>>>`` shifting in zeros and all arithmetic modulo the width of the words::
 
-    mix(h)  = h ^= h >> 16;  h *= 0x85EBCA6B;  h ^= h >> 13;  h *= 0xC2B2AE35;  h ^= h >> 16
-    key     = mix(mix(mix(lo(seed) + C) ^ hi(seed)) + position * C)
-    other   = mix(key ^ 0x5BD1E995)
-    bits    = mix(mix(key + token * C) ^ other)                   with C = 0x9E3779B1
+    64 bit:  mix(h) = h ^= h >>> 33;  h *= 0xFF51AFD7ED558CCD
+                      h ^= h >>> 33;  h *= 0xC4CEB9FE1A85EC53
+                      h ^= h >>> 33
+             key    = mix(mix(seed + G) + position * G)             G = 0x9E3779B97F4A7C15
+             a, b   = low and high word of key
 
-``mix`` is the finalizer of MurmurHash3 (Appleby, 2011), a bijection that spreads every input bit.
+    32 bit:  x = a + token
+             x ^= x >>> 17;  x *= 0xED5AD4BB;  x += b
+             x ^= x >>> 11;  x *= 0xAC4C1B51
+             x ^= x >>> 15;  x *= 0x31848BAB
+             x ^= x >>> 14
+
+``mix`` is the finalizer of MurmurHash3 (Appleby, 2011). It is a bijection, and so is the key: at one
+position no two seeds, and for one seed no two positions, have the same key. The per-token rounds are the
+``triple32`` of hash-prospector (Wellons, 2018) with the high word let in after the first; they too are a
+bijection for each key. Only they run once per token, on 32-bit words, which is what vector units like.
 """
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["gumbel", "random_bits", "uniform"]
+__all__ = ["gumbel", "gumbel_of_keys", "random_bits", "row_keys", "uniform"]
 
+
+def _signed(word: int, bits: int) -> int:
+    """The two's complement reading of a word: torch multiplies signed integers, with the same bits."""
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
+_G = _signed(0x9E3779B97F4A7C15, 64)
+_MIX_1 = _signed(0xFF51AFD7ED558CCD, 64)
+_MIX_2 = _signed(0xC4CEB9FE1A85EC53, 64)
+_TOKEN_1 = _signed(0xED5AD4BB, 32)
+_TOKEN_2 = _signed(0xAC4C1B51, 32)
+_TOKEN_3 = _signed(0x31848BAB, 32)
 _WORD = 0xFFFFFFFF
-_C = 0x9E3779B1
+#: Uniform numbers are (n + 1/2) / 2**31 for the low 31 bits n, rounded to float32 but never to 1.
+_STEP = 2.0**-31
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -27,39 +51,66 @@ def random_bits(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.T
 
     Args:
         seeds: [S] int64, any value.
-        positions: [S] int64, not negative.
-        token_ids: [N] or [S, N] int64.
+        positions: [S] int64.
+        token_ids: [N] or [S, N] int64 in [0, 2**31).
 
     Returns:
         [S, N] int64 in [0, 2**32).
     """
-    low, high = seeds & _WORD, (seeds >> 32) & _WORD
-    key = _mix(_mix(low + _C & _WORD) ^ high)
-    key = _mix(key + positions * _C & _WORD).unsqueeze(1)
-    other = _mix(key ^ 0x5BD1E995)
-    return _mix(_mix(key + token_ids * _C & _WORD) ^ other)
+    return _bits(row_keys(seeds, positions), token_ids.to(torch.int32)).to(torch.int64) & _WORD
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Uniform float32 [S, N] in the open interval (0, 1), with 2**-32 resolution near 0."""
-    bits = random_bits(seeds, positions, token_ids)
-    return (bits.to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
+    """Uniform float32 [S, N] in the open interval (0, 1), with 2**-31 resolution near 0."""
+    return _minus_uniform(row_keys(seeds, positions), token_ids.to(torch.int32)).neg_()
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [S, N]; argmax(logits + noise) samples the softmax of the logits.
+    """Standard Gumbel noise, float32 [S, N]: argmax(logits + noise) samples the softmax of the logits.
 
-    Written with log1p, so that the fine resolution of the uniform number lies at the upper tail: the
-    largest noise decides who wins.
+    It is ``-log(-log(1 - u))``. 1 - u is as uniform as u, but ``-log1p(-u)`` keeps the fine resolution of
+    u near 0 for the upper tail of the noise, which is the one that decides who wins: up to 22.2, where
+    ``-log(-log(u))`` in float32 could not get past 16.6.
     """
-    noise = uniform(seeds, positions, token_ids)
-    return noise.neg_().log1p_().neg_().log_().neg_()
+    return gumbel_of_keys(row_keys(seeds, positions), token_ids.to(torch.int32))
 
 
-def _mix(words: torch.Tensor) -> torch.Tensor:
-    """See the module; int64 holding 32-bit words, whose products may wrap without harm to the low half."""
-    words = words ^ (words >> 16)
-    words = words * 0x85EBCA6B & _WORD
-    words = words ^ (words >> 13)
-    words = words * 0xC2B2AE35 & _WORD
-    return words ^ (words >> 16)
+def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The two key words of each row, from int64 [S] each: int32 [2, S, 1]."""
+    key = _mix(_mix(seeds + _G).add_(positions * _G))
+    # Narrowing keeps the low word.
+    return torch.stack((key, key >> 32)).to(torch.int32).unsqueeze_(2)
+
+
+def gumbel_of_keys(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """:func:`gumbel` for keys int32 [2, S, 1] and ids int32 [N] or [S, N]."""
+    noise = _minus_uniform(keys, token_ids)
+    return noise.log1p_().neg_().log_().neg_()
+
+
+def _minus_uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    bits = _bits(keys, token_ids).bitwise_and_(0x7FFFFFFF)
+    return bits.to(torch.float32).add_(0.5).mul_(-_STEP).clamp_(min=-_LARGEST_BELOW_ONE)
+
+
+def _mix(h: torch.Tensor) -> torch.Tensor:
+    """``mix`` of the module on int64; writes over its argument."""
+    h.bitwise_xor_((h >> 33).bitwise_and_(0x7FFFFFFF)).mul_(_MIX_1)
+    h.bitwise_xor_((h >> 33).bitwise_and_(0x7FFFFFFF)).mul_(_MIX_2)
+    return h.bitwise_xor_((h >> 33).bitwise_and_(0x7FFFFFFF))
+
+
+def _bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The per-token rounds, int32 [S, N]: in place but for one scratch tensor."""
+    x = keys[0] + token_ids
+    scratch = torch.empty_like(x)
+    _xor_shifted(x, 17, scratch).mul_(_TOKEN_1).add_(keys[1])
+    _xor_shifted(x, 11, scratch).mul_(_TOKEN_2)
+    _xor_shifted(x, 15, scratch).mul_(_TOKEN_3)
+    return _xor_shifted(x, 14, scratch)
+
+
+def _xor_shifted(x: torch.Tensor, shift: int, scratch: torch.Tensor) -> torch.Tensor:
+    """x ^= x >>> shift; the mask undoes the sign that torch's shift drags in."""
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))

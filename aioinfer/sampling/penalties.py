@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 
 __all__ = ["Penalties"]
 
+#: In a count: the token is in the prompt.
+_IN_PROMPT = 1 << 30
+
 
 class Penalties:
-    """Counts of output tokens and presence of prompt tokens, for the slots whose requests need them.
+    """How often each token was said and whether it was in the prompt, for the slots that need to know.
 
     A step that is launched before the host has read the last token counts it all the same. Memory is one
-    row of the vocabulary per slot with penalties, made when the first of them shows up; row 0 stays
-    empty and serves all other slots.
+    int32 row of the vocabulary per slot with penalties, made when the first of them shows up and used
+    again for the next tenant. Row 0 stays empty and stands for all slots without penalties: penalties
+    that are neutral, or that meet no counts, change no bit of a logit.
     """
 
-    __slots__ = ("_counts", "_device", "_in_prompt", "_row_of", "_used", "_vocab_size")
+    __slots__ = ("_counts", "_device", "_free", "_row_of", "_used", "_vocab_size")
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -25,53 +31,96 @@ class Penalties:
         #: [slots] row of each slot; 0: none
         self._row_of = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._used: dict[int, int] = {}
+        self._free: list[int] = []
+        #: [rows, V] times the token was sampled, plus _IN_PROMPT
         self._counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros(1, vocab_size, dtype=torch.bool, device=device)
 
-    def reset(self, resets: list[PenaltyReset]) -> None:
+    def reset(self, resets: Sequence[PenaltyReset]) -> None:
         """Requests with penalties took these slots: count what was said so far."""
         for reset in resets:
-            row = self._row(reset.slot)
-            self._counts[row] = 0
-            self._in_prompt[row] = False
-            prompt = torch.tensor(reset.prompt_ids, dtype=torch.int64, device=self._device)
-            self._in_prompt[row, prompt] = True
-            if reset.output_ids:
-                output = torch.tensor(reset.output_ids, dtype=torch.int64, device=self._device)
-                self._counts[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            counts = self._counts_of(reset.slot).zero_()
+            counts.index_fill_(0, self._to_device(reset.prompt_ids), _IN_PROMPT)
+            output_ids = self._to_device(reset.output_ids)
+            counts.scatter_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
+
+    def release(self, slot: int) -> None:
+        """The slot's tenant has no penalties (any more): its row may serve another slot."""
+        row = self._used.pop(slot, 0)
+        if row:
+            self._free.append(row)
+            self._row_of[slot] = 0
+
+    def release_neutral(self, batch: SamplingBatch) -> None:
+        """Release the slots of a batch whose parameters are neutral. It reads the device."""
+        neutral = (
+            (batch.repetition_penalty == 1) & (batch.presence_penalty == 0) & (batch.frequency_penalty == 0)
+        )
+        for slot in batch.slots[neutral].tolist():
+            self.release(slot)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Penalised logits, float32 [S, V]: repetition (Keskar et al., CTRL, 2019) on prompt and output,
-        then OpenAI's frequency and presence on the output. Neutral parameters change no bit."""
-        rows = self._row_of[batch.slots]
-        counts = self._counts[rows]
-        seen = counts > 0
-        repetition = batch.repetition_penalty.unsqueeze(1)
-        penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where((seen | self._in_prompt[rows]) & (repetition != 1), penalised, logits)
-        logits = logits - batch.frequency_penalty.unsqueeze(1) * counts
-        return logits - batch.presence_penalty.unsqueeze(1) * seen
+        """Penalised logits, a new float32 [S, V]."""
+        counts = self._counts.index_select(0, self._row_of[batch.slots])
+        repetition, presence, frequency = (
+            batch.repetition_penalty,
+            batch.presence_penalty,
+            batch.frequency_penalty,
+        )
+        if logits.device.type != "cpu":
+            return _penalise(
+                logits, counts, repetition.unsqueeze(1), presence.unsqueeze(1), frequency.unsqueeze(1)
+            )
+        # Few tokens were seen, and looking for them is cheaper than arithmetic on all.
+        rows, ids = counts.nonzero(as_tuple=True)
+        result = logits.clone()
+        result[rows, ids] = _penalise(
+            logits[rows, ids], counts[rows, ids], repetition[rows], presence[rows], frequency[rows]
+        )
+        return result
 
     def record(self, batch: SamplingBatch, tokens: torch.Tensor) -> None:
-        """Count the sampled tokens. Row 0 collects what belongs to slots without penalties, harmlessly:
-        their parameters are neutral."""
+        """Count sampled tokens, int64 [S], where the slot has a row and the token is one."""
         rows = self._row_of[batch.slots]
-        self._counts.index_put_(
-            (rows, tokens.clamp(min=0)), torch.ones_like(tokens, dtype=torch.int32), accumulate=True
-        )
+        counted = ((rows > 0) & (tokens >= 0)).to(torch.int32)
+        cells = rows * self._vocab_size + tokens.clamp(min=0)
+        self._counts.view(-1).scatter_add_(0, cells, counted)
 
-    def _row(self, slot: int) -> int:
+    def _counts_of(self, slot: int) -> torch.Tensor:
+        """The slot's row, [V], a new one if it has none."""
         row = self._used.get(slot)
         if row is None:
-            row = self._used[slot] = len(self._used) + 1
+            if not self._free:
+                self._grow()
+            row = self._used[slot] = self._free.pop()
             self._row_of[slot] = row
-            if row >= len(self._counts):
-                self._grow(2 * row)
-        return row
+        return self._counts[row]
 
-    def _grow(self, rows: int) -> None:
-        for name in ("_counts", "_in_prompt"):
-            old = getattr(self, name)
-            new = torch.zeros(rows, self._vocab_size, dtype=old.dtype, device=self._device)
-            new[: len(old)] = old
-            setattr(self, name, new)
+    def _grow(self) -> None:
+        """Twice the rows, but never more than there are slots."""
+        old = self._counts
+        rows = min(2 * len(old), len(self._row_of) + 1)
+        self._counts = torch.zeros(rows, self._vocab_size, dtype=old.dtype, device=old.device)
+        self._counts[: len(old)] = old
+        self._free.extend(range(rows - 1, len(old) - 1, -1))
+
+    def _to_device(self, ids: Sequence[int]) -> torch.Tensor:
+        """Ids on the device, int64, without waiting for it."""
+        tensor = torch.tensor(ids, dtype=torch.int64)
+        if self._device.type != "cuda":
+            return tensor.to(self._device)
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _penalise(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """Repetition (Keskar et al., CTRL, 2019) on prompt and output, then OpenAI's frequency and presence
+    on the output. Elementwise, all arguments broadcast."""
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts > 0, repeated, logits)
+    said = counts & (_IN_PROMPT - 1)
+    return logits - frequency * said - presence * (said > 0)

@@ -2,107 +2,156 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from aioinfer.sampling.batch import SamplingBatch
-from aioinfer.sampling.noise import gumbel
+from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
+from aioinfer.sampling.filters import floors
+from aioinfer.sampling.noise import gumbel_of_keys, row_keys
 from aioinfer.sampling.penalties import Penalties
 from aioinfer.scheduling.step import BAD_LOGITS
 
 __all__ = ["Sampler"]
 
 _NEVER = float("-inf")
-#: Likeliest tokens looked at before the whole vocabulary is sorted, on devices where looking is cheap.
-_WINDOW = 512
+#: Below every temperature that matters and above what a division could turn into 0 or infinity.
+_COLDEST = 1e-37
+#: On a CPU, rows of a larger vocabulary are taken one at a time: their intermediate results then stay in
+#: the cache, and each row pays for its own parameters only.
+_MANY_TOKENS = 4096
 
 
 class Sampler:
     """Order per row: penalties, banned ids, temperature, top-k, top-p, min-p, then Gumbel-max.
 
-    top-p looks at the distribution that temperature and top-k left; min-p at the likeliest token.
-    Tokens exactly as likely as the last one kept are kept as well, so that the outcome does not depend
-    on how a sort orders equals. Every row gets the same token in any batch.
+    Gumbel-max: the token with the largest sum of scaled logit and noise, where the noise is a function
+    of seed, position and token id alone (:mod:`aioinfer.sampling.noise`). Every row therefore gets the
+    same token in any batch, and computing the noise for the survivors only changes nothing. Of equal
+    sums the lowest id wins. Filters: :mod:`aioinfer.sampling.filters`.
+
+    Nothing is read back from a device other than the CPU, and input logits are not written to.
     """
 
     __slots__ = ("_penalties", "_token_ids")
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._penalties = Penalties(num_slots, vocab_size, device)
-        self._token_ids = torch.arange(vocab_size, device=device)
+        self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+
+    def reset(self, resets: Sequence[PenaltyReset]) -> None:
+        """Start the counts of new tenants with penalties. :meth:`sample` does it with its batch's
+        ``penalty_resets``; a step that samples nothing must hand over its own here."""
+        self._penalties.reset(resets)
+
+    def release(self, slot: int) -> None:
+        """Optional: the slot's tenant has no penalties, so its counts' memory may serve another."""
+        self._penalties.release(slot)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Sample from float32 logits [S, V]; returns int64 [S], BAD_LOGITS for rows without a finite
-        maximum (NaN or +inf somewhere, or nothing allowed)."""
+        """Sample one token per row.
+
+        Args:
+            logits: [S, V] float32; -inf is a token that cannot be sampled.
+            batch: parameters of the rows.
+
+        Returns:
+            [S] int64: token ids, and BAD_LOGITS for the rows with NaN or +inf somewhere or with nothing
+            that can be sampled.
+        """
         if batch.penalty_resets:
             self._penalties.reset(batch.penalty_resets)
-        if batch.any_penalty:
-            logits = self._penalties.apply(logits, batch)
-        if batch.banned_rows is not None and batch.banned_ids is not None:
-            logits = logits.clone()
-            logits[batch.banned_rows, batch.banned_ids] = _NEVER
-        best, tokens = logits.max(dim=-1)
-        if not batch.all_greedy:
-            greedy = batch.temperature == 0
-            tokens = torch.where(greedy, tokens, self._draw(logits, best, batch, greedy))
-        tokens = tokens.masked_fill(~best.isfinite(), BAD_LOGITS)
+        if batch.all_greedy and batch.banned_rows is None:
+            return _checked(*logits.max(dim=1))
+        on_cpu = logits.device.type == "cpu"
+        if on_cpu and batch.any_penalty:
+            self._penalties.release_neutral(batch)
+        if on_cpu and logits.shape[1] > _MANY_TOKENS and len(logits) > 0:
+            tokens = torch.cat([self._rows(logits[at : at + 1], row) for at, row in _single_rows(batch)])
+        else:
+            tokens = self._rows(logits, batch)
         if batch.any_penalty:
             self._penalties.record(batch, tokens)
         return tokens
 
-    def _draw(
-        self, logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch, greedy: torch.Tensor
-    ) -> torch.Tensor:
-        """Gumbel-max over what the filters leave. Greedy rows come out as anything."""
-        temperature = batch.temperature.masked_fill(greedy, 1.0).unsqueeze(1)
-        # Relative to the maximum: a tiny temperature then cannot overflow the likeliest token.
-        scaled = (logits - best.unsqueeze(1)) / temperature
+    def _rows(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """:meth:`sample` without the bookkeeping."""
+        if batch.any_penalty:
+            logits = self._penalties.apply(logits, batch)
+        if batch.banned_rows is not None and batch.banned_ids is not None:
+            # Adding leaves NaN and makes NaN of +inf: a broken row stays broken.
+            never = logits.new_full((), _NEVER).expand_as(batch.banned_ids)
+            logits = logits.index_put((batch.banned_rows, batch.banned_ids), never, accumulate=True)
+        if batch.all_greedy:
+            return _checked(*logits.max(dim=1))
+        greedy = batch.temperature == 0
+        if logits.device.type == "cpu":
+            num_greedy = int(greedy.sum())
+            if num_greedy == len(logits):
+                return _checked(*logits.max(dim=1))
+            if num_greedy == 0:
+                best = logits.amax(dim=1)
+                return _checked(best, self._draw(logits, best, batch))
+        best, likeliest = logits.max(dim=1)
+        return _checked(best, torch.where(greedy, likeliest, self._draw(logits, best, batch)))
+
+    def _draw(self, logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Gumbel-max over what the filters leave, [S] int64. Greedy and broken rows come out as anything."""
+        # Relative to the maximum: however cold, the likeliest token stays at 0.
+        scaled = (logits - best.unsqueeze(1)).div_(batch.temperature.clamp(min=_COLDEST).unsqueeze_(1))
+        keys = row_keys(batch.seeds, batch.positions)
         if not (batch.any_top_k or batch.any_top_p or batch.any_min_p):
-            noise = gumbel(batch.seeds, batch.positions, self._token_ids)
-            return (scaled + noise).argmax(dim=-1)
-        window = _window(scaled, batch)
-        top, ids = scaled.topk(window, dim=-1)
-        floor, covered = _floor(scaled, top, batch)
-        if window < scaled.shape[1] and not bool(covered.all()):
-            top, ids = scaled.sort(dim=-1, descending=True, stable=True)
-            floor, covered = _floor(scaled, top, batch)
-        noise = gumbel(batch.seeds, batch.positions, ids)
-        winner = (top + noise).masked_fill(top < floor, _NEVER).argmax(dim=-1, keepdim=True)
-        return ids.gather(1, winner).squeeze(1)
+            return gumbel_of_keys(keys, self._token_ids).add_(scaled).argmax(dim=1)
+        floor = floors(scaled, batch)
+        if len(logits) == 1 and logits.device.type == "cpu":
+            survivors = (scaled[0] >= floor[0]).nonzero().flatten()
+            if len(survivors) == 0:
+                return survivors.new_zeros(1)
+            noise = gumbel_of_keys(keys, self._token_ids[survivors])
+            return survivors[noise.add_(scaled[0, survivors]).argmax(dim=1)]
+        noisy = gumbel_of_keys(keys, self._token_ids).add_(scaled)
+        return noisy.masked_fill_(scaled < floor, _NEVER).argmax(dim=1)
 
 
-def _window(scaled: torch.Tensor, batch: SamplingBatch) -> int:
-    """How many of the likeliest tokens to look at first. Asking whether they were enough costs a device
-    other than the CPU a synchronisation, so there it is all of them."""
-    vocab_size = scaled.shape[1]
-    if scaled.device.type != "cpu":
-        return vocab_size
-    return min(vocab_size, max(_WINDOW, 1 + int(batch.top_k.clamp(max=vocab_size).max())))
+def _checked(best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens of rows whose maximum is a number."""
+    return tokens.masked_fill_(~(best.abs() < float("inf")), BAD_LOGITS)
 
 
-def _floor(
-    scaled: torch.Tensor, top: torch.Tensor, batch: SamplingBatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest scaled logit that survives the filters, [S, 1], and whether all survivors are in
-    ``top`` (the likeliest tokens, descending), [S, 1].
-
-    Scaled logits have their maximum at 0.
-    """
-    whole = top.shape[1] == scaled.shape[1]
-    floor = torch.full_like(top[:, :1], _NEVER)
-    if batch.any_top_k:
-        k = batch.top_k.unsqueeze(1)
-        kth = top.gather(1, (k - 1).clamp(0, top.shape[1] - 1))
-        floor = torch.where(k > 0, kth, floor)
-    if batch.any_top_p:
-        # Mass within top-k, or of everything where top-k is off.
-        mass = scaled.exp().masked_fill(scaled < floor, 0.0).sum(-1, keepdim=True)
-        weights = top.exp().masked_fill(top < floor, 0.0)
-        wanted = batch.top_p.unsqueeze(1) * mass
-        before = weights.cumsum(-1) - weights
-        last = (before < wanted).sum(-1, keepdim=True) - 1
-        nucleus = top.gather(1, last.clamp(min=0))
-        floor = torch.where(batch.top_p.unsqueeze(1) < 1, torch.maximum(floor, nucleus), floor)
-    if batch.any_min_p:
-        floor = torch.maximum(floor, batch.min_p.unsqueeze(1).log())
-    covered = torch.ones_like(floor, dtype=torch.bool) if whole else top[:, -1:] < floor
-    return floor, covered
+def _single_rows(batch: SamplingBatch) -> list[tuple[int, SamplingBatch]]:
+    """A batch as batches of one row, each with flags of its own. It reads the device."""
+    rows: list[tuple[int, SamplingBatch]] = []
+    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.repetition_penalty)
+    columns += (batch.presence_penalty, batch.frequency_penalty)
+    banned = None if batch.banned_rows is None else batch.banned_rows.tolist()
+    values = zip(*(column.tolist() for column in columns), strict=True)
+    for at, (temperature, top_k, top_p, min_p, repetition, presence, frequency) in enumerate(values):
+        one = slice(at, at + 1)
+        ids = None
+        if banned is not None and batch.banned_ids is not None and at in banned:
+            ids = batch.banned_ids[torch.tensor([row == at for row in banned])]
+        rows.append(
+            (
+                at,
+                SamplingBatch(
+                    slots=batch.slots[one],
+                    positions=batch.positions[one],
+                    seeds=batch.seeds[one],
+                    temperature=batch.temperature[one],
+                    top_p=batch.top_p[one],
+                    min_p=batch.min_p[one],
+                    top_k=batch.top_k[one],
+                    repetition_penalty=batch.repetition_penalty[one],
+                    presence_penalty=batch.presence_penalty[one],
+                    frequency_penalty=batch.frequency_penalty[one],
+                    all_greedy=temperature == 0,
+                    any_top_k=top_k > 0,
+                    any_top_p=top_p < 1,
+                    any_min_p=min_p > 0,
+                    any_penalty=repetition != 1 or presence != 0 or frequency != 0,
+                    banned_rows=None if ids is None else torch.zeros_like(ids),
+                    banned_ids=ids,
+                ),
+            )
+        )
+    return rows

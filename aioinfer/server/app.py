@@ -21,16 +21,21 @@ _MIB = 1 << 20
 
 
 def setup(
-    app: web.Application, engine: Engine, prefix: str = "/v1", config: ServerConfig | None = None
+    app: web.Application,
+    engine: Engine,
+    prefix: str = "/v1",
+    *,
+    health: str | None = "/health",
+    config: ServerConfig | None = None,
 ) -> None:
-    """Add the OpenAI routes under ``prefix``, and ``/health``, to an existing application.
+    """Add the OpenAI routes under ``prefix``, and one that tells the engine's health, to an application.
 
     An engine that is not started yet is started and closed together with the application. Disconnects
     are noticed within a second also where the application's runner does not cancel handlers. The
     application's own ``client_max_size`` bounds request bodies.
     """
     app[ENGINE] = engine
-    Routes(engine, config or ServerConfig()).add_to(app, prefix.rstrip("/"))
+    Routes(engine, config or ServerConfig()).add_to(app, prefix.rstrip("/"), health)
     app.cleanup_ctx.append(_engine_context)
 
 

@@ -44,13 +44,14 @@ class Routes:
         key = config.api_key
         self._key = None if key is None else hashlib.sha256(f"Bearer {key}".encode()).digest()
 
-    def add_to(self, app: web.Application, prefix: str) -> None:
+    def add_to(self, app: web.Application, prefix: str, health: str | None) -> None:
         router = app.router
         router.add_post(f"{prefix}/chat/completions", self._guarded(self.chat))
         router.add_post(f"{prefix}/completions", self._guarded(self.completions))
         router.add_get(f"{prefix}/models", self._guarded(self.models))
         router.add_get(f"{prefix}/models/{{model}}", self._guarded(self.model))
-        router.add_get("/health", self.health)
+        if health is not None:
+            router.add_get(health, self.health)
 
     # -- endpoints ------------------------------------------------------------------------------
 
@@ -68,10 +69,12 @@ class Routes:
         return web.json_response(self._model_body())
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """200 while requests are accepted, 503 otherwise."""
-        ready = self._engine.ready
-        body = {"status": "ok" if ready else self._engine.state.value}
-        return web.json_response(body, status=200 if ready else 503)
+        """200 while requests are accepted and steps get done, 503 otherwise."""
+        status = self._engine.state.value
+        if self._engine.ready:
+            stalled = self._engine.stats().stalled > self._config.stall_timeout
+            status = "stalled" if stalled else "ok"
+        return web.json_response({"status": status}, status=200 if status == "ok" else 503)
 
     def _model_body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"id": self._model, "object": "model", "created": 0, "owned_by": "aioinfer"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from aioinfer.execution.device import DeviceInfo, DeviceLost, Progress
+from aioinfer.execution.device import DeviceInfo, DeviceLost, Landed, Progress
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import NO_TOKEN, Admission, Row, Step
 
@@ -134,7 +134,7 @@ class ToyDevice:
             tables.append(table.copy())
         return _Prepared(step, tables)
 
-    def launch(self, prepared: _Prepared) -> _Landed:
+    def launch(self, prepared: _Prepared) -> Landed:
         step = prepared.step
         if step.id <= self._last_step:
             raise TaintError(f"step {step.id} was launched after step {self._last_step}")
@@ -148,7 +148,7 @@ class ToyDevice:
             raise
         # All rows write before any row samples, as in a packed forward.
         states = [self._write(row, table) for row, table in zip(step.rows, prepared.tables, strict=True)]
-        return _Landed([self._sample(row, state) for row, state in zip(step.rows, states, strict=True)])
+        return Landed([self._sample(row, state) for row, state in zip(step.rows, states, strict=True)])
 
     def check(self) -> None:
         if self.lost:
@@ -211,18 +211,6 @@ class ToyDevice:
 class _Prepared:
     step: Step
     tables: list[list[int]]
-
-
-class _Landed:
-    """The flight of a step that is already done."""
-
-    __slots__ = ("_tokens",)
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def wait(self) -> list[int]:
-        return self._tokens
 
 
 class ToyTokenizer:

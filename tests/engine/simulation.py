@@ -12,7 +12,8 @@ from typing import Any
 
 from aioinfer import errors
 from aioinfer.config import EngineConfig
-from aioinfer.engine import Engine
+from aioinfer.engine import Engine, EngineState
+from aioinfer.execution.device import DeviceLost
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.step import Step
@@ -131,7 +132,7 @@ class Injected(RuntimeError):
     """What an injected fault raises."""
 
 
-def make_world(seed: int, fault_rate: float = 0.02) -> World:
+def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) -> World:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
     max_running = rng.randint(1, 8)
@@ -151,6 +152,9 @@ def make_world(seed: int, fault_rate: float = 0.02) -> World:
     dice = random.Random(seed + 1)
 
     def fault(step: Step) -> None:
+        if lose_at is not None and step.id >= lose_at:
+            device.lost = True
+            raise Injected("the device is lost")
         if dice.random() < fault_rate:
             raise Injected(f"step {step.id}")
 
@@ -219,7 +223,8 @@ async def lifetime(world: World, number: int) -> None:
     )
     try:
         stream = engine.generate(text if as_text else ids, params, **timeouts)
-    except errors.Rejected:
+    except (errors.Rejected, errors.EngineFailed) as error:
+        assert isinstance(error, errors.Rejected) or world.device.lost
         world.counts["rejected"] += 1
         world.outcomes.append((number, "rejected"))
         return
@@ -233,6 +238,9 @@ async def lifetime(world: World, number: int) -> None:
     except errors.StepFailed as error:
         assert isinstance(error.__cause__, Injected)
         outcome = ("step failed",)
+    except errors.EngineFailed as error:
+        assert isinstance(error.__cause__, DeviceLost)
+        outcome = ("engine failed",)
     world.counts[str(outcome[0])] += 1
     world.outcomes.append((number, behaviour, *outcome))
     if outcome[0] == "finished":
@@ -311,11 +319,16 @@ async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.E
 async def run_world(world: World, lifetimes: int) -> LawChecker:
     await world.engine.start()
     checker = watch(world.engine)
+    assert world.engine.ready
     async with asyncio.TaskGroup() as group:
         for number in range(lifetimes):
             group.create_task(lifetime(world, number))
     gc.collect()
-    await settle(world.engine)
+    if world.device.lost:
+        assert world.engine.state is EngineState.FAILED
+        assert not world.engine._core.scheduler.has_unfinished  # type: ignore[union-attr]
+    else:
+        await settle(world.engine)
     await world.engine.aclose()
     return checker
 
@@ -336,9 +349,11 @@ async def settle(engine: Engine) -> None:
     assert scheduler.queued_tokens == 0
 
 
-def simulate(seed: int, lifetimes: int, *, fault_rate: float = 0.02) -> tuple[World, LawChecker]:
+def simulate(
+    seed: int, lifetimes: int, *, fault_rate: float = 0.02, lose_at: int | None = None
+) -> tuple[World, LawChecker]:
     """Run one world to its end. Every failure names the seed."""
-    world = make_world(seed, fault_rate)
+    world = make_world(seed, fault_rate, lose_at)
     loop = VirtualLoop(seed, shuffle=seed % 2 == 1, executor_delay=0.003)
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:

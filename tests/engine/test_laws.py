@@ -40,6 +40,15 @@ def test_the_same_seed_takes_the_same_course(seed: int) -> None:
     assert first.outcomes != other.outcomes
 
 
+@pytest.mark.parametrize("seed", range(1000, 1020))
+def test_a_lost_device_reaches_every_stream(seed: int) -> None:
+    """No reader is left waiting: the simulated loop raises Deadlock if one is."""
+    world, _ = simulate(seed, 60, lose_at=20)
+    assert world.device.lost
+    assert world.counts["engine failed"] > 0
+    assert world.counts.total() == 60
+
+
 def test_without_faults_only_deadlines_and_consumers_end_a_request_early() -> None:
     world, _ = simulate(77, 200, fault_rate=0.0)
     assert world.counts["step failed"] == 0

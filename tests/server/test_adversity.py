@@ -223,6 +223,29 @@ async def test_a_step_that_fails_ends_the_stream_with_an_error_and_done(serving:
             assert answer.choices[0].text
 
 
+async def test_a_device_that_hangs_turns_health_to_503(serving: Serving, gate: Gate) -> None:
+    began = asyncio.get_running_loop().time()
+    async with (
+        serving(fault=gate, server={"stall_timeout": 0.2}) as served,
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def health() -> tuple[int, str]:
+            async with session.get(f"{served.url}/health") as response:
+                return response.status, (await response.json())["status"]
+
+        # An engine that has been idle for longer is not stalled, also not by its first request.
+        await until(lambda: asyncio.get_running_loop().time() - began > 0.3)
+        assert await health() == (200, "ok")
+        stream = served.engine.generate([1, 2], None)
+        assert await health() == (200, "ok")
+        await until(lambda: served.engine.stats().stalled > 0.2)
+        assert await health() == (503, "stalled")
+        gate.release()
+        await stream
+        assert await health() == (200, "ok")
+
+
 async def test_a_lost_device_turns_health_to_503(serving: Serving) -> None:
     async with serving() as served, served.client() as client:
         served.device.lost = True

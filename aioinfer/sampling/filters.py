@@ -1,0 +1,137 @@
+"""Filters: top-k, top-p and min-p as one number per row, the smallest scaled logit that survives.
+
+Scaled logits are relative to the row's maximum and divided by the temperature, so the likeliest token is
+at 0 and everything else below. Tokens exactly as likely as the last one kept are kept too, which makes
+the outcome independent of how anybody orders equals.
+
+The vocabulary is never sorted. A threshold is the smallest *key* whose cumulative weight reaches a target
+(weight 1 and target k for top-k; probability mass and its share p for top-p), found digit by digit with
+one histogram per digit, as in a radix sort that only descends into the digit it needs: three passes, no
+synchronisation, exact on every device. On a CPU, where asking a tensor is free, the few hundred likeliest
+tokens of ``torch.topk`` nearly always hold the threshold already, and the search is left to other rows.
+
+Masses are whole multiples of a power of two, added up in float64 without any rounding. So they do not
+depend on the order of summation: not on the batch, the threads, the device or the method.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from aioinfer.sampling.batch import SamplingBatch
+
+__all__ = ["floors"]
+
+_NEVER = float("-inf")
+#: Bits of +inf: the largest key, that of a token that cannot be sampled.
+_LAST_KEY = 0x7F800000
+#: (shift, bits) of the digits of a 31-bit key
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+_WINDOW = 512
+
+
+def floors(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The smallest surviving scaled logit of each row, float32 [S, 1]; -inf where nothing is filtered.
+
+    top-p is the share of what temperature and top-k left; min-p is relative to the likeliest token.
+
+    Args:
+        scaled: [S, V] float32, maximum 0. Rows with NaN give an arbitrary floor and no error.
+        batch: the rows' parameters; only the filters whose ``any_`` flag is set are looked at.
+    """
+    floor = scaled.new_full((len(scaled), 1), _NEVER)
+    if batch.any_top_k or batch.any_top_p:
+        top_k = batch.top_k.clamp(max=scaled.shape[1]).unsqueeze_(1)
+        top_p = batch.top_p.unsqueeze(1)
+        if scaled.device.type == "cpu":
+            floor = _floors_by_window(scaled, top_k, top_p)
+        else:
+            floor = _floors_by_search(scaled, top_k, top_p, batch.any_top_k, batch.any_top_p)
+    if batch.any_min_p:
+        floor = torch.maximum(floor, batch.min_p.unsqueeze(1).log())
+    return floor
+
+
+def _floors_by_window(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Floors from the likeliest tokens, and by search for the rows that they do not decide."""
+    vocab_size = scaled.shape[1]
+    ks = top_k.flatten().tolist()
+    # One more than k, to see a tie that crosses the edge.
+    size = max(k + 1 for k in ks) if 0 not in ks else vocab_size
+    size = min(size, _WINDOW, max(64, vocab_size // 4), vocab_size)
+    top = scaled.topk(size).values
+    by_k = torch.where(top_k > 0, top.gather(1, (top_k - 1).clamp_(0, size - 1)), _NEVER)
+    # Equal to the edge, a k-th value may continue beyond it; so may a k larger than the window.
+    whole = (top[:, -1:] < by_k) | (size == vocab_size)
+    unit = _unit(vocab_size)
+    cumulative = _weights(top, unit).mul_(top >= by_k).cumsum(1)
+    mass = cumulative[:, -1:]
+    if 0 in ks:
+        mass = torch.where(top_k > 0, mass, _weights(scaled, unit).sum(1, keepdim=True))
+    wanted = (top_p * mass).ceil_()
+    last = (cumulative < wanted).sum(1, keepdim=True)
+    by_p = torch.where(top_p < 1, top.gather(1, last.clamp(max=size - 1)), _NEVER)
+    known = torch.where(top_k > 0, whole, (top_p >= 1) | (last < size))
+    floor = torch.maximum(by_k, by_p)
+    if not bool(known.all()):
+        others = (~known).flatten().nonzero().flatten()
+        floor[others] = _floors_by_search(scaled[others], top_k[others], top_p[others], True, True)
+    return floor
+
+
+def _floors_by_search(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, any_top_k: bool, any_top_p: bool
+) -> torch.Tensor:
+    """Floors by :func:`_smallest_key`, from [S, V], [S, 1] and [S, 1]: the same as by window, to the bit."""
+    # The bits of a float that is not negative order like the float. NaN must stay in range.
+    keys = scaled.abs().view(torch.int32).clamp_(max=_LAST_KEY)
+    floor = torch.full_like(top_p, _NEVER)
+    if any_top_k:
+        ones = torch.ones((), dtype=torch.float64, device=scaled.device).expand_as(scaled)
+        key = _smallest_key(keys, ones, top_k.to(torch.float64))
+        floor = torch.where(top_k > 0, key.view(torch.float32).neg(), floor)
+    if any_top_p:
+        weights = _weights(scaled, _unit(scaled.shape[1]))
+        mass = (weights * (scaled >= floor)).sum(1, keepdim=True)
+        key = _smallest_key(keys, weights, (top_p * mass).ceil_())
+        by_p = torch.where(top_p < 1, key.view(torch.float32).neg(), _NEVER)
+        floor = torch.maximum(floor, by_p)
+    return floor
+
+
+def _smallest_key(keys: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The smallest key such that it and all smaller ones weigh at least ``target``.
+
+    Args:
+        keys: [S, V] int32 in [0, 2**31).
+        weights: [S, V] float64, whole numbers whose sum is exact.
+        target: [S, 1] float64, whole numbers up to the sum of the weights.
+
+    Returns:
+        [S, 1] int32.
+    """
+    rows = len(keys)
+    row_starts = torch.arange(rows, device=keys.device).unsqueeze_(1)
+    prefix = torch.zeros_like(target, dtype=torch.int32)
+    for shift, bits in _DIGITS:
+        bins = 1 << bits
+        cells = ((keys >> shift) & (bins - 1)) + row_starts * bins
+        inside = weights * ((keys >> (shift + bits)) == prefix)
+        histogram = torch.zeros(rows * bins, dtype=torch.float64, device=keys.device)
+        histogram.scatter_add_(0, cells.view(-1), inside.view(-1))
+        upto = histogram.view(rows, bins).cumsum(1)
+        digit = (upto < target).sum(1, keepdim=True).clamp_(max=bins - 1)
+        below = upto.gather(1, (digit - 1).clamp_(min=0))
+        target = target - below * (digit > 0)
+        prefix = (prefix << bits) | digit.to(torch.int32)
+    return prefix
+
+
+def _weights(scaled: torch.Tensor, unit: float) -> torch.Tensor:
+    """exp of scaled logits in whole units, float64."""
+    return scaled.exp().mul_(unit).floor_().to(torch.float64)
+
+
+def _unit(vocab_size: int) -> float:
+    """Weight of the likeliest token: with as many of them as there are tokens, sums stay below 2**53."""
+    return 2.0 ** (52 - (vocab_size - 1).bit_length())
