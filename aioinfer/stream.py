@@ -168,6 +168,7 @@ class Stream:
     async def __anext__(self) -> Chunk:
         """Raises the request's error, once everything produced before it was delivered."""
         cell = self._cell
+        self._engine.check_loop()
         while not (cell.closed or self._ended):
             chunk = cell.take()
             if chunk is not None:
@@ -189,6 +190,7 @@ class Stream:
 
     async def _wait_result(self) -> Result:
         cell = self._cell
+        self._engine.check_loop()
         while not (cell.finished or cell.closed):
             await self._wait(Want.RESULT)
         self._raise_error()
@@ -234,7 +236,6 @@ class Stream:
         cell = self._cell
         if cell.waiter is not None:
             raise RuntimeError("another task is reading this stream")
-        self._engine.check_loop()
         cell.waiter = asyncio.get_running_loop().create_future()
         cell.wants = want
         try:

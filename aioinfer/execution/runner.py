@@ -38,6 +38,8 @@ class Runner:
         self._relay.gather(batch.input_ids, slots, batch.num_decodes)
         logits = self._model.forward(batch, self._attention)
         if not packed.sample_rows:
+            # A first chunk of a prompt: what it says of its request must not be lost.
+            self._sampler.reset(packed.penalty_resets)
             return None
         tokens = self._sampler.sample(logits, sampling)
         self._relay.scatter(sampling.slots, tokens)

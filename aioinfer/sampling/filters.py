@@ -10,8 +10,9 @@ one histogram per digit, as in a radix sort that only descends into the digit it
 synchronisation, exact on every device. On a CPU, where asking a tensor is free, the few hundred likeliest
 tokens of ``torch.topk`` nearly always hold the threshold already, and the search is left to other rows.
 
-Masses are whole multiples of a power of two, added up in float64 without any rounding. So they do not
-depend on the order of summation: not on the batch, the threads, the device or the method.
+Masses are integers, in units so small that the likeliest token weighs 2**44 of them or more for 2**18
+tokens. Adding them up rounds nothing, so that a mass depends neither on the order of summation nor with
+it on batch, threads, device or method.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _floors_by_window(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     ks = top_k.flatten().tolist()
     # One more than k, to see a tie that crosses the edge.
     size = max(k + 1 for k in ks) if 0 not in ks else vocab_size
-    size = min(size, _WINDOW, max(64, vocab_size // 4), vocab_size)
+    size = min(size, _WINDOW, max(64, vocab_size // 8), vocab_size)
     top = scaled.topk(size).values
     by_k = torch.where(top_k > 0, top.gather(1, (top_k - 1).clamp_(0, size - 1)), _NEVER)
     # Equal to the edge, a k-th value may continue beyond it; so may a k larger than the window.
@@ -68,14 +69,15 @@ def _floors_by_window(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     mass = cumulative[:, -1:]
     if 0 in ks:
         mass = torch.where(top_k > 0, mass, _weights(scaled, unit).sum(1, keepdim=True))
-    wanted = (top_p * mass).ceil_()
+    wanted = _share(top_p, mass)
     last = (cumulative < wanted).sum(1, keepdim=True)
     by_p = torch.where(top_p < 1, top.gather(1, last.clamp(max=size - 1)), _NEVER)
     known = torch.where(top_k > 0, whole, (top_p >= 1) | (last < size))
     floor = torch.maximum(by_k, by_p)
     if not bool(known.all()):
         others = (~known).flatten().nonzero().flatten()
-        floor[others] = _floors_by_search(scaled[others], top_k[others], top_p[others], True, True)
+        any_top_k, any_top_p = bool((top_k[others] > 0).any()), bool((top_p[others] < 1).any())
+        floor[others] = _floors_by_search(scaled[others], top_k[others], top_p[others], any_top_k, any_top_p)
     return floor
 
 
@@ -87,13 +89,13 @@ def _floors_by_search(
     keys = scaled.abs().view(torch.int32).clamp_(max=_LAST_KEY)
     floor = torch.full_like(top_p, _NEVER)
     if any_top_k:
-        ones = torch.ones((), dtype=torch.float64, device=scaled.device).expand_as(scaled)
-        key = _smallest_key(keys, ones, top_k.to(torch.float64))
+        ones = torch.ones((), dtype=torch.int64, device=scaled.device).expand_as(scaled)
+        key = _smallest_key(keys, ones, top_k)
         floor = torch.where(top_k > 0, key.view(torch.float32).neg(), floor)
     if any_top_p:
         weights = _weights(scaled, _unit(scaled.shape[1]))
         mass = (weights * (scaled >= floor)).sum(1, keepdim=True)
-        key = _smallest_key(keys, weights, (top_p * mass).ceil_())
+        key = _smallest_key(keys, weights, _share(top_p, mass))
         by_p = torch.where(top_p < 1, key.view(torch.float32).neg(), _NEVER)
         floor = torch.maximum(floor, by_p)
     return floor
@@ -104,8 +106,8 @@ def _smallest_key(keys: torch.Tensor, weights: torch.Tensor, target: torch.Tenso
 
     Args:
         keys: [S, V] int32 in [0, 2**31).
-        weights: [S, V] float64, whole numbers whose sum is exact.
-        target: [S, 1] float64, whole numbers up to the sum of the weights.
+        weights: [S, V] int64, not negative.
+        target: [S, 1] int64, up to the sum of the weights.
 
     Returns:
         [S, 1] int32.
@@ -117,7 +119,7 @@ def _smallest_key(keys: torch.Tensor, weights: torch.Tensor, target: torch.Tenso
         bins = 1 << bits
         cells = ((keys >> shift) & (bins - 1)) + row_starts * bins
         inside = weights * ((keys >> (shift + bits)) == prefix)
-        histogram = torch.zeros(rows * bins, dtype=torch.float64, device=keys.device)
+        histogram = torch.zeros(rows * bins, dtype=torch.int64, device=keys.device)
         histogram.scatter_add_(0, cells.view(-1), inside.view(-1))
         upto = histogram.view(rows, bins).cumsum(1)
         digit = (upto < target).sum(1, keepdim=True).clamp_(max=bins - 1)
@@ -128,10 +130,15 @@ def _smallest_key(keys: torch.Tensor, weights: torch.Tensor, target: torch.Tenso
 
 
 def _weights(scaled: torch.Tensor, unit: float) -> torch.Tensor:
-    """exp of scaled logits in whole units, float64."""
-    return scaled.exp().mul_(unit).floor_().to(torch.float64)
+    """exp of scaled logits in whole units, int64."""
+    return scaled.exp().mul_(unit).to(torch.int64)
+
+
+def _share(top_p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """The least whole mass that is top_p of the mass."""
+    return (top_p.to(torch.float64) * mass).ceil_().to(torch.int64)
 
 
 def _unit(vocab_size: int) -> float:
-    """Weight of the likeliest token: with as many of them as there are tokens, sums stay below 2**53."""
-    return 2.0 ** (52 - (vocab_size - 1).bit_length())
+    """Weight of the likeliest token: with as many of them as there are tokens, sums stay below 2**63."""
+    return 2.0 ** (62 - (vocab_size - 1).bit_length())

@@ -34,13 +34,20 @@ def _signed(word: int, bits: int) -> int:
     return word - (1 << bits) if word >> (bits - 1) else word
 
 
+def _word(word: int) -> torch.Tensor:
+    """A 32-bit constant, [] int32: a Python number is converted to the tensor's type at every use."""
+    return torch.tensor(_signed(word, 32), dtype=torch.int32, device="cpu")
+
+
 _G = _signed(0x9E3779B97F4A7C15, 64)
 _MIX_1 = _signed(0xFF51AFD7ED558CCD, 64)
 _MIX_2 = _signed(0xC4CEB9FE1A85EC53, 64)
-_TOKEN_1 = _signed(0xED5AD4BB, 32)
-_TOKEN_2 = _signed(0xAC4C1B51, 32)
-_TOKEN_3 = _signed(0x31848BAB, 32)
-_WORD = 0xFFFFFFFF
+_TOKEN_1 = _word(0xED5AD4BB)
+_TOKEN_2 = _word(0xAC4C1B51)
+_TOKEN_3 = _word(0x31848BAB)
+#: x ^= x >>> n is a signed shift by n and a mask that undoes the sign it drags in.
+_SHIFTS = {n: (_word(n), _word((1 << (32 - n)) - 1)) for n in (17, 11, 15, 14)}
+_LOW_31 = _word(0x7FFFFFFF)
 #: Uniform numbers are (n + 1/2) / 2**31 for the low 31 bits n, rounded to float32 but never to 1.
 _STEP = 2.0**-31
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
@@ -57,7 +64,8 @@ def random_bits(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.T
     Returns:
         [S, N] int64 in [0, 2**32).
     """
-    return _bits(row_keys(seeds, positions), token_ids.to(torch.int32)).to(torch.int64) & _WORD
+    bits, _ = _hash(row_keys(seeds, positions), token_ids.to(torch.int32))
+    return bits.to(torch.int64) & 0xFFFFFFFF
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -89,8 +97,9 @@ def gumbel_of_keys(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _minus_uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    bits = _bits(keys, token_ids).bitwise_and_(0x7FFFFFFF)
-    return bits.to(torch.float32).add_(0.5).mul_(-_STEP).clamp_(min=-_LARGEST_BELOW_ONE)
+    bits, scratch = _hash(keys, token_ids)
+    numbers = scratch.view(torch.float32).copy_(bits.bitwise_and_(_LOW_31))
+    return numbers.add_(0.5).mul_(-_STEP).clamp_(min=-_LARGEST_BELOW_ONE)
 
 
 def _mix(h: torch.Tensor) -> torch.Tensor:
@@ -100,17 +109,20 @@ def _mix(h: torch.Tensor) -> torch.Tensor:
     return h.bitwise_xor_((h >> 33).bitwise_and_(0x7FFFFFFF))
 
 
-def _bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The per-token rounds, int32 [S, N]: in place but for one scratch tensor."""
+def _hash(keys: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The per-token rounds, int32 [S, N], and a scratch tensor of the same shape that is free for use:
+    on a CPU, fresh memory for each operation would cost more than the arithmetic."""
     x = keys[0] + token_ids
     scratch = torch.empty_like(x)
     _xor_shifted(x, 17, scratch).mul_(_TOKEN_1).add_(keys[1])
     _xor_shifted(x, 11, scratch).mul_(_TOKEN_2)
     _xor_shifted(x, 15, scratch).mul_(_TOKEN_3)
-    return _xor_shifted(x, 14, scratch)
+    _xor_shifted(x, 14, scratch)
+    return x, scratch
 
 
 def _xor_shifted(x: torch.Tensor, shift: int, scratch: torch.Tensor) -> torch.Tensor:
-    """x ^= x >>> shift; the mask undoes the sign that torch's shift drags in."""
-    torch.bitwise_right_shift(x, shift, out=scratch)
-    return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
+    """x ^= x >>> shift."""
+    amount, mask = _SHIFTS[shift]
+    torch.bitwise_right_shift(x, amount, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_(mask))

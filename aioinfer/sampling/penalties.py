@@ -8,7 +8,7 @@ import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 
-__all__ = ["Penalties"]
+__all__ = ["Penalties", "penalised"]
 
 #: In a count: the token is in the prompt.
 _IN_PROMPT = 1 << 30
@@ -52,10 +52,7 @@ class Penalties:
 
     def release_neutral(self, batch: SamplingBatch) -> None:
         """Release the slots of a batch whose parameters are neutral. It reads the device."""
-        neutral = (
-            (batch.repetition_penalty == 1) & (batch.presence_penalty == 0) & (batch.frequency_penalty == 0)
-        )
-        for slot in batch.slots[neutral].tolist():
+        for slot in batch.slots[~penalised(batch)].tolist():
             self.release(slot)
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -109,6 +106,11 @@ class Penalties:
         if self._device.type != "cuda":
             return tensor.to(self._device)
         return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def penalised(batch: SamplingBatch) -> torch.Tensor:
+    """Which rows have a penalty that is not neutral, bool [S]."""
+    return (batch.repetition_penalty != 1) | (batch.presence_penalty != 0) | (batch.frequency_penalty != 0)
 
 
 def _penalise(

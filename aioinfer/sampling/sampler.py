@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.noise import gumbel_of_keys, row_keys
-from aioinfer.sampling.penalties import Penalties
+from aioinfer.sampling.penalties import Penalties, penalised
 from aioinfer.scheduling.step import BAD_LOGITS
 
 __all__ = ["Sampler"]
@@ -20,6 +21,11 @@ _COLDEST = 1e-37
 #: On a CPU, rows of a larger vocabulary are taken one at a time: their intermediate results then stay in
 #: the cache, and each row pays for its own parameters only.
 _MANY_TOKENS = 4096
+#: fields of a batch that have an entry per row
+_COLUMNS = (
+    *("slots", "positions", "seeds", "temperature", "top_p", "min_p", "top_k"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 class Sampler:
@@ -61,13 +67,12 @@ class Sampler:
         """
         if batch.penalty_resets:
             self._penalties.reset(batch.penalty_resets)
-        if batch.all_greedy and batch.banned_rows is None:
-            return _checked(*logits.max(dim=1))
         on_cpu = logits.device.type == "cpu"
         if on_cpu and batch.any_penalty:
             self._penalties.release_neutral(batch)
-        if on_cpu and logits.shape[1] > _MANY_TOKENS and len(logits) > 0:
-            tokens = torch.cat([self._rows(logits[at : at + 1], row) for at, row in _single_rows(batch)])
+        if on_cpu and logits.shape[1] > _MANY_TOKENS and len(logits) > 1 and not batch.all_greedy:
+            rows = zip(logits.split(1), _single_rows(batch), strict=True)
+            tokens = torch.cat([self._rows(line, row) for line, row in rows])
         else:
             tokens = self._rows(logits, batch)
         if batch.any_penalty:
@@ -118,40 +123,28 @@ def _checked(best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return tokens.masked_fill_(~(best.abs() < float("inf")), BAD_LOGITS)
 
 
-def _single_rows(batch: SamplingBatch) -> list[tuple[int, SamplingBatch]]:
-    """A batch as batches of one row, each with flags of its own. It reads the device."""
-    rows: list[tuple[int, SamplingBatch]] = []
-    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.repetition_penalty)
-    columns += (batch.presence_penalty, batch.frequency_penalty)
-    banned = None if batch.banned_rows is None else batch.banned_rows.tolist()
-    values = zip(*(column.tolist() for column in columns), strict=True)
-    for at, (temperature, top_k, top_p, min_p, repetition, presence, frequency) in enumerate(values):
-        one = slice(at, at + 1)
-        ids = None
-        if banned is not None and batch.banned_ids is not None and at in banned:
-            ids = batch.banned_ids[torch.tensor([row == at for row in banned])]
-        rows.append(
-            (
-                at,
-                SamplingBatch(
-                    slots=batch.slots[one],
-                    positions=batch.positions[one],
-                    seeds=batch.seeds[one],
-                    temperature=batch.temperature[one],
-                    top_p=batch.top_p[one],
-                    min_p=batch.min_p[one],
-                    top_k=batch.top_k[one],
-                    repetition_penalty=batch.repetition_penalty[one],
-                    presence_penalty=batch.presence_penalty[one],
-                    frequency_penalty=batch.frequency_penalty[one],
-                    all_greedy=temperature == 0,
-                    any_top_k=top_k > 0,
-                    any_top_p=top_p < 1,
-                    any_min_p=min_p > 0,
-                    any_penalty=repetition != 1 or presence != 0 or frequency != 0,
-                    banned_rows=None if ids is None else torch.zeros_like(ids),
-                    banned_ids=ids,
-                ),
-            )
+def _single_rows(batch: SamplingBatch) -> Iterator[SamplingBatch]:
+    """The rows as batches of their own, flagged for what each of them uses. It reads the device."""
+    on = zip(
+        (batch.temperature == 0).tolist(),
+        (batch.top_k > 0).tolist(),
+        (batch.top_p < 1).tolist(),
+        (batch.min_p > 0).tolist(),
+        penalised(batch).tolist(),
+        strict=True,
+    )
+    for at, (greedy, top_k, top_p, min_p, penalty) in enumerate(on):
+        banned = None
+        if batch.banned_rows is not None and batch.banned_ids is not None:
+            banned = batch.banned_ids[batch.banned_rows == at]
+        yield replace(
+            batch,
+            **{name: getattr(batch, name)[at : at + 1] for name in _COLUMNS},
+            all_greedy=greedy and not penalty,
+            any_top_k=top_k,
+            any_top_p=top_p,
+            any_min_p=min_p,
+            any_penalty=penalty,
+            banned_rows=None if banned is None else torch.zeros_like(banned),
+            banned_ids=banned,
         )
-    return rows

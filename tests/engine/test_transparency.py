@@ -70,8 +70,8 @@ def bundled_requests() -> list[tuple[Any, SamplingParams]]:
         requests += [
             (story, SamplingParams(temperature=1.3, seed=seed, max_tokens=40, top_p=0.95)),
             (story, SamplingParams(temperature=0.8, seed=seed, max_tokens=40, top_k=20, min_p=0.02)),
-            (story, SamplingParams(temperature=1.0, seed=seed, max_tokens=40, frequency_penalty=0.8)),
-            (story, SamplingParams(temperature=0, max_tokens=40, repetition_penalty=1.3, min_tokens=30)),
+            (story, SamplingParams(temperature=1.5, seed=seed, max_tokens=40, frequency_penalty=2.0)),
+            (story, SamplingParams(temperature=0, max_tokens=40, repetition_penalty=3.0, min_tokens=30)),
         ]
     return requests
 
@@ -88,7 +88,7 @@ def alone() -> list[list[int]]:
 async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
     alone: list[list[int]], window: int, mode: Any
 ) -> None:
-    config = EngineConfig(dtype="float32", window=window, launch_mode=mode, chunk_size=24, threads=1)
+    config = EngineConfig(dtype="float32", window=window, launch_mode=mode, chunk_size=5, threads=1)
     async with Engine(config) as engine:
         assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
 
