@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 
 import pytest
 import uvloop
+
+# One thread per torch process, subprocesses included: on a busy machine a second one makes each step
+# wait for the slower of the two, many times over. Set before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_asyncio_loop_factories(
