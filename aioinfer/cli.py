@@ -60,8 +60,17 @@ async def _serve(options: argparse.Namespace) -> int:
     config = read_settings(ServerConfig, options)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    hurry: list[asyncio.Task[None]] = []
+
+    def signalled() -> None:
+        """The first signal drains, the next one ends what is still running."""
+        if stop.is_set() and not starting_up:
+            hurry.append(loop.create_task(engine.aclose()))
+        stop.set()
+
+    starting_up = True
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signalled)
     started = time.monotonic()
     starting = asyncio.ensure_future(engine.start(_Progress()))
     stopped = asyncio.ensure_future(stop.wait())
@@ -72,6 +81,7 @@ async def _serve(options: argparse.Namespace) -> int:
             await asyncio.wait([starting])
             return 0
         starting.result()
+        starting_up = False
 
         def ready(url: str) -> None:
             _banner(engine.info.description, time.monotonic() - started, url, config, engine.config)
@@ -79,7 +89,7 @@ async def _serve(options: argparse.Namespace) -> int:
         await serve(engine, config, stop=stop, ready=ready)
     finally:
         stopped.cancel()
-        await engine.aclose()
+        await asyncio.gather(engine.aclose(), *hurry)
     return 0
 
 

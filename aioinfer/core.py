@@ -126,8 +126,13 @@ class Core:
         for request in advanced:
             if request.error is None:
                 request.token_times.append(now)
-                self._append_text(request)
-            else:
+                try:
+                    self._append_text(request)
+                except Exception as error:
+                    # A detokenizer that stumbles over this output must not stop the others.
+                    self.scheduler.finish(request, "abort", error)
+                    request.finish_reason, request.error = "abort", error
+            if request.error is not None:
                 request.error = _step_failed(request.error)
             if request.finished:
                 self._close_text(request, now)

@@ -56,6 +56,7 @@ class LLM:
         self.default_params = assembly.default_params(self.config)
         self._core = Core(self.config, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()
+        self._finished: dict[int, Result] = {}
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -79,7 +80,7 @@ class LLM:
 
     def has_unfinished(self) -> bool:
         """Some request has not been returned by :meth:`step` yet."""
-        return self._core.scheduler.has_unfinished or bool(self._flights)
+        return self._core.scheduler.has_unfinished or bool(self._flights or self._finished)
 
     def step(self) -> dict[int, Result]:
         """Compute one step and return the requests that finished with it, by key.
@@ -92,7 +93,8 @@ class LLM:
         while len(self._flights) <= self.config.window and (step := self._core.plan()) is not None:
             self._flights.append((step, self._launch(step)))
         if not self._flights:
-            return {}
+            finished, self._finished = self._finished, {}
+            return finished
         step, flight = self._flights.popleft()
         try:
             tokens = flight.wait()
@@ -100,10 +102,14 @@ class LLM:
             self._core.fail(step, error)
             raise
         moved = self._core.resolve(step, tokens)
-        for request in moved:
+        ended = [request for request in moved if request.finished]
+        self._finished.update((request.key, request.result()) for request in ended if not request.error)
+        for request in ended:
             if request.error is not None:
+                # Who finished beside it is returned by the next step.
                 raise request.error
-        return {request.key: request.result() for request in moved if request.finished}
+        finished, self._finished = self._finished, {}
+        return finished
 
     def generate(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.twin import ToyDevice, toy_generate
+from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -197,6 +199,29 @@ async def test_a_failing_step_fails_its_own_requests_with_the_real_exception(mak
         assert isinstance(results[1], errors.StepFailed)
         assert isinstance(results[1].__cause__, Boom)
         assert results[2].token_ids == toy_generate([3], SHORT)  # type: ignore[union-attr]
+
+
+async def test_a_detokenizer_that_raises_fails_its_own_request(make_engine: MakeEngine) -> None:
+    class Tokenizer(ToyTokenizer):
+        def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Any:
+            good = super().detokenizer(prompt_ids, skip_special_tokens=skip_special_tokens)
+            return Stumbling() if prompt_ids[0] == 13 else good
+
+    class Stumbling:
+        def push(self, token_id: int) -> str:
+            raise Boom("no such byte")
+
+        def finish(self) -> str:
+            raise Boom("nor here")
+
+    async with make_engine(tokenizer=Tokenizer) as engine:
+        streams = [engine.generate([number, 1], SHORT) for number in (12, 13, 14)]
+        results = await asyncio.gather(*map(_await, streams), return_exceptions=True)
+        assert results[0].token_ids == toy_generate([12, 1], SHORT)  # type: ignore[union-attr]
+        assert isinstance(results[1], errors.StepFailed)
+        assert isinstance(results[1].__cause__, Boom)
+        assert results[2].token_ids == toy_generate([14, 1], SHORT)  # type: ignore[union-attr]
+        assert engine.ready
 
 
 async def test_a_lost_device_ends_every_stream_at_once(make_engine: MakeEngine, gate: Gate) -> None:
