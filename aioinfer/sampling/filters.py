@@ -24,11 +24,11 @@ from aioinfer.sampling.batch import SamplingBatch
 __all__ = ["floors"]
 
 _NEVER = float("-inf")
-#: Bits of +inf: the largest key, that of a token that cannot be sampled.
-_LAST_KEY = 0x7F800000
 #: (shift, bits) of the digits of a 31-bit key
 _DIGITS = ((20, 11), (10, 10), (0, 10))
-_WINDOW = 512
+#: How many of the likeliest tokens a CPU looks at first, where top-k does not say, and at most: from there
+#: on the search is faster.
+_WINDOW, _LARGEST_WINDOW = 512, 4096
 
 
 def floors(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -42,7 +42,8 @@ def floors(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """
     floor = scaled.new_full((len(scaled), 1), _NEVER)
     if batch.any_top_k or batch.any_top_p:
-        top_k = batch.top_k.clamp(max=scaled.shape[1]).unsqueeze_(1)
+        # To keep as many as there are is to keep all.
+        top_k = (batch.top_k * (batch.top_k < scaled.shape[1])).unsqueeze_(1)
         top_p = batch.top_p.unsqueeze(1)
         if scaled.device.type == "cpu":
             floor = _floors_by_window(scaled, top_k, top_p)
@@ -58,8 +59,8 @@ def _floors_by_window(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     vocab_size = scaled.shape[1]
     ks = top_k.flatten().tolist()
     # One more than k, to see a tie that crosses the edge.
-    size = max(k + 1 for k in ks) if 0 not in ks else vocab_size
-    size = min(size, _WINDOW, max(64, vocab_size // 8), vocab_size)
+    size = max(k + 1 if k else min(_WINDOW, max(64, vocab_size // 8)) for k in ks)
+    size = min(size, _LARGEST_WINDOW, vocab_size)
     top = scaled.topk(size).values
     by_k = torch.where(top_k > 0, top.gather(1, (top_k - 1).clamp_(0, size - 1)), _NEVER)
     # Equal to the edge, a k-th value may continue beyond it; so may a k larger than the window.
@@ -85,8 +86,8 @@ def _floors_by_search(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, any_top_k: bool, any_top_p: bool
 ) -> torch.Tensor:
     """Floors by :func:`_smallest_key`, from [S, V], [S, 1] and [S, 1]: the same as by window, to the bit."""
-    # The bits of a float that is not negative order like the float. NaN must stay in range.
-    keys = scaled.abs().view(torch.int32).clamp_(max=_LAST_KEY)
+    # The bits of floats that are not negative order like the floats.
+    keys = scaled.abs().view(torch.int32)
     floor = torch.full_like(top_p, _NEVER)
     if any_top_k:
         ones = torch.ones((), dtype=torch.int64, device=scaled.device).expand_as(scaled)
@@ -118,9 +119,10 @@ def _smallest_key(keys: torch.Tensor, weights: torch.Tensor, target: torch.Tenso
     for shift, bits in _DIGITS:
         bins = 1 << bits
         cells = ((keys >> shift) & (bins - 1)) + row_starts * bins
-        inside = weights * ((keys >> (shift + bits)) == prefix)
+        first = shift + bits > 30
+        inside = weights if first else weights * ((keys >> (shift + bits)) == prefix)
         histogram = torch.zeros(rows * bins, dtype=torch.int64, device=keys.device)
-        histogram.scatter_add_(0, cells.view(-1), inside.view(-1))
+        histogram.scatter_add_(0, cells.view(-1), inside.reshape(-1))
         upto = histogram.view(rows, bins).cumsum(1)
         digit = (upto < target).sum(1, keepdim=True).clamp_(max=bins - 1)
         below = upto.gather(1, (digit - 1).clamp_(min=0))

@@ -16,7 +16,7 @@ from aioinfer.scheduling.step import BAD_LOGITS
 __all__ = ["Sampler"]
 
 _NEVER = float("-inf")
-#: Below every temperature that matters and above what a division could turn into 0 or infinity.
+#: Colder rows are taken for this cold: no division by 0, which is what greedy rows have, or by denormals.
 _COLDEST = 1e-37
 #: On a CPU, rows of a larger vocabulary are taken one at a time: their intermediate results then stay in
 #: the cache, and each row pays for its own parameters only.
