@@ -1,7 +1,8 @@
 """DenseLM: the Llama, Mistral, Qwen2 and Qwen3 families in one file.
 
 They differ in three places: biases on q, k and v (Qwen2), a norm on each head's query and key (Qwen3),
-and attention windows (Mistral, some Qwen layers). All of it is found in the config and the checkpoint.
+and attention windows (Mistral, some Qwen layers). The architecture and its config say which; what they
+call for and the checkpoint lacks is an error, not an option.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class DenseLM:
         self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
         self._head_dim = head_dim
         self._eps = config.rms_norm_eps
+        self._family = config.model_type
         self._scale = head_dim**-0.5
         self._rope = Rope(config, head_dim, config.max_position_embeddings, dtype, device)
         hidden = config.hidden_size
@@ -68,6 +70,7 @@ class DenseLM:
             num_heads=self._heads,
             num_kv_heads=self._kv_heads,
             head_dim=head_dim,
+            hidden_size=hidden,
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
             dtype=dtype,
@@ -82,24 +85,25 @@ class DenseLM:
         projections = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
         rows = [q_rows, kv_rows, kv_rows]
         mlp = [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up")]
+        # Of these families only Llama and Qwen3 ask the config; Qwen2 has q, k, v biases and no other.
+        attention_bias = self._family in ("llama", "qwen3") and config.attention_bias
+        mlp_bias = self._family == "llama" and config.mlp_bias
         return _Layer(
             attention_norm=weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=weights.fused([f"{name}.weight" for name in projections], rows, hidden),
-            qkv_bias=_fused_bias(weights, projections, rows),
-            qk_norm=self._load_qk_norm(weights, f"{prefix}.self_attn"),
+            qkv_bias=_fused_bias(weights, projections, rows, attention_bias or self._family == "qwen2"),
+            qk_norm=self._load_qk_norm(weights, f"{prefix}.self_attn") if self._family == "qwen3" else None,
             out=weights.take(f"{prefix}.self_attn.o_proj.weight", (hidden, q_rows)),
-            out_bias=weights.take_optional(f"{prefix}.self_attn.o_proj.bias", (hidden,)),
+            out_bias=_fused_bias(weights, [f"{prefix}.self_attn.o_proj"], [hidden], attention_bias),
             mlp_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             gate_up=weights.fused([f"{name}.weight" for name in mlp], [middle, middle], hidden),
-            gate_up_bias=_fused_bias(weights, mlp, [middle, middle]),
+            gate_up_bias=_fused_bias(weights, mlp, [middle, middle], mlp_bias),
             down=weights.take(f"{prefix}.mlp.down_proj.weight", (hidden, middle)),
-            down_bias=weights.take_optional(f"{prefix}.mlp.down_proj.bias", (hidden,)),
+            down_bias=_fused_bias(weights, [f"{prefix}.mlp.down_proj"], [hidden], mlp_bias),
             window=_window(config, index),
         )
 
-    def _load_qk_norm(self, weights: Weights, prefix: str) -> torch.Tensor | None:
-        if f"{prefix}.q_norm.weight" not in weights:
-            return None
+    def _load_qk_norm(self, weights: Weights, prefix: str) -> torch.Tensor:
         q_norm = weights.take(f"{prefix}.q_norm.weight", (self._head_dim,))
         k_norm = weights.take(f"{prefix}.k_norm.weight", (self._head_dim,))
         return torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv_heads, -1)))
@@ -137,20 +141,23 @@ class DenseLM:
 
 
 def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm over the last axis (Zhang and Sennrich, 2019)."""
-    return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+    """Root mean square norm over the last axis (Zhang and Sennrich, 2019), rounded as transformers does."""
+    if hidden.dtype == torch.float32:
+        return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+    # In half precision the normed value is rounded before the weight comes in; the fused call is not, and
+    # its bits differ in every fourth element.
+    return F.rms_norm(hidden, (hidden.shape[-1],), None, eps) * weight
 
 
-def _fused_bias(weights: Weights, names: list[str], rows: list[int]) -> torch.Tensor | None:
-    if f"{names[0]}.bias" not in weights:
-        return None
-    return weights.fused([f"{name}.bias" for name in names], rows)
+def _fused_bias(weights: Weights, names: list[str], rows: list[int], present: bool) -> torch.Tensor | None:
+    return weights.fused([f"{name}.bias" for name in names], rows) if present else None
 
 
 def _window(config: Any, index: int) -> int | None:
     """Positions that a layer looks back on, or None for all of them."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return window if kinds[index] == "sliding_attention" else None
-    return window if getattr(config, "use_sliding_window", True) else None
+    if config.model_type == "llama":
+        return None
+    if config.model_type != "mistral" and config.layer_types[index] != "sliding_attention":
+        return None
+    window: int | None = config.sliding_window
+    return window

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
-from aioinfer.model.weights import Weights
+from aioinfer.model.weights import Weights, weight_files
 
 __all__ = ["load_model"]
 
@@ -32,12 +31,13 @@ def load_model(
     never touches the network. Raises ConfigError.
     """
     config = _read_config(path)
+    weight_files(path)
     chosen = _choose_dtype(config, dtype)
     implementation = None if force_transformers else own_implementation(config)
     if implementation is None:
         from aioinfer.model.transformers_model import TransformersLM
 
-        return TransformersLM(path, config, chosen, device)
+        return TransformersLM(path, config, chosen, device, progress)
     weights = Weights(path, dtype=chosen, device=device, progress=progress)
     return implementation(path, config, weights, chosen, device)
 
@@ -50,8 +50,10 @@ def _read_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise ConfigError(f"model: {path} has no config.json")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        # Said outright: left open, transformers asks on the terminal whether to run code of the checkpoint.
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # Validation of two hundred config classes raises whatever each of them likes.
         raise ConfigError(f"model: the config of {path.name} cannot be used: {error}") from error
     if not config.architectures:
         raise ConfigError(f"model: the config of {path.name} names no architecture")
@@ -62,8 +64,10 @@ def _read_config(path: Path) -> Any:
 
 def _choose_dtype(config: Any, wanted: str) -> torch.dtype:
     if wanted != "auto":
+        if wanted not in _DTYPES:
+            raise ConfigError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {wanted!r}")
         return _DTYPES[wanted]
-    stated = config.dtype
+    stated = config.get_text_config().dtype or config.dtype
     if isinstance(stated, str):
         stated = _DTYPES.get(stated)
     return stated if stated in _DTYPES.values() else torch.float32

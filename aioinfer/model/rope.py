@@ -10,8 +10,14 @@ __all__ = ["Rope", "supported"]
 
 
 def supported(config: Any) -> bool:
-    """Whether the config's variant depends on the position alone (dynamic NTK depends on the length)."""
-    return _parameters(config).get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
+    """Whether one table by position gives the config's variant: dynamic NTK and LongRoPE depend on the
+    length of the sequence, some models rotate a part of each head only or have a table per layer type."""
+    parameters = _parameters(config)
+    return (
+        parameters.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
+        and parameters.get("partial_rotary_factor", 1.0) == 1.0
+        and not any(isinstance(value, dict) for value in parameters.values())
+    )
 
 
 class Rope:

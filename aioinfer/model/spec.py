@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from aioinfer.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.batch import Batch
 
-__all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids"]
+__all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids", "read_json_object"]
 
 #: ``progress(stage, done, total)`` while a model loads
 Progress = Callable[[str, int, int], None]
@@ -29,6 +31,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    hidden_size: int
     #: width of the logits
     vocab_size: int
     max_model_len: int
@@ -47,11 +50,26 @@ class CausalLM(Protocol):
 
 
 def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
-    """End tokens of a checkpoint: generation_config.json knows best, config.json is second."""
-    eos = config.eos_token_id
+    """End tokens of a checkpoint: generation_config.json knows best, config.json is second.
+
+    Raises ConfigError if generation_config.json is not a JSON object.
+    """
+    eos = getattr(config, "eos_token_id", None)
     file = path / "generation_config.json"
     if file.is_file():
-        eos = json.loads(file.read_text("utf-8")).get("eos_token_id", eos)
+        stated = read_json_object(file).get("eos_token_id")
+        eos = eos if stated is None else stated
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, (list, tuple)) else frozenset({eos})
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object that a JSON file of a model directory holds. Raises ConfigError."""
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"model: {file.name} holds no JSON object")
+    return value

@@ -1,102 +1,190 @@
 """TransformersLM: any other causal LM of transformers, over our paged KV.
 
 transformers lets a model's attention be replaced by name. Ours takes packed rows, so one forward of
-shape [1, T] computes a whole step. Whether a model really goes through that door, and asks of attention
-nothing that ours does not do, is found out at load by comparing with its own "eager" attention.
+shape [1, T] computes a whole step. Whether a model really goes through that door, asks of attention
+nothing that ours does not do, and keeps no state or position of its own, is found out at load: see
+:mod:`aioinfer.model.selfcheck`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention
-from aioinfer.model.attention.sdpa import causal_mask
 from aioinfer.model.batch import Batch
-from aioinfer.model.spec import ModelSpec, eos_token_ids
+from aioinfer.model.selfcheck import LayerShape, check_paged, record
+from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
 
 __all__ = ["TransformersLM"]
 
 _NAME = "aioinfer_paged"
-#: Arguments with which transformers asks for attention that ours does not compute.
-_REFUSED = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q")
+#: Under this name the model is asked for masks too, to learn which windows they hold.
+_PROBE = "aioinfer_probe"
 
-#: What the attention of the forward running on this thread works with.
+#: What the attention of the forward running on this thread works with: a function of one layer's
+#: (module, query, key, value, attention_mask, options).
 _local = threading.local()
 
 
 class TransformersLM:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
-    def __init__(self, path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        from transformers import AutoModelForCausalLM
-
+    def __init__(
+        self,
+        path: Path,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+    ) -> None:
+        """Raises ConfigError if transformers cannot load the model, or not all of it, or if it does not
+        compute over paged KV what it computes alone."""
+        architecture = config.architectures[0]
+        _refuse_unknown(architecture)
         _register()
+        progress = progress or (lambda stage, done, total: None)
+        progress("weights", 0, 1)
+        self._model = _load(path, dtype).eval().to(device)
+        progress("weights", 1, 1)
+        for parameter in ("position_ids", "logits_to_keep"):
+            # Others count positions themselves, and would swallow ours among their keyword arguments.
+            if parameter not in inspect.signature(self._model.forward).parameters:
+                raise ConfigError(f"model: {architecture} takes no {parameter}")
         try:
-            with _quiet():
-                model = AutoModelForCausalLM.from_pretrained(
-                    path,
-                    dtype=dtype,
-                    local_files_only=True,
-                    use_safetensors=True,
-                    attn_implementation="eager",
-                )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"model: transformers cannot load {path.name}: {error}") from error
-        self._model = model.eval().to(device)
-        heads, kv_heads, head_dim, num_layers, vocab_size = self._check(device)
+            layers = self._check(device)
+        except (ConfigError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # Code of any of two hundred models has just run on inputs of ours.
+            raise ConfigError(
+                f"model: {architecture} does not run over paged KV: {type(error).__name__}: {error}"
+            ) from error
+        text = config.get_text_config()
+        output = self._model.get_output_embeddings()
         self.spec = ModelSpec(
-            architecture=config.architectures[0],
-            num_layers=num_layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=vocab_size,
-            max_model_len=config.get_text_config().max_position_embeddings,
+            architecture=architecture,
+            num_layers=len(layers),
+            num_heads=layers[0].num_heads,
+            num_kv_heads=layers[0].num_kv_heads,
+            head_dim=layers[0].head_dim,
+            hidden_size=self._model.get_input_embeddings().weight.shape[1],
+            vocab_size=text.vocab_size if output is None else output.weight.shape[0],
+            max_model_len=_max_model_len(text, architecture),
             dtype=dtype,
-            eos_token_ids=eos_token_ids(path, config),
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            eos_token_ids=eos_token_ids(path, text),
+            num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        return self._run(batch.input_ids, batch.positions, batch.logits_rows, (attention, batch))
+        def attend(
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, options: Any
+        ) -> torch.Tensor:
+            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            scale = options.get("scaling")
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            window = options.get("sliding_window")
+            return attention(module.layer_idx, q, k, v, batch, scale=scale, window=window)[None]
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, work: Any) -> torch.Tensor:
-        _local.work = work
+        return self._run(batch.input_ids, batch.positions, batch.logits_rows, attend)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        attend: Callable[..., torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Logits float32 [S, vocab_size] of the token rows wanted."""
+        _local.attend = attend
         try:
             output = self._model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
             )
         finally:
-            _local.work = None
+            _local.attend = None
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _check(self, device: torch.device) -> tuple[int, int, int, int, int]:
-        """Compare a short forward with the model's own attention, and learn the shapes of its KV."""
-        vocab_size = self._model.get_input_embeddings().weight.shape[0]
-        ids = torch.arange(1, 10, device=device) % vocab_size
-        positions = torch.arange(len(ids), device=device)
-        with torch.no_grad():
-            expected = self._run(ids, positions, positions, None)
-            self._model.set_attn_implementation(_NAME)
-            seen: dict[int, tuple[int, int, int]] = {}
-            actual = self._run(ids, positions, positions, seen)
-        architecture = self._model.config.architectures[0]
-        if len(set(seen.values())) != 1 or sorted(seen) != list(range(len(seen))):
-            raise ConfigError(f"model: the attention of {architecture} cannot be replaced layer by layer")
-        tolerance = 1e-3 if expected.dtype == self._model.dtype else 0.1
-        if not torch.allclose(expected, actual, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
-            raise ConfigError(f"model: {architecture} computes attention in a way of its own")
-        heads, kv_heads, head_dim = seen[0]
-        return heads, kv_heads, head_dim, len(seen), expected.shape[-1]
+    @torch.no_grad()
+    def _check(self, device: torch.device) -> list[LayerShape]:
+        """Run the model three ways: by itself, watched, and over pages."""
+        model = self._model
+        vocab_size = model.get_input_embeddings().weight.shape[0]
+
+        def alone(ids: torch.Tensor, attend: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+            positions = torch.arange(len(ids), device=device)
+            return self._run(ids, positions, positions, attend)
+
+        model.set_attn_implementation("eager")
+        prompts = [torch.arange(start, start + 9, device=device) % vocab_size for start in (1, 11)]
+        expected = [alone(ids) for ids in prompts]
+        model.set_attn_implementation(_PROBE)
+        layers = record(type(model).__name__, lambda watch: alone(prompts[0], watch))
+        model.set_attn_implementation(_NAME)
+        check_paged(type(model).__name__, self.forward, layers, prompts, expected, model.dtype)
+        return layers
+
+
+def _refuse_unknown(architecture: str) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known: set[str] = set()
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        known.update((names,) if isinstance(names, str) else names)
+    if architecture not in known:
+        raise ConfigError(f"model: {architecture} is no causal language model that transformers knows")
+
+
+def _load(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                attn_implementation="eager",
+                output_loading_info=True,
+                # Not ignored: found in the report below, by name.
+                ignore_mismatched_sizes=True,
+            )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"model: transformers cannot load {path.name}: {error}") from error
+    # transformers makes up what is not there, and only logs it.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(f"model: the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
+    mismatched = sorted(report["mismatched_keys"], key=str)
+    if mismatched:
+        name, stored, wanted = mismatched[0]
+        raise ConfigError(f"model: {name} is shaped {tuple(stored)}, the config says {tuple(wanted)}")
+    return model
+
+
+def _max_model_len(text: Any, architecture: str) -> int:
+    """Positions the model knows. A LongRoPE model changes its frequencies for the whole batch when its
+    longest sequence outgrows the original length, so it stops there."""
+    length = getattr(text, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ConfigError(f"model: the config of {architecture} does not say how many positions it knows")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            length = min(length, parameters["original_max_position_embeddings"])
+    return length
 
 
 @contextlib.contextmanager
@@ -114,10 +202,17 @@ def _quiet() -> Iterator[None]:
 
 
 def _register() -> None:
+    """Names of ours in transformers' tables. ``_NAME`` has no mask function, so no mask is made for it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attend)
-    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    AttentionInterface.register(_PROBE, _attend)
+    AttentionMaskInterface.register(_PROBE, _mask_window)
+
+
+def _mask_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
+    """Instead of a mask: how far it would let a token look back, 0 for all the way; [1, 1, 1, 1]."""
+    return torch.tensor(local_size or 0, dtype=torch.float64).view(1, 1, 1, 1)
 
 
 def _attend(
@@ -126,31 +221,10 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: query [1, num_heads, T, head_dim], key and value likewise."""
-    for name in _REFUSED:
-        if kwargs.get(name) is not None:
-            raise ConfigError(f"model: {type(module).__name__} needs attention with {name}")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    work = _local.work
-    if isinstance(work, dict):
-        work[module.layer_idx] = (q.shape[1], k.shape[1], q.shape[2])
-        return _plain(query, key, value, scale, sliding_window).transpose(1, 2), None
-    attention, batch = work
-    output = attention(module.layer_idx, q, k, v, batch, scale=scale, window=sliding_window)
-    return output[None], None
+    """What transformers calls: query [1, num_heads, T, head_dim], key and value likewise.
 
-
-def _plain(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
-) -> torch.Tensor:
-    """Causal attention of one fresh sequence, for the check at load."""
-    length, group = query.shape[2], query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-    mask = causal_mask(length, length, window, query.device)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    Returns [1, T, num_heads, head_dim].
+    """
+    return _local.attend(module, query, key, value, attention_mask, options), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.spec import Progress
+from aioinfer.model.spec import Progress, read_json_object
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "weight_files"]
 
 
 class Weights:
@@ -33,7 +32,7 @@ class Weights:
         self._progress = progress
         self._files: dict[str, Any] = {}
         try:
-            for file in _files(path):
+            for file in weight_files(path):
                 opened: Any = safe_open(file, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
         except (OSError, SafetensorError) as error:
@@ -41,9 +40,6 @@ class Weights:
         self._total = len(self._files)
         self._taken: set[str] = set()
         self.num_parameters = 0
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor. Raises ConfigError if it is missing or shaped otherwise."""
@@ -58,10 +54,6 @@ class Weights:
         if self._progress is not None:
             self._progress("weights", len(self._taken), self._total)
         return tensor.to(self._device, self._dtype)
-
-    def take_optional(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """One tensor, or None if the checkpoint does without."""
-        return self.take(name, shape) if name in self._files else None
 
     def fused(self, names: Iterable[str], rows: Iterable[int], *tail: int) -> torch.Tensor:
         """Tensors ``[rows, *tail]`` on top of each other: one multiplication instead of several."""
@@ -79,12 +71,22 @@ class Weights:
             raise ConfigError(f"model: the checkpoint has {len(left)} unexpected tensors, first {left[0]}")
 
 
-def _files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory. Raises ConfigError if there are none, or if one that the
+    index of a sharded checkpoint names is not there."""
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        return [path / name for name in names]
-    single = path / "model.safetensors"
-    if not single.is_file():
-        raise ConfigError(f"model: {path.name} holds no model.safetensors (pickled weights are not loaded)")
-    return [single]
+    if not index.is_file():
+        single = path / "model.safetensors"
+        if not single.is_file():
+            raise ConfigError(
+                f"model: {path.name} holds no model.safetensors (pickled weights, .bin, are not loaded)"
+            )
+        return [single]
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"model: {index.name} has no weight_map")
+    files = [path / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"model: {index.name} names {file.name}, which is not there")
+    return files

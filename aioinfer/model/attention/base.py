@@ -12,7 +12,11 @@ __all__ = ["Attention"]
 
 
 class Attention(Protocol):
-    """Causal attention of packed rows over paged KV."""
+    """Causal attention of packed rows over paged KV.
+
+    A row's result depends on its own sequence alone: whatever other requests left in the pool, NaN
+    included, must not reach it.
+    """
 
     def __call__(
         self,

@@ -10,8 +10,9 @@ __all__ = ["KVPool"]
 class KVPool:
     """Keys and values of all layers, each ``[num_pages + 1, page_size, num_kv_heads, head_dim]``.
 
-    Page 0 is the junk page: padding may be written there and nobody reads it. Zeroed, because what a
-    mask hides is still multiplied by zero, and zero times an uninitialised NaN is NaN.
+    Page 0 is the junk page: padding may be written there and nobody's context holds it. Zeroed, so that
+    a kernel which does read behind its mask finds no NaN there (0 * NaN is NaN). That does not last: a
+    request that went wrong leaves NaN in pages that others get. Kernels must read valid cells only.
     """
 
     __slots__ = ("keys", "page_size", "values")
@@ -41,5 +42,10 @@ class KVPool:
 
     def write(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [T, num_kv_heads, head_dim] at KV cells [T]."""
-        self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
-        self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)
+        all_keys, all_values = self.cells(layer)
+        all_keys.index_copy_(0, slot_mapping, keys)
+        all_values.index_copy_(0, slot_mapping, values)
+
+    def cells(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer by KV cell, views [cells, num_kv_heads, head_dim]."""
+        return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)

@@ -1,12 +1,18 @@
 """SDPAAttention: plain torch, on any device. The reference for faster kernels.
 
-Decode rows of similar need go through one batched call; long ones and prefill chunks one by one, each
-over exactly its own pages. Grouped queries are folded into the query axis (decode) or spread by a
-stride of 0 (prefill), never with ``enable_gqa``, which is several times slower on the CPU.
+Decode rows go through batched calls over gathered keys and values; prefill chunks go one by one. A row
+gathers cells of its own sequence and no others: the padding of a batched call repeats the row's own last
+cell behind the mask. So nothing that another request left in the pool, not even a NaN, is ever read.
+
+Contexts are rounded up to a multiple of 16 and masked: the result of a row then has the same bits alone,
+in any batch and in any grouping (measured on the CPU for head sizes that are multiples of 16). Grouped
+queries are folded into the query axis (decode) or spread by a stride of 0 (prefill), never with
+``enable_gqa``, which is several times slower on the CPU.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -17,31 +23,58 @@ from aioinfer.model.batch import Batch
 
 __all__ = ["SDPAAttention", "causal_mask"]
 
-#: Elements of gathered keys beyond which copying a batch together costs more than it saves.
-_GATHER_LIMIT = 1 << 20
-#: Context is rounded up to this, so that the kernel's blocks do not depend on the batch's longest row.
 _CONTEXT_MULTIPLE = 16
+#: Most elements of keys that one batched call gathers, by device type. On a CPU they should stay in its
+#: caches (measured: within 10% of the best from 2^18 to 2^20); a GPU wants few calls.
+_GROUP_LIMIT = {"cpu": 1 << 19}
+_GROUP_LIMIT_ELSEWHERE = 1 << 28
+#: Largest gather that reuses memory; allocating megabytes per call faults their pages in every time.
+_SCRATCH_LIMIT = 1 << 22
+
+
+@dataclass(slots=True)
+class _Decodes:
+    """Decode rows that share one call."""
+
+    #: which token rows of the batch
+    rows: slice | torch.Tensor
+    count: int
+    #: [count * context] KV cells to gather
+    cells: torch.Tensor
+    #: additive, [count, 1, 1, context]: 0, or -inf over the padding
+    mask: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One prefill chunk."""
+
+    tokens: slice
+    #: [context] KV cells to gather, or None if the chunk is its whole context
+    cells: torch.Tensor | None
+    #: True where a query may look, [q_len, context], or None for plain causal
+    mask: torch.Tensor | None
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What all layers of a step share."""
+    """What all layers of a step that look back equally far share."""
 
-    #: [num_decodes, pages] or None when decodes go one by one
-    decode_pages: torch.Tensor | None
-    #: additive masks of the decode rows by window, [num_decodes, 1, 1, context]
-    decode_masks: dict[int | None, torch.Tensor]
-    #: first token of each row, on the host
-    starts: list[int]
+    decodes: list[_Decodes]
+    chunks: list[_Chunk]
 
 
 class SDPAAttention:
-    """See :class:`~aioinfer.model.attention.base.Attention`."""
+    """See :class:`~aioinfer.model.attention.base.Attention`. One forward at a time."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ("_pool", "_scratch")
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
+        keys = pool.keys[0]
+        on_cpu = keys.device.type == "cpu"
+        # Pages of this memory that no gather reaches are never touched.
+        self._scratch = [keys.new_empty(_SCRATCH_LIMIT if on_cpu else 0) for _ in range(2)]
 
     def __call__(
         self,
@@ -55,104 +88,131 @@ class SDPAAttention:
         window: int | None = None,
     ) -> torch.Tensor:
         self._pool.write(layer, batch.slot_mapping, k, v)
-        plan = batch.attention_plan
-        if not isinstance(plan, _Plan):
-            plan = batch.attention_plan = self._plan(batch, k)
-        output = torch.empty_like(q)
-        first = 0
-        if plan.decode_pages is not None:
-            first = batch.num_decodes
-            self._decode(layer, q[:first], output[:first], batch, plan, scale, window)
-        for row in range(first, len(batch.q_lens)):
-            tokens = slice(plan.starts[row], plan.starts[row] + batch.q_lens[row])
-            output[tokens] = self._row(layer, q[tokens], k[tokens], v[tokens], batch, row, scale, window)
+        plans = batch.attention_plan
+        if not isinstance(plans, dict):
+            plans = batch.attention_plan = {}
+        plan = plans.get(window)
+        if plan is None:
+            plan = plans[window] = self._plan(batch, window, k)
+        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for decodes in plan.decodes:
+            output[decodes.rows] = self._decode(layer, q[decodes.rows], decodes, scale)
+        for chunk in plan.chunks:
+            at = chunk.tokens
+            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, scale)
         return output
 
-    def _plan(self, batch: Batch, k: torch.Tensor) -> _Plan:
-        starts = [0]
-        for length in batch.q_lens:
-            starts.append(starts[-1] + length)
-        pages = None
-        if batch.num_decodes:
-            multiple = max(1, _CONTEXT_MULTIPLE // self._pool.page_size)
-            longest = -(-max(batch.kv_lens[: batch.num_decodes]) // self._pool.page_size)
-            count = -(-longest // multiple) * multiple
-            elements = batch.num_decodes * count * self._pool.page_size * k.shape[1] * k.shape[2]
-            if elements <= _GATHER_LIMIT or k.device.type != "cpu":
-                pages = batch.block_table[: batch.num_decodes, :count]
-                if pages.shape[1] < count:
-                    pages = F.pad(pages, (0, count - pages.shape[1]))
-        return _Plan(pages, {}, starts)
-
-    def _decode(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        output: torch.Tensor,
-        batch: Batch,
-        plan: _Plan,
-        scale: float,
-        window: int | None,
-    ) -> None:
-        """All decode rows at once: keys gathered by page, padded to the longest, masked."""
-        assert plan.decode_pages is not None
-        rows, num_heads, head_dim = q.shape
-        keys = self._pool.keys[layer][plan.decode_pages].flatten(1, 2).transpose(1, 2)
-        values = self._pool.values[layer][plan.decode_pages].flatten(1, 2).transpose(1, 2)
-        mask = plan.decode_masks.get(window)
-        if mask is None:
-            mask = _decode_mask(batch.kv_len[:rows], keys.shape[2], window, q.dtype)
-            plan.decode_masks[window] = mask
+    def _decode(self, layer: int, q: torch.Tensor, decodes: _Decodes, scale: float) -> torch.Tensor:
+        num_heads, head_dim = q.shape[1:]
+        keys, values = (
+            gathered.view(decodes.count, -1, *gathered.shape[1:]).transpose(1, 2)
+            for gathered in self._gather(layer, decodes.cells)
+        )
         num_kv_heads = keys.shape[1]
-        grouped = q.view(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        output.copy_(result.reshape(rows, num_heads, head_dim))
+        grouped = q.view(decodes.count, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask, scale=scale)
+        return mixed.reshape(decodes.count, num_heads, head_dim)
 
-    def _row(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        row: int,
-        scale: float,
-        window: int | None,
+    def _prefill(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: _Chunk, scale: float
     ) -> torch.Tensor:
-        """One row of any length over its own pages."""
-        q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
-        fresh = q_len == kv_len
-        if not fresh:
-            pages = batch.block_table[row, : -(-kv_len // self._pool.page_size)]
-            k = self._pool.keys[layer][pages].flatten(0, 1)[:kv_len]
-            v = self._pool.values[layer][pages].flatten(0, 1)[:kv_len]
-        mask = None
-        if not fresh or (window is not None and window < kv_len):
-            mask = causal_mask(q_len, kv_len, window, q.device)
-        num_heads, num_kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
+        if chunk.cells is not None:
+            k, v = self._gather(layer, chunk.cells)
+        q_len, num_heads, head_dim = q.shape
+        num_kv_heads = k.shape[1]
         group = num_heads // num_kv_heads
         # [num_kv_heads, group, length, head_dim]: kv heads as the batch, their group spread by stride 0.
         queries = q.view(q_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         keys = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         values = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-        result = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale
         )
-        return result.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
+        return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
+
+    def _gather(self, layer: int, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [cells, num_kv_heads, head_dim]; good until the next gather."""
+        keys, values = self._pool.cells(layer)
+        shape = (len(cells), *keys.shape[1:])
+        elements = len(cells) * keys[0].numel()
+        if elements > len(self._scratch[0]):
+            return keys.index_select(0, cells), values.index_select(0, cells)
+        for scratch, store in zip(self._scratch, (keys, values), strict=True):
+            torch.index_select(store, 0, cells, out=scratch[:elements].view(shape))
+        return self._scratch[0][:elements].view(shape), self._scratch[1][:elements].view(shape)
+
+    def _plan(self, batch: Batch, window: int | None, k: torch.Tensor) -> _Plan:
+        """``k`` tells the KV heads, their size and the dtype."""
+        contexts = [min(length, window or length) for length in batch.kv_lens]
+        starts = list(itertools.accumulate(batch.q_lens, initial=0))
+        decodes = [
+            self._plan_decodes(batch, rows, context, window, k)
+            for rows, context in _groups(contexts[: batch.num_decodes], k[0].numel(), k.device.type)
+        ]
+        chunks = []
+        for row in range(batch.num_decodes, len(batch.q_lens)):
+            tokens = slice(starts[row], starts[row + 1])
+            chunks.append(self._plan_chunk(batch, row, tokens, window))
+        return _Plan(decodes, chunks)
+
+    def _plan_decodes(
+        self, batch: Batch, rows: list[int] | slice, context: int, window: int | None, k: torch.Tensor
+    ) -> _Decodes:
+        device = k.device
+        chosen = rows if isinstance(rows, slice) else torch.tensor(rows, device=device)
+        kv_len = batch.kv_len[chosen].unsqueeze(1)
+        positions = torch.arange(context, device=device).expand(len(kv_len), -1)
+        if window is not None:
+            positions = positions + (kv_len - window).clamp_min_(0)
+        mask = torch.zeros(positions.shape, dtype=k.dtype, device=device)
+        mask.masked_fill_(positions >= kv_len, float("-inf"))
+        # Padding repeats the row's own last cell, which this step has written.
+        cells = self._cells_at(batch.block_table[chosen], torch.minimum(positions, kv_len - 1))
+        return _Decodes(chosen, len(kv_len), cells.flatten(), mask[:, None, None, :])
+
+    def _plan_chunk(self, batch: Batch, row: int, tokens: slice, window: int | None) -> _Chunk:
+        q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
+        device = batch.block_table.device
+        if q_len == kv_len:
+            wide = window is None or window >= kv_len
+            return _Chunk(tokens, None, None if wide else causal_mask(q_len, kv_len, window, device))
+        # What the chunk's first query can see is the furthest that any of them looks back.
+        first = 0 if window is None else max(0, kv_len - q_len + 1 - window)
+        positions = torch.arange(first, kv_len, device=device)
+        cells = self._cells_at(batch.block_table[row : row + 1], positions.unsqueeze(0))
+        return _Chunk(tokens, cells.flatten(), causal_mask(q_len, kv_len - first, window, device))
+
+    def _cells_at(self, tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """KV cells of positions [rows, n], by each row's page table."""
+        size = self._pool.page_size
+        pages = tables.gather(1, torch.div(positions, size, rounding_mode="floor"))
+        return pages * size + positions % size
 
 
-def _decode_mask(kv_len: torch.Tensor, context: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """0 where the row's token may look, -inf elsewhere; [rows, 1, 1, context]."""
-    position = torch.arange(context, device=kv_len.device)
-    allowed = position < kv_len.unsqueeze(1)
-    if window is not None:
-        allowed &= position >= (kv_len - window).unsqueeze(1)
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=kv_len.device)
-    return mask.masked_fill_(~allowed, float("-inf"))[:, None, None, :]
+def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[list[int] | slice, int]]:
+    """Divide rows among calls: similar contexts together, so that little padding is gathered.
+
+    ``width`` is the elements of one position's keys. Returns rows, and the padded context of each call.
+    """
+    if not contexts:
+        return []
+    limit = _GROUP_LIMIT.get(device_type, _GROUP_LIMIT_ELSEWHERE)
+    padded = [-(-context // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE for context in contexts]
+    if len(padded) * max(padded) * width <= limit:
+        return [(slice(0, len(padded)), max(padded))]
+    groups: list[tuple[list[int] | slice, int]] = []
+    members: list[int] = []
+    for row in sorted(range(len(padded)), key=padded.__getitem__):
+        if members and (len(members) + 1) * padded[row] * width > limit:
+            groups.append((members, padded[members[-1]]))
+            members = []
+        members.append(row)
+    groups.append((members, padded[members[-1]]))
+    return groups
 
 
 def causal_mask(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query of the row's last ``q_len`` positions may look; [q_len, kv_len]."""
+    """True where a query of the last ``q_len`` of ``kv_len`` positions may look; [q_len, kv_len]."""
     query = torch.arange(kv_len - q_len, kv_len, device=device).unsqueeze(1)
     key = torch.arange(kv_len, device=device)
     allowed = key <= query

@@ -1,0 +1,36 @@
+"""What one request leaves behind in the KV pool reaches no other, not even a NaN."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.execution.torch_device import TorchDevice
+from tests.model.checkpoints import greedy
+from tests.model.test_oracle import GREEDY, TOKENS, prompts
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gpt2"])
+async def test_a_pool_full_of_nan_changes_no_token(
+    checkpoint: Callable[[str], tuple[Path, Any]], family: str
+) -> None:
+    path, oracle = checkpoint(family)
+    config = EngineConfig(
+        model=str(path), dtype="float32", page_size=8, num_pages=64, chunk_size=6, threads=1
+    )
+    device = TorchDevice(config)
+    batch = prompts(2, 7)
+    async with Engine(config, launcher=lambda _: ThreadLauncher(device)) as engine:
+        pool = device._backend._runner._attention._pool  # type: ignore[union-attr]
+        for cells in (*pool.keys, *pool.values):
+            cells.fill_(math.nan)
+        results = await asyncio.gather(*[engine.generate(prompt, GREEDY) for prompt in batch])
+    assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]
