@@ -7,6 +7,7 @@ nothing global.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from aioinfer.stream import Stream
 
 __version__ = "0.1.0"
+
+# Silent unless the application listens; the root logger is the application's.
+logging.getLogger("aioinfer").addHandler(logging.NullHandler())
 
 _HOME = {
     "AioInferError": "errors",
