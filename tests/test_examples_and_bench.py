@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,12 @@ def test_loads_repeat_with_their_seed() -> None:
 def test_an_unknown_distribution_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"distribution|invalid literal"):
         length_distribution(text)(random.Random(0))
+
+
+def test_the_readmes_ten_lines_run(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    file = tmp_path / "readme.py"
+    file.write_text(code)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "17 + 25 = 42 stop Usage(" in done.stdout
