@@ -46,7 +46,9 @@ class LayerShape:
     head_dim: int
 
 
-def record(name: str, run: Callable[[Callable[..., torch.Tensor]], object]) -> list[LayerShape]:
+def record(
+    name: str, num_layers: int, run: Callable[[Callable[..., torch.Tensor]], object]
+) -> list[LayerShape]:
     """Shapes of all layers' heads, seen during ``run(watch)``, a forward of one fresh sequence.
 
     Raises ConfigError if the model's attention cannot be replaced by ours in every layer.
@@ -83,9 +85,11 @@ def record(name: str, run: Callable[[Callable[..., torch.Tensor]], object]) -> l
     run(watch)
     if not seen:
         raise ConfigError(f"model: the attention of {name} cannot be replaced")
-    if len(set(seen.values())) != 1 or sorted(seen) != list(range(calls)):
-        raise ConfigError(f"model: the layers of {name} differ, or not all of them are plain attention")
-    return [seen[layer] for layer in range(calls)]
+    if sorted(seen) != list(range(num_layers)) or calls != num_layers:
+        raise ConfigError(f"model: not each of the {num_layers} layers of {name} is one plain attention")
+    if len(set(seen.values())) != 1:
+        raise ConfigError(f"model: the layers of {name} differ in their heads")
+    return [seen[layer] for layer in range(num_layers)]
 
 
 def check_paged(

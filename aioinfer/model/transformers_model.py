@@ -127,7 +127,8 @@ class TransformersLM:
         prompts = [torch.arange(start, start + 9, device=device) % vocab_size for start in (1, 11)]
         expected = [alone(ids) for ids in prompts]
         model.set_attn_implementation(_PROBE)
-        layers = record(type(model).__name__, lambda watch: alone(prompts[0], watch))
+        num_layers = model.config.get_text_config().num_hidden_layers
+        layers = record(type(model).__name__, num_layers, lambda watch: alone(prompts[0], watch))
         model.set_attn_implementation(_NAME)
         check_paged(type(model).__name__, self.forward, layers, prompts, expected, model.dtype)
         return layers

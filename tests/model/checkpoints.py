@@ -64,8 +64,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None}),
     "phi": ("Phi", {}),
+    "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48, "pad_token_id": 1}),
+    "gemma": ("Gemma", {"head_dim": 12}),
+    # Two tables of frequencies and a window in every other layer.
+    "gemma3-window": (
+        "Gemma3",
+        {
+            "head_dim": 12,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    # Variants of own families that only transformers computes.
+    "llama-rope-dynamic": ("Llama", _rope("dynamic", factor=2.0)),
+    "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
 }
-OWN = [name for name, (prefix, _) in FAMILIES.items() if prefix in ("Llama", "Mistral", "Qwen2", "Qwen3")]
+OWN = [
+    name
+    for name, (prefix, _) in FAMILIES.items()
+    if prefix in ("Llama", "Mistral", "Qwen2", "Qwen3") and name not in ("llama-rope-dynamic", "llama-gelu")
+]
 
 
 def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
@@ -73,6 +91,8 @@ def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, *
     prefix, changes = FAMILIES[name]
     config_class = getattr(transformers, f"{prefix}Config")
     model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
+    if prefix == "Gemma3":
+        config_class = transformers.Gemma3TextConfig
     shape = {"vocab_size": VOCAB, "eos_token_id": None} if prefix == "GPT2" else dict(_SHAPE)
     shape = {
         key: value for key, value in {**shape, **changes}.items() if key != "num_key_value_heads" or value

@@ -17,6 +17,7 @@ from aioinfer.llm import LLM
 from aioinfer.model.loader import load_model
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy, make_checkpoint
+from tests.model.harness import Driver
 
 CPU = torch.device("cpu")
 
@@ -41,6 +42,11 @@ def test_the_checkpoint_says_its_dtype_unless_the_caller_does(tmp_path: Path) ->
     make_checkpoint("qwen3", tmp_path, torch.bfloat16)
     assert load(tmp_path).spec.dtype == torch.bfloat16
     assert load(tmp_path, dtype="float32").spec.dtype == torch.float32
+
+
+def drop(tensors: dict[str, torch.Tensor], ending: str) -> None:
+    for name in [name for name in tensors if name.endswith(ending)]:
+        del tensors[name]
 
 
 def broken(make: Callable[[Path], None], message: str) -> Any:
@@ -73,6 +79,20 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[
         broken(lambda path: (path / "config.json").write_text("{"), "cannot be used"),
         broken(edit_config(architectures=None), "names no architecture"),
         broken(edit_config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised"),
+        broken(edit_config(model_type="nonsense"), "cannot be used"),
+        broken(edit_config(architectures=["NonsenseForCausalLM"]), "no causal language model"),
+        broken(lambda path: (path / "generation_config.json").write_text("{"), "generation_config.json"),
+        broken(
+            lambda path: (path / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"
+        ),
+        broken(lambda path: (path / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
+        broken(
+            lambda path: (path / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "gone.safetensors"}}'
+            ),
+            "gone.safetensors, which is not there",
+        ),
+        broken(lambda path: (path / "model.safetensors").rename(path / "weights.bin"), "are not loaded"),
         broken(edit_weights(lambda tensors: tensors.pop("model.norm.weight")), "no tensor model.norm.weight"),
         broken(
             edit_weights(lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})),
@@ -89,6 +109,83 @@ def test_a_broken_checkpoint_says_what_is_wrong(
     make(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "ending", "lacking"),
+    [
+        ("qwen2", "_proj.bias", "q_proj.bias"),
+        ("qwen3", "_norm.weight", "q_norm.weight"),
+        ("llama-biases", "mlp.down_proj.bias", "down_proj.bias"),
+        ("llama-biases", "o_proj.bias", "o_proj.bias"),
+    ],
+)
+def test_what_the_config_calls_for_must_be_there(
+    tmp_path: Path, family: str, ending: str, lacking: str
+) -> None:
+    make_checkpoint(family, tmp_path)
+    edit_weights(lambda tensors: drop(tensors, ending))(tmp_path)
+    with pytest.raises(ConfigError, match=f"no tensor .*{lacking}"):
+        load(tmp_path)
+
+
+def test_code_in_the_directory_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to itself transformers asks on the terminal whether to run it."""
+    make_checkpoint("qwen3", tmp_path)
+    (tmp_path / "custom.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    changes = {
+        "model_type": "custom",
+        "auto_map": {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"},
+    }
+    edit_config(**changes)(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("asked"))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_window_in_the_config_of_a_family_without_windows_is_ignored(tmp_path: Path) -> None:
+    oracle = make_checkpoint("llama-gqa-tied", tmp_path)
+    edit_config(sliding_window=4)(tmp_path)
+    prompt = list(range(1, 20))
+    (sequence,) = Driver(load(tmp_path), chunk=5).run([prompt], 8)
+    assert sequence.ids[len(prompt) :] == greedy(oracle, prompt, 8)
+
+
+def test_weights_in_the_right_dtype_stay_mapped(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    file = str(tmp_path / "model.safetensors")
+
+    def mapped(dtype: str) -> bool:
+        model = load(tmp_path, dtype=dtype)
+        address = model._embedding.data_ptr()
+        with open("/proc/self/maps") as maps:
+            ranges = [line.split()[0].split("-") for line in maps if line.rstrip().endswith(file)]
+        return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("no /proc")
+    assert mapped("float32")
+    assert not mapped("bfloat16")
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    edit_config(eos_token_id=3)(tmp_path)
+    file = tmp_path / "generation_config.json"
+    for text, expected in (("{}", {3}), ('{"eos_token_id": 5}', {5}), ('{"eos_token_id": [5, 7]}', {5, 7})):
+        file.write_text(text)
+        assert load(tmp_path).spec.eos_token_ids == expected
+    file.unlink()
+    assert load(tmp_path).spec.eos_token_ids == {3}
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match="int8"):
+        load(tmp_path, dtype="int8")
 
 
 def test_a_directory_that_is_not_there_is_named() -> None:

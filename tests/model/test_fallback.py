@@ -1,0 +1,158 @@
+"""Models through transformers: those that run, and those that would run wrongly and are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from aioinfer.errors import ConfigError
+from aioinfer.model.dense import DenseLM
+from aioinfer.model.loader import load_model
+from aioinfer.model.transformers_model import TransformersLM
+from tests.model.checkpoints import FAMILIES, OWN, make_checkpoint
+
+Checkpoint = Callable[[str], tuple[Path, Any]]
+CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+STATE_SPACE = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def load(path: Path, **options: Any) -> Any:
+    return load_model(path, dtype=options.pop("dtype", "float32"), device=CPU, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
+    path, oracle = checkpoint(family)
+    for force in (False, True):
+        model = load(path, force_transformers=force)
+        assert isinstance(model, DenseLM if family in OWN and not force else TransformersLM)
+        spec, config = model.spec, oracle.config
+        assert spec.num_layers == config.num_hidden_layers
+        assert spec.num_heads == config.num_attention_heads
+        assert spec.hidden_size == config.hidden_size
+        assert spec.vocab_size == config.vocab_size
+        assert spec.max_model_len == 256
+        assert spec.num_parameters == sum(parameter.numel() for parameter in oracle.parameters())
+
+
+def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
+    return "Qwen3Next", {
+        **SMALL,
+        "head_dim": 8,
+        "layer_types": list(layer_types),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 0,
+        "mlp_only_layers": [0, 1],
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("Gemma2", {**SMALL, "head_dim": 8}, "softcap"),
+        ("GptOss", {**SMALL, **EXPERTS, "head_dim": 8}, "s_aux"),
+        # A window in the mask alone, longer than the check.
+        ("Phimoe", {**SMALL, **EXPERTS, "sliding_window": 20}, "masks 20"),
+        ("Bart", {"vocab_size": 97, "d_model": 32, "decoder_layers": 2}, "takes no position_ids"),
+        ("Bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "takes no position_ids"),
+        ("GPTJ", {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "replaced"),
+        (*hybrid("linear_attention", "full_attention"), "not each of the 2 layers"),
+        (*hybrid("full_attention", "linear_attention"), "not each of the 2 layers"),
+        # Attention in each layer, and a state space beside it.
+        ("FalconH1", {**SMALL, "head_dim": 8, **STATE_SPACE}, "in chunks and decodes"),
+    ],
+)
+def test_what_would_run_wrongly_is_refused(
+    tmp_path: Path, kind: str, settings: dict[str, Any], message: str, dtype: str
+) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.25)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, dtype=dtype)
+
+
+def test_a_model_that_switches_frequencies_stops_where_it_would_switch(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    config = transformers.Phi3Config(**SMALL, rope_parameters=rope, original_max_position_embeddings=32)
+    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    assert load(tmp_path).spec.max_model_len == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # transformers would make these up and log it.
+        (lambda tensors: tensors.pop("transformer.h.1.attn.c_attn.weight"), "h.1.attn.c_attn.weight"),
+        (
+            lambda tensors: tensors.update({"transformer.ln_f.weight": torch.ones(3)}),
+            r"ln_f.weight is shaped \(3,\), the config says \(48,\)",
+        ),
+    ],
+)
+def test_a_broken_checkpoint_says_what_is_wrong(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    make_checkpoint("gpt2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+def test_an_architecture_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("gpt2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["GPT2ForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="GPT2ForSequenceClassification is no causal language model"):
+        load(tmp_path)
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    make_checkpoint("gpt2", tmp_path)
+    seen: list[tuple[str, int, int]] = []
+    load(tmp_path, progress=lambda *args: seen.append(args))
+    assert seen == [("weights", 0, 1), ("weights", 1, 1)]

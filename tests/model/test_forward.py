@@ -1,0 +1,109 @@
+"""Logits and greedy ids of ``CausalLM.forward`` against transformers, on batches built by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.model.loader import load_model
+from tests.model.checkpoints import FAMILIES, VOCAB
+from tests.model.harness import Driver
+
+Checkpoint = Callable[[str], tuple[Path, Any]]
+CPU = torch.device("cpu")
+NEW = 10
+
+
+def prompts(seed: int, lengths: tuple[int, ...] = (23, 1, 14, 40)) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+@torch.no_grad()
+def generate(oracle: Any, prompt: list[int], tokens: int) -> list[int]:
+    """What transformers' own ``generate`` makes of a prompt, with its own cache."""
+    ids = torch.tensor([prompt])
+    full = oracle.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, pad_token_id=0
+    )
+    result: list[int] = full[0].tolist()
+    return result
+
+
+@torch.no_grad()
+def oracle_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = oracle(torch.tensor([ids]), use_cache=False).logits[0].float()
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 3, 8, 100])
+def test_ids_equal_generate_and_every_logit_is_close(checkpoint: Checkpoint, family: str, chunk: int) -> None:
+    """Four sequences arrive one after the other, so that chunks and decodes share steps."""
+    path, oracle = checkpoint(family)
+    model = load_model(path, dtype="float32", device=CPU)
+    batch = prompts(7)
+    sequences = Driver(model, chunk=chunk, seed=chunk).run(batch, NEW, gap=2, all_logits=True)
+    for prompt, sequence in zip(batch, sequences, strict=True):
+        assert sequence.ids == generate(oracle, prompt, NEW)
+        wanted = oracle_logits(oracle, sequence.ids[:-1])
+        got = torch.stack([sequence.logits[position] for position in range(len(wanted))])
+        assert got.dtype == torch.float32
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 32])
+def test_page_size_changes_no_token(checkpoint: Checkpoint, page_size: int) -> None:
+    path, oracle = checkpoint("mistral-window")
+    model = load_model(path, dtype="float32", device=CPU)
+    driver = Driver(model, chunk=6, page_size=page_size, num_pages=200)
+    for prompt, sequence in zip(prompts(8), driver.run(prompts(8), NEW, gap=1), strict=True):
+        assert sequence.ids == generate(oracle, prompt, NEW)
+
+
+def test_logits_are_computed_for_the_wanted_rows_only(checkpoint: Checkpoint) -> None:
+    path, _ = checkpoint("qwen3")
+    model = load_model(path, dtype="float32", device=CPU)
+    (few,) = Driver(model, chunk=8).run(prompts(9, (23,)), 2)
+    (all_,) = Driver(model, chunk=8).run(prompts(9, (23,)), 2, all_logits=True)
+    assert sorted(few.logits) == [7, 15, 22, 23]
+    assert sorted(all_.logits) == list(range(24))
+    for position, logits in few.logits.items():
+        torch.testing.assert_close(logits, all_.logits[position], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2"])
+def test_bfloat16_is_as_close_as_rounding_allows(checkpoint: Checkpoint, family: str) -> None:
+    """No further from transformers in bfloat16 than transformers in bfloat16 is from float32."""
+    path, oracle = checkpoint(family)
+    model = load_model(path, dtype="bfloat16", device=CPU)
+    oracle_bf16 = type(oracle).from_pretrained(path, dtype=torch.bfloat16).eval()
+    batch = prompts(10)
+    distance, rounding = 0.0, 0.0
+    for prompt, sequence in zip(
+        batch, Driver(model, chunk=8).run(batch, 1, gap=2, all_logits=True), strict=True
+    ):
+        got = torch.stack([sequence.logits[position] for position in range(len(prompt))])
+        theirs, exact = oracle_logits(oracle_bf16, prompt), oracle_logits(oracle, prompt)
+        distance += float((got - theirs).pow(2).sum())
+        rounding += float((theirs - exact).pow(2).sum())
+    assert distance < rounding
+
+
+def test_the_norm_in_bfloat16_has_the_bits_of_transformers() -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from aioinfer.model.dense import _rms_norm
+
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        norm = LlamaRMSNorm(192, 1e-6).to(dtype)
+        norm.weight.data = (1 + 0.3 * torch.randn(192)).to(dtype)
+        hidden = (3 * torch.randn(37, 192)).to(dtype)
+        assert torch.equal(_rms_norm(hidden, norm.weight.detach(), 1e-6), norm(hidden))
