@@ -1,20 +1,35 @@
 """Incremental detokenization: token ids in, one at a time; text out, never half a character.
 
-The promise: the texts of all pushes and of ``finish`` together are what decoding prompt and output at
-once would add to decoding the prompt alone. If the prompt ends inside a character, the output starts
-with that character's remainder, as U+FFFD where it makes no sense by itself.
+**The promise.** The texts of all pushes and of ``finish`` together are what ``decode(prompt + output)`` has
+beyond ``decode(prompt)``, so a completion keeps its leading space. No piece is ever taken back, and a
+character whose bytes are still arriving is held back and not shown as U+FFFD.
+
+*A prompt that ends inside a character.* The two texts then differ from the unfinished character on, and
+the output begins where they differ: with the whole character if its first tokens complete it, and without
+another U+FFFD for it if they do not. Nothing else of the prompt is said again.
+
+*Where the promise has no meaning.* Decoders with byte fallback (Llama 2) turn a whole run of byte tokens
+into U+FFFD once one byte of it is wrong, also characters that were delivered long before. Those stay, and
+what follows is decoded by itself. Of broken bytes in such a run, the number of U+FFFD may differ too.
+
+Nothing waits for ever: of a run of broken bytes, all but the last few are released as they come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from os.path import commonpath
 from typing import Any, Protocol
 
-__all__ = ["Detokenizer", "OffsetDetokenizer", "StreamDetokenizer"]
+__all__ = ["DecodeStreamDetokenizer", "Detokenizer", "OffsetDetokenizer"]
 
+_REPLACEMENT = "\ufffd"
 #: Prompt tokens that give the first output token its context (leading spaces).
 _CONTEXT = 6
-_REPLACEMENT = "\ufffd"
+#: A character has at most four bytes: while it is incomplete, at most three tokens or U+FFFD are it.
+_UNFINISHED = 3
+#: So many tokens are held back in the hope of whole characters; more of them must be broken bytes.
+_PATIENCE = 12
 
 
 class Detokenizer(Protocol):
@@ -24,107 +39,159 @@ class Detokenizer(Protocol):
         """One more token; returns the text that became final with it, often none."""
 
     def finish(self) -> str:
-        """No more tokens: the rest, with U+FFFD for a character that was never completed."""
+        """No more tokens: the rest, with U+FFFD for a character that was never completed. Idempotent."""
 
 
 class OffsetDetokenizer:
-    """Decodes a short window twice and takes the difference; works with any decode function.
+    """Decodes a short window of tokens and takes what is new; works with any decode function.
 
-    The two-offset scheme of TGI and vLLM: ids before ``_prefix`` are done with, the text up to ``_read``
-    has been emitted, and decoding from ``_prefix`` gives both the context that decoders need.
+    The window is some context, whose text has been said, and the tokens whose text is still held back.
+    With every release those become the context of the next, so that it starts with a whole character.
     """
 
-    __slots__ = ("_decode", "_ids", "_prefix", "_read")
+    __slots__ = ("_decode", "_known", "_said", "_window")
 
-    def __init__(self, decode: Any, prompt_ids: Sequence[int]) -> None:
-        """``decode(ids) -> str``, with special tokens kept or left out as wanted."""
+    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int]) -> None:
+        """``decode`` keeps special tokens or leaves them out, as the output shall."""
         self._decode = decode
-        self._ids = list(_context(prompt_ids, decode))
-        self._prefix = 0
-        self._read = len(self._ids)
+        self._use_context(_context(prompt_ids, decode))
 
     def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        done: str = self._decode(self._ids[self._prefix : self._read])
-        text: str = self._decode(self._ids[self._prefix :])
-        if len(text) <= len(done) or text.endswith(_REPLACEMENT):
-            return ""
-        self._prefix = self._read
-        self._read = len(self._ids)
-        if self._prefix > 4 * _CONTEXT:
-            del self._ids[: self._prefix - _CONTEXT]
-            self._read -= self._prefix - _CONTEXT
-            self._prefix = _CONTEXT
-        return text[len(done) :]
+        window = self._window
+        window.append(token_id)
+        text = self._decode(window)
+        if text.endswith(_REPLACEMENT):
+            return self._release_broken(text) if len(window) - self._known > _PATIENCE else ""
+        new = self._unsaid(text)
+        if new:
+            # After an open end, the first of these tokens may only be the rest of a character.
+            whole = self._said.endswith(_REPLACEMENT)
+            self._use_context(window if whole else window[self._known :])
+        elif self._said or len(window) > _PATIENCE:
+            # A token without text, such as a special one, changes nothing. Only at the very start it may:
+            # there, decoders drop one leading space.
+            window.pop()
+        return new
 
     def finish(self) -> str:
-        done: str = self._decode(self._ids[self._prefix : self._read])
-        text: str = self._decode(self._ids[self._prefix :])
-        self._prefix = self._read = len(self._ids)
-        return text[len(done) :]
+        new = self._unsaid(self._decode(self._window)) if len(self._window) > self._known else ""
+        self._use_context([])
+        return new
+
+    @property
+    def context(self) -> list[int] | None:
+        """The tokens from which the next one can be decoded, or None while text is held back."""
+        open_end = len(self._window) > self._known or self._said.endswith(_REPLACEMENT)
+        return None if open_end else self._window
+
+    def _use_context(self, tokens: list[int]) -> None:
+        self._window = tokens
+        #: how many tokens of the window have been dealt with, and how much of its text
+        self._known = len(tokens)
+        self._said = self._decode(tokens)
+
+    def _unsaid(self, text: str) -> str:
+        """What ``text``, that of the whole window, has beyond what was said."""
+        said = self._said
+        if text.startswith(said):
+            return text[len(said) :]
+        if said.endswith(_REPLACEMENT):
+            return text[len(commonpath([said, text])) :]
+        return self._decode(self._window[self._known :])
+
+    def _release_broken(self, text: str) -> str:
+        """Release what no further byte can change, and shorten the window."""
+        unsaid = self._unsaid(text)
+        settled = _without_unfinished(unsaid)
+        held = len(unsaid) - len(settled)
+        self._window = self._window[-_PATIENCE:]
+        self._known = _PATIENCE - _UNFINISHED
+        shown = self._decode(self._window)
+        self._said = shown[: max(0, len(shown) - held)]
+        return settled
 
 
-class StreamDetokenizer:
-    """The same by the ``DecodeStream`` of the tokenizers library, in about a microsecond per token.
+class DecodeStreamDetokenizer:
+    """The same by the ``DecodeStream`` of the tokenizers library, in less than a microsecond per token.
 
-    The library's stream has no flush, holds back a real U+FFFD, and on some inputs raises "Invalid
-    prefix"; then, and for the tail, an :class:`OffsetDetokenizer` over the tokens not yet emitted takes
-    over.
+    That stream has no flush, repeats a prompt that ends inside a character, raises "Invalid prefix" where
+    text changes in hindsight, and holds back U+FFFD and textless tokens at a cost that grows with their
+    number. In all these cases an :class:`OffsetDetokenizer` takes over until its text is settled.
     """
 
-    __slots__ = ("_decode", "_fallback", "_pending", "_recent", "_stream", "_tokenizer")
+    __slots__ = ("_decode", "_held", "_last", "_skip", "_slow", "_stream", "_tokenizer")
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         """``tokenizer`` is a ``tokenizers.Tokenizer``."""
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        #: the last emitted tokens, as context, and those whose text is still held back
-        self._recent = list(_context(prompt_ids, self._decode))
-        self._pending: list[int] = []
-        self._stream = DecodeStream(ids=self._recent, skip_special_tokens=skip_special_tokens)
-        self._fallback: OffsetDetokenizer | None = None
+        #: the tokens of the last release, and those since
+        self._last: list[int] = []
+        self._held: list[int] = []
+        self._slow: OffsetDetokenizer | None = OffsetDetokenizer(self._decode, prompt_ids)
+        self._stream: Any = None
+        self._resume()
 
     def push(self, token_id: int) -> str:
-        if self._fallback is not None:
-            return self._fallback.push(token_id)
-        self._pending.append(token_id)
+        if self._slow is not None:
+            settled = self._slow.push(token_id)
+            self._resume()
+            return settled
+        held = self._held
+        held.append(token_id)
         try:
             text: str | None = self._stream.step(self._tokenizer, token_id)
         except Exception:
-            # The library knows no exception class of its own here.
-            return self._fall_back()[0]
+            # The library has no exception class of its own for this.
+            return self._take_over()
         if text is None:
-            if len(self._pending) > _CONTEXT:
-                # No character is this long: the bytes are broken, and the stream would hold them for ever.
-                return self._fall_back()[0]
-            return ""
-        self._recent = (self._recent + self._pending)[-_CONTEXT:]
-        self._pending = []
+            return self._take_over() if len(held) > _PATIENCE else ""
+        self._last = held
+        self._held = []
         return text
 
     def finish(self) -> str:
-        if self._fallback is None:
-            if not self._pending:
-                return ""
-            text, fallback = self._fall_back()
-            return text + fallback.finish()
-        return self._fallback.finish()
+        text = self._take_over() if self._held else ""
+        if self._slow is not None:
+            text += self._slow.finish()
+            self._resume()
+        return text
 
-    def _fall_back(self) -> tuple[str, OffsetDetokenizer]:
-        """Hand over; returns the text of the held-back tokens as far as it is final."""
-        self._fallback = fallback = OffsetDetokenizer(self._decode, self._recent)
-        return "".join(fallback.push(token) for token in self._pending), fallback
+    def _take_over(self) -> str:
+        """Push what is held back through the slow path; returns what of it is final."""
+        self._slow = slow = OffsetDetokenizer(self._decode, self._last)
+        text = "".join([slow.push(token) for token in self._held])
+        self._held = []
+        self._resume()
+        return text
+
+    def _resume(self) -> None:
+        """Back to the fast path if no text is held back."""
+        assert self._slow is not None
+        context = self._slow.context
+        if context is not None:
+            from tokenizers.decoders import DecodeStream
+
+            self._last = context
+            self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip)
+            self._slow = None
 
 
-def _context(prompt_ids: Sequence[int], decode: Any) -> Sequence[int]:
-    """The end of the prompt, if it ends with a whole character, else nothing.
+def _context(prompt_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
+    """The last few tokens of the prompt; if it ends inside a character, the tokens of that character."""
+    for unfinished in range(_UNFINISHED + 1):
+        end = len(prompt_ids) - unfinished
+        # Four lengths, because one that begins inside a character may look broken where the prompt is not.
+        for count in range(_CONTEXT, _CONTEXT + 4):
+            whole = list(prompt_ids[max(0, end - count) : end])
+            if not decode(whole).endswith(_REPLACEMENT):
+                return list(prompt_ids[end:]) if unfinished else whole
+    return list(prompt_ids[-_CONTEXT:])
 
-    A few lengths are tried: one that begins inside a character may look broken where the prompt is not.
-    """
-    for count in range(_CONTEXT, _CONTEXT + 4):
-        context = prompt_ids[-count:]
-        if not decode(list(context)).endswith(_REPLACEMENT):
-            return context
-    return []
+
+def _without_unfinished(text: str) -> str:
+    """All but the trailing U+FFFD that may still become a character."""
+    for _ in range(_UNFINISHED):
+        text = text.removesuffix(_REPLACEMENT)
+    return text

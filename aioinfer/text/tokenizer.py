@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from aioinfer.errors import ConfigError, InvalidRequest
-from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer, StreamDetokenizer
+from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 
 __all__ = ["HFTokenizer", "Tokenizer"]
 
@@ -80,7 +80,7 @@ class HFTokenizer:
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         if self._fast is not None:
-            return StreamDetokenizer(self._fast, prompt_ids, skip_special_tokens=skip_special_tokens)
+            return DecodeStreamDetokenizer(self._fast, prompt_ids, skip_special_tokens=skip_special_tokens)
         return OffsetDetokenizer(
             lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), prompt_ids
         )

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer, StreamDetokenizer
+from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 
 Make = Callable[[Tokenizer, list[int], bool], Detokenizer]
 
 
 def make_stream(tokenizer: Tokenizer, prompt: list[int], skip: bool) -> Detokenizer:
-    return StreamDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    return DecodeStreamDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
 
 
 def make_offset(tokenizer: Tokenizer, prompt: list[int], skip: bool) -> Detokenizer:
