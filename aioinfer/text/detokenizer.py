@@ -18,7 +18,7 @@ Nothing waits for ever: of a run of broken bytes, all but the last few are relea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from os.path import commonpath
+from os.path import commonprefix
 from typing import Any, Protocol
 
 __all__ = ["DecodeStreamDetokenizer", "Detokenizer", "OffsetDetokenizer"]
@@ -96,7 +96,7 @@ class OffsetDetokenizer:
         if text.startswith(said):
             return text[len(said) :]
         if said.endswith(_REPLACEMENT):
-            return text[len(commonpath([said, text])) :]
+            return text[len(commonprefix([said, text])) :]  # noqa: RUF071 (text, not a path)
         return self._decode(self._window[self._known :])
 
     def _release_broken(self, text: str) -> str:
