@@ -140,9 +140,10 @@ def test_grouping_covers_each_row_once_and_bounds_what_is_gathered(monkeypatch: 
     monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", 1000)
     contexts = [random.Random(3).randint(1, 200) for _ in range(40)]
     groups = sdpa._groups(contexts, 4, "cpu")
-    rows = [row for group, _ in groups for row in group]  # type: ignore[union-attr]
+    rows = [row for group, _, _ in groups for row in group]  # type: ignore[union-attr]
     assert sorted(rows) == list(range(40))
-    for group, context in groups:
+    for group, count, context in groups:
+        assert count == len(group)  # type: ignore[arg-type]
         assert context % 16 == 0
         assert max(contexts[row] for row in group) <= context  # type: ignore[union-attr]
         assert len(group) == 1 or len(group) * context * 4 <= 1000  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ class KVPool:
     request that went wrong leaves NaN in pages that others get. Kernels must read valid cells only.
     """
 
-    __slots__ = ("keys", "page_size", "values")
+    __slots__ = ("key_cells", "keys", "page_size", "value_cells", "values")
 
     def __init__(
         self,
@@ -32,6 +32,9 @@ class KVPool:
         self.page_size = page_size
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        #: the same memory by KV cell, [cells, num_kv_heads, head_dim]
+        self.key_cells = [store.flatten(0, 1) for store in self.keys]
+        self.value_cells = [store.flatten(0, 1) for store in self.values]
 
     @staticmethod
     def bytes_per_page(
@@ -42,10 +45,5 @@ class KVPool:
 
     def write(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [T, num_kv_heads, head_dim] at KV cells [T]."""
-        all_keys, all_values = self.cells(layer)
-        all_keys.index_copy_(0, slot_mapping, keys)
-        all_values.index_copy_(0, slot_mapping, values)
-
-    def cells(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer by KV cell, views [cells, num_kv_heads, head_dim]."""
-        return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+        self.key_cells[layer].index_copy_(0, slot_mapping, keys)
+        self.value_cells[layer].index_copy_(0, slot_mapping, values)

@@ -13,6 +13,7 @@ queries are folded into the query axis (decode) or spread by a stride of 0 (pref
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,14 +34,34 @@ _SCRATCH_LIMIT = 1 << 22
 
 
 @dataclass(slots=True)
+class _Context:
+    """Where the keys and values that a call needs lie, and where it gathers them.
+
+    Buffers are shared by all calls of a step, one after the other: good until the next gather.
+    """
+
+    #: [n] KV cells
+    cells: torch.Tensor
+    #: [n, num_kv_heads, head_dim]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def gather(self, pool: KVPool, layer: int) -> None:
+        torch.index_select(pool.key_cells[layer], 0, self.cells, out=self.keys)
+        torch.index_select(pool.value_cells[layer], 0, self.cells, out=self.values)
+
+
+@dataclass(slots=True)
 class _Decodes:
     """Decode rows that share one call."""
 
     #: which token rows of the batch
     rows: slice | torch.Tensor
     count: int
-    #: [count * context] KV cells to gather
-    cells: torch.Tensor
+    context: _Context
+    #: the context's buffers as [count, num_kv_heads, context, head_dim]
+    keys: torch.Tensor
+    values: torch.Tensor
     #: additive, [count, 1, 1, context]: 0, or -inf over the padding
     mask: torch.Tensor
 
@@ -50,8 +71,8 @@ class _Chunk:
     """One prefill chunk."""
 
     tokens: slice
-    #: [context] KV cells to gather, or None if the chunk is its whole context
-    cells: torch.Tensor | None
+    #: None if the chunk is its whole context
+    context: _Context | None
     #: True where a query may look, [q_len, context], or None for plain causal
     mask: torch.Tensor | None
 
@@ -73,7 +94,7 @@ class SDPAAttention:
         self._pool = pool
         keys = pool.keys[0]
         on_cpu = keys.device.type == "cpu"
-        # Pages of this memory that no gather reaches are never touched.
+        # On a CPU, parts of this memory that no gather reaches are never touched.
         self._scratch = [keys.new_empty(_SCRATCH_LIMIT if on_cpu else 0) for _ in range(2)]
 
     def __call__(
@@ -93,7 +114,9 @@ class SDPAAttention:
             plans = batch.attention_plan = {}
         plan = plans.get(window)
         if plan is None:
-            plan = plans[window] = self._plan(batch, window, k)
+            plan = plans[window] = self._plan(batch, window)
+        if len(plan.decodes) == 1 and not plan.chunks:
+            return self._decode(layer, q, plan.decodes[0], scale)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for decodes in plan.decodes:
             output[decodes.rows] = self._decode(layer, q[decodes.rows], decodes, scale)
@@ -103,21 +126,19 @@ class SDPAAttention:
         return output
 
     def _decode(self, layer: int, q: torch.Tensor, decodes: _Decodes, scale: float) -> torch.Tensor:
-        num_heads, head_dim = q.shape[1:]
-        keys, values = (
-            gathered.view(decodes.count, -1, *gathered.shape[1:]).transpose(1, 2)
-            for gathered in self._gather(layer, decodes.cells)
+        decodes.context.gather(self._pool, layer)
+        grouped = q.view(decodes.count, decodes.keys.shape[1], -1, q.shape[2])
+        mixed = F.scaled_dot_product_attention(
+            grouped, decodes.keys, decodes.values, attn_mask=decodes.mask, scale=scale
         )
-        num_kv_heads = keys.shape[1]
-        grouped = q.view(decodes.count, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask, scale=scale)
-        return mixed.reshape(decodes.count, num_heads, head_dim)
+        return mixed.reshape(q.shape)
 
     def _prefill(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: _Chunk, scale: float
     ) -> torch.Tensor:
-        if chunk.cells is not None:
-            k, v = self._gather(layer, chunk.cells)
+        if chunk.context is not None:
+            chunk.context.gather(self._pool, layer)
+            k, v = chunk.context.keys, chunk.context.values
         q_len, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         group = num_heads // num_kv_heads
@@ -130,84 +151,104 @@ class SDPAAttention:
         )
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
-    def _gather(self, layer: int, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [cells, num_kv_heads, head_dim]; good until the next gather."""
-        keys, values = self._pool.cells(layer)
-        shape = (len(cells), *keys.shape[1:])
-        elements = len(cells) * keys[0].numel()
-        if elements > len(self._scratch[0]):
-            return keys.index_select(0, cells), values.index_select(0, cells)
-        for scratch, store in zip(self._scratch, (keys, values), strict=True):
-            torch.index_select(store, 0, cells, out=scratch[:elements].view(shape))
-        return self._scratch[0][:elements].view(shape), self._scratch[1][:elements].view(shape)
-
-    def _plan(self, batch: Batch, window: int | None, k: torch.Tensor) -> _Plan:
-        """``k`` tells the KV heads, their size and the dtype."""
+    def _plan(self, batch: Batch, window: int | None) -> _Plan:
+        width = self._pool.key_cells[0][0].numel()
+        device_type = self._pool.keys[0].device.type
         contexts = [min(length, window or length) for length in batch.kv_lens]
+        groups = _groups(contexts[: batch.num_decodes], width, device_type)
+        # The first row of a chunk looks back furthest, the last one is where its context ends.
+        reaches = [
+            min(kv_len, kv_len if window is None else q_len - 1 + window)
+            for q_len, kv_len in zip(batch.q_lens, batch.kv_lens, strict=True)
+        ][batch.num_decodes :]
+        needed = max([count * context for _, count, context in groups] + reaches)
+        buffers = self._scratch
+        if needed * width > len(buffers[0]):
+            buffers = [buffer.new_empty(needed * width) for buffer in buffers]
         starts = list(itertools.accumulate(batch.q_lens, initial=0))
-        decodes = [
-            self._plan_decodes(batch, rows, context, window, k)
-            for rows, context in _groups(contexts[: batch.num_decodes], k[0].numel(), k.device.type)
-        ]
-        chunks = []
-        for row in range(batch.num_decodes, len(batch.q_lens)):
-            tokens = slice(starts[row], starts[row + 1])
-            chunks.append(self._plan_chunk(batch, row, tokens, window))
-        return _Plan(decodes, chunks)
+        return _Plan(
+            [self._plan_decodes(batch, rows, context, window, buffers) for rows, _, context in groups],
+            [
+                self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, window, buffers)
+                for row, reach in enumerate(reaches, batch.num_decodes)
+            ],
+        )
 
     def _plan_decodes(
-        self, batch: Batch, rows: list[int] | slice, context: int, window: int | None, k: torch.Tensor
+        self,
+        batch: Batch,
+        rows: list[int] | slice,
+        context: int,
+        window: int | None,
+        buffers: list[torch.Tensor],
     ) -> _Decodes:
-        device = k.device
+        device = batch.kv_len.device
         chosen = rows if isinstance(rows, slice) else torch.tensor(rows, device=device)
         kv_len = batch.kv_len[chosen].unsqueeze(1)
         positions = torch.arange(context, device=device).expand(len(kv_len), -1)
         if window is not None:
             positions = positions + (kv_len - window).clamp_min_(0)
-        mask = torch.zeros(positions.shape, dtype=k.dtype, device=device)
+        mask = torch.zeros(positions.shape, dtype=buffers[0].dtype, device=device)
         mask.masked_fill_(positions >= kv_len, float("-inf"))
         # Padding repeats the row's own last cell, which this step has written.
-        cells = self._cells_at(batch.block_table[chosen], torch.minimum(positions, kv_len - 1))
-        return _Decodes(chosen, len(kv_len), cells.flatten(), mask[:, None, None, :])
+        found = self._context(batch.block_table[chosen], torch.minimum(positions, kv_len - 1), buffers)
+        keys, values = (
+            buffer.view(*positions.shape, *buffer.shape[1:]).transpose(1, 2)
+            for buffer in (found.keys, found.values)
+        )
+        return _Decodes(chosen, len(kv_len), found, keys, values, mask[:, None, None, :])
 
-    def _plan_chunk(self, batch: Batch, row: int, tokens: slice, window: int | None) -> _Chunk:
+    def _plan_chunk(
+        self,
+        batch: Batch,
+        row: int,
+        tokens: slice,
+        reach: int,
+        window: int | None,
+        buffers: list[torch.Tensor],
+    ) -> _Chunk:
+        """``reach`` is how many positions the chunk's queries look at together."""
         q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
         device = batch.block_table.device
         if q_len == kv_len:
             wide = window is None or window >= kv_len
             return _Chunk(tokens, None, None if wide else causal_mask(q_len, kv_len, window, device))
-        # What the chunk's first query can see is the furthest that any of them looks back.
-        first = 0 if window is None else max(0, kv_len - q_len + 1 - window)
-        positions = torch.arange(first, kv_len, device=device)
-        cells = self._cells_at(batch.block_table[row : row + 1], positions.unsqueeze(0))
-        return _Chunk(tokens, cells.flatten(), causal_mask(q_len, kv_len - first, window, device))
+        positions = torch.arange(kv_len - reach, kv_len, device=device).unsqueeze(0)
+        context = self._context(batch.block_table[row : row + 1], positions, buffers)
+        return _Chunk(tokens, context, causal_mask(q_len, reach, window, device))
 
-    def _cells_at(self, tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """KV cells of positions [rows, n], by each row's page table."""
+    def _context(
+        self, tables: torch.Tensor, positions: torch.Tensor, buffers: list[torch.Tensor]
+    ) -> _Context:
+        """Positions [rows, n], looked up in each row's page table."""
         size = self._pool.page_size
         pages = tables.gather(1, torch.div(positions, size, rounding_mode="floor"))
-        return pages * size + positions % size
+        cells = (pages * size + positions % size).flatten()
+        shape = (len(cells), *self._pool.key_cells[0].shape[1:])
+        keys, values = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+        return _Context(cells, keys, values)
 
 
-def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[list[int] | slice, int]]:
+def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[list[int] | slice, int, int]]:
     """Divide rows among calls: similar contexts together, so that little padding is gathered.
 
-    ``width`` is the elements of one position's keys. Returns rows, and the padded context of each call.
+    ``width`` is the elements of one position's keys. Returns the rows, their number and the padded context
+    of each call.
     """
     if not contexts:
         return []
     limit = _GROUP_LIMIT.get(device_type, _GROUP_LIMIT_ELSEWHERE)
     padded = [-(-context // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE for context in contexts]
     if len(padded) * max(padded) * width <= limit:
-        return [(slice(0, len(padded)), max(padded))]
-    groups: list[tuple[list[int] | slice, int]] = []
+        return [(slice(0, len(padded)), len(padded), max(padded))]
+    groups: list[tuple[list[int] | slice, int, int]] = []
     members: list[int] = []
     for row in sorted(range(len(padded)), key=padded.__getitem__):
         if members and (len(members) + 1) * padded[row] * width > limit:
-            groups.append((members, padded[members[-1]]))
+            groups.append((members, len(members), padded[members[-1]]))
             members = []
         members.append(row)
-    groups.append((members, padded[members[-1]]))
+    groups.append((members, len(members), padded[members[-1]]))
     return groups
 
 
