@@ -67,10 +67,10 @@ class OffsetDetokenizer:
             # After an open end, the first of these tokens may only be the rest of a character.
             whole = self._said.endswith(_REPLACEMENT)
             self._use_context(window if whole else window[self._known :])
-        elif self._said or len(window) > _PATIENCE:
-            # A token without text, such as a special one, changes nothing. Only at the very start it may:
-            # there, decoders drop one leading space.
-            window.pop()
+        elif len(window) - self._known > _PATIENCE:
+            # Some decoders show an unfinished character as nothing, but so many tokens without text are
+            # none: special ones left out, or ids that the tokenizer does not have.
+            del window[self._known]
         return new
 
     def finish(self) -> str:

@@ -14,9 +14,12 @@ __all__ = ["OutputText"]
 
 
 class OutputText:
-    """Detokenizer and stop matcher in a row. ``pieces`` only ever grows, by non-empty pieces.
+    """Detokenizer and stop matcher in a row, on the event loop, once per token.
 
-    Without a detokenizer (an engine that has no tokenizer) there is no text.
+    Attributes:
+        pieces: the released text. It only ever grows, by non-empty pieces, so that readers need no more
+            than a position in it.
+        enabled: there is a detokenizer. Without one (an engine that has no tokenizer) there is no text.
     """
 
     __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "enabled", "pieces")
@@ -43,10 +46,14 @@ class OutputText:
         """
         if self._detokenizer is None or self._ended:
             return None
-        return self._release(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        return self._release(text) if text else None
 
     def finish(self) -> None:
-        """No more tokens: release what was held back. A stop string in it still cuts the text."""
+        """No more tokens: release what was held back. Idempotent.
+
+        The detokenizer's tail goes the same way, so a stop string that it completes still cuts the text.
+        """
         if self._detokenizer is None or self._ended:
             return
         self._release(self._detokenizer.finish())
@@ -55,7 +62,7 @@ class OutputText:
         self._ended = True
 
     def _release(self, text: str) -> str | None:
-        if not text or self._matcher is None:
+        if self._matcher is None:
             self._append(text)
             return None
         safe, stop = self._matcher.push(text)

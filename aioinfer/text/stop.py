@@ -12,40 +12,52 @@ class StopMatcher:
     """An Aho-Corasick automaton (Aho and Corasick, 1975) over the stop strings.
 
     Linear in the text, and independent of how the text is cut into pieces. The match that ends first
-    wins; of several that end at the same character, the longest.
+    wins; of several that end at the same character, the longest, which is the one that begins first.
+    What is held back is the longest end of the text that is a proper beginning of some stop string.
     """
 
-    __slots__ = ("_depth", "_edges", "_fail", "_held", "_hit", "_node")
+    __slots__ = ("_depth", "_edges", "_ended", "_fail", "_first", "_held", "_hit", "_node")
 
     def __init__(self, stops: Sequence[str]) -> None:
+        """Raises ValueError for an empty stop string: it would end every text before it begins."""
         self._edges: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._hit: list[str | None] = [None]
         for stop in stops:
+            if not stop:
+                raise ValueError("a stop string is empty")
             node = 0
             for character in stop:
                 node = self._child(node, character)
             self._hit[node] = stop
-        self._fail = self._failure_links()
+        self._first = frozenset(self._edges[0])
+        self._fail = [0] * len(self._edges)
+        self._link_failures()
         self._node = 0
         self._held = ""
+        self._ended = False
 
     def push(self, text: str) -> tuple[str, str | None]:
         """More text: returns what is safe to release, and the stop string that was completed, if any.
 
-        After a match nothing more may be pushed.
+        After a match nothing more is released and nothing more is found.
         """
+        node = self._node
+        if not node and self._first.isdisjoint(text):
+            return ("", None) if self._ended else (text, None)
+        if self._ended:
+            return "", None
         held = self._held + text
+        hits, edges = self._hit, self._edges
         for end, character in enumerate(text, len(self._held) + 1):
-            node = self._step(self._node, character)
-            self._node = node
-            stop = self._hit[node]
+            node = edges[node].get(character) or self._step(node, character)
+            stop = hits[node]
             if stop is not None:
-                self._held = ""
+                self._ended, self._held, self._node = True, "", 0
                 return held[: end - len(stop)], stop
-        keep = self._depth[self._node]
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep], None
+        safe = len(held) - self._depth[node]
+        self._node, self._held = node, held[safe:]
+        return held[:safe], None
 
     def flush(self) -> str:
         """The output has ended: what was held back is text after all."""
@@ -63,15 +75,15 @@ class StopMatcher:
         return child
 
     def _step(self, node: int, character: str) -> int:
+        """Where the automaton is after ``character``: at the longest beginning of a stop that ends here."""
         while character not in self._edges[node]:
             if node == 0:
                 return 0
             node = self._fail[node]
         return self._edges[node][character]
 
-    def _failure_links(self) -> list[int]:
+    def _link_failures(self) -> None:
         """For each node, the node of its longest proper suffix; hits are inherited along the links."""
-        self._fail = [0] * len(self._edges)
         queue = deque(self._edges[0].values())
         while queue:
             node = queue.popleft()
@@ -80,4 +92,3 @@ class StopMatcher:
                 queue.append(child)
             if self._hit[node] is None:
                 self._hit[node] = self._hit[self._fail[node]]
-        return self._fail

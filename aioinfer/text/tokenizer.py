@@ -11,12 +11,36 @@ from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, Offs
 
 __all__ = ["HFTokenizer", "Tokenizer"]
 
+#: What ``apply_chat_template`` takes as arguments of its own, and is not for callers to set.
+_RESERVED = frozenset(
+    {
+        "conversation",
+        "chat_template",
+        "tokenize",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+    }
+)
+
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Encoding happens on worker threads, detokenizing on the loop."""
+    """Text to ids and back. Encoding happens on worker threads, detokenizing on the loop.
+
+    Attributes:
+        eos_token_ids: the ids that end an output.
+        has_chat_template: ``encode_chat`` can be used.
+        vocab_size: how many tokens there are, special and added ones included.
+    """
 
     eos_token_ids: frozenset[int]
     has_chat_template: bool
+    vocab_size: int
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. Raises InvalidRequest."""
@@ -31,88 +55,146 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """The tokenizer of a model directory, through transformers.
+    """The tokenizer of a model directory, through transformers. Its methods may be called from any thread.
 
-    Special tokens written out in a prompt are special tokens, as in vLLM and transformers: who renders
-    templates by hand relies on it, who wants to rule it out filters prompts before they come here.
+    Special tokens written out in a prompt or a message are special tokens, as in vLLM and transformers:
+    who renders templates by hand relies on it, who wants to rule it out filters texts before they come
+    here.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """``tokenizer`` is one of transformers'; it must not be used by anybody else from now on."""
         self._tokenizer = tokenizer
-        self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        self._fast: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        if self._fast is not None:
+            # A fast tokenizer can be shared by threads as long as nobody changes it: so all that
+            # transformers would set with every call is set here, once.
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            self._fast.encode_special_tokens = tokenizer.split_special_tokens
         eos = tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
         self.has_chat_template = bool(tokenizer.chat_template)
+        self.vocab_size = len(tokenizer)
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Load from a local directory; no remote code, no network. Raises ConfigError."""
+        """Load from a local directory; no network, no code from it, no question. Raises ConfigError."""
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True))
-        except (OSError, ValueError, KeyError) as error:
+            # Without an explicit no, transformers asks on the terminal whether to run the directory's code.
+            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+        except Exception as error:
+            # Broken files raise nearly anything, of Rust's making also the bare Exception.
             raise ConfigError(f"the tokenizer of {path.name} could not be loaded: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        _check_unicode("prompt", text)
-        ids: list[int] = self._tokenizer.encode(text)
-        return ids
+        """Ids of a prompt, with the special tokens that the model expects around it (such as BOS).
+
+        Raises InvalidRequest for what is no text: half a surrogate pair has no bytes.
+        """
+        _check_text("prompt", text)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
-        import jinja2
+        """Ids of a conversation through the model's chat template.
 
-        conversation = [_message(number, message) for number, message in enumerate(messages)]
+        Args:
+            messages: each with ``role`` and ``content``, which is text or a list of OpenAI's text parts.
+                Other keys are the template's to read.
+            template_kwargs: variables of the template, besides ``tools``, ``documents``,
+                ``add_generation_prompt`` (default true) and ``continue_final_message``.
+
+        Raises:
+            InvalidRequest: of field "messages" or the part of it that is malformed, also where the template
+                refuses them or there is none; of "chat_template_kwargs" for one that is not for callers.
+        """
+        given: Any = messages
+        if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or not given:
+            raise InvalidRequest("messages", "must be a non-empty list")
+        conversation = [_message(f"messages[{number}]", message) for number, message in enumerate(given)]
         if not self.has_chat_template:
             raise InvalidRequest("messages", "the model has no chat template: give a text prompt")
+        for name in template_kwargs:
+            if name in _RESERVED:
+                raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set")
+        template_kwargs.setdefault(
+            "add_generation_prompt", not template_kwargs.get("continue_final_message", False)
+        )
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=False, **template_kwargs
-            )
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs)
+        except Exception as error:
+            # A template is a program: on messages that it was not made for it may raise anything.
             raise InvalidRequest("messages", f"the chat template refused them: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        _check_text("messages", text)
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of ``ids`` as the model's decoder has it, without transformers' clean-up of spaces."""
+        text: str
+        if self._fast is not None:
+            text = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._tokenizer.decode(
+                list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
         return text
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """For an output that continues ``prompt_ids``; agrees with :meth:`decode`."""
         if self._fast is not None:
             return DecodeStreamDetokenizer(self._fast, prompt_ids, skip_special_tokens=skip_special_tokens)
         return OffsetDetokenizer(
             lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), prompt_ids
         )
 
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int]
+        if self._fast is not None:
+            # Of the library's ways to encode, only those for batches let other threads run meanwhile.
+            ids = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        else:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
 
-def _message(number: int, message: Any) -> dict[str, Any]:
+
+def _message(field: str, message: Any) -> dict[str, Any]:
     """A chat message with its content as plain text; OpenAI's text parts are joined."""
-    field = f"messages[{number}]"
     if not isinstance(message, Mapping):
         raise InvalidRequest(field, f"must be an object, got {type(message).__name__}")
     role = message.get("role")
-    if not isinstance(role, str) or not role:
+    if role is None:
         raise InvalidRequest(f"{field}.role", "is missing")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"{field}.role", f"must be non-empty text, got {role!r}")
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        content = "".join(_part(f"{field}.content", part) for part in content)
+        content = "".join(_part(f"{field}.content[{number}]", part) for number, part in enumerate(content))
     if content is None and role == "assistant":
+        # A message that only calls tools has none.
         content = ""
+    if content is None:
+        raise InvalidRequest(f"{field}.content", "is missing")
     if not isinstance(content, str):
         raise InvalidRequest(f"{field}.content", "must be text or a list of text parts")
-    _check_unicode(f"{field}.content", content)
+    _check_text(f"{field}.content", content)
     return {**message, "role": role, "content": content}
 
 
 def _part(field: str, part: Any) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidRequest(field, "only text parts are understood")
-    text: str = part["text"]
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise InvalidRequest(field, f"only parts of type 'text' are understood, got {str(kind)[:40]!r}")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{field}.text", "must be text")
     return text
 
 
-def _check_unicode(field: str, text: str) -> None:
+def _check_text(field: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequest(field, f"must be text, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:
