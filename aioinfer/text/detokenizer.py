@@ -10,7 +10,8 @@ another U+FFFD for it if they do not. Nothing else of the prompt is said again.
 
 *Where the promise has no meaning.* Decoders with byte fallback (Llama 2) turn a whole run of byte tokens
 into U+FFFD once one byte of it is wrong, also characters that were delivered long before. Those stay, and
-what follows is decoded by itself. Of broken bytes in such a run, the number of U+FFFD may differ too.
+what follows is decoded by itself. In such a run the number of U+FFFD may differ; one that the model wrote
+itself looks like broken bytes and counts as such.
 
 Nothing waits for ever: of a run of broken bytes, all but the last few are released as they come.
 """
@@ -18,7 +19,6 @@ Nothing waits for ever: of a run of broken bytes, all but the last few are relea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from os.path import commonprefix
 from typing import Any, Protocol
 
 __all__ = ["DecodeStreamDetokenizer", "Detokenizer", "OffsetDetokenizer"]
@@ -96,7 +96,7 @@ class OffsetDetokenizer:
         if text.startswith(said):
             return text[len(said) :]
         if said.endswith(_REPLACEMENT):
-            return text[len(commonprefix([said, text])) :]  # noqa: RUF071 (text, not a path)
+            return text[_common(said, text) :]
         return self._decode(self._window[self._known :])
 
     def _release_broken(self, text: str) -> str:
@@ -195,3 +195,9 @@ def _without_unfinished(text: str) -> str:
     for _ in range(_UNFINISHED):
         text = text.removesuffix(_REPLACEMENT)
     return text
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.text.output import OutputText
 from aioinfer.text.stop import StopMatcher
-from aioinfer.twin import ToyTokenizer
 
 
 def naive(stops: list[str], text: str) -> tuple[str, str | None]:
@@ -19,6 +19,14 @@ def naive(stops: list[str], text: str) -> tuple[str, str | None]:
             stop = max(hits, key=len)
             return text[: end - len(stop)], stop
     return text, None
+
+
+def must_hold(stops: list[str], text: str) -> str:
+    """The longest end of the text that is a proper beginning of a stop string."""
+    for at in range(len(text)):
+        if any(stop.startswith(text[at:]) for stop in stops):
+            return text[at:]
+    return ""
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
@@ -35,14 +43,30 @@ def test_any_chunking_gives_what_the_whole_text_gives(stops: list[str], chunks: 
         released += safe
         if hit is not None:
             break
-        held = seen[len(released) :]
-        assert any(stop.startswith(held) for stop in stops), "held back what no stop can begin with"
-        assert not any(
-            stop.startswith(seen[at:]) for at in range(len(released)) for stop in stops if seen[at:]
-        )
+        assert released + must_hold(stops, seen) == seen
+    assert matcher.push("")[0] == ""
     if hit is None:
         released += matcher.flush()
     assert (released, hit) == naive(stops, "".join(chunks))
+    assert matcher.flush() == ""
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    text=st.text("abc", max_size=8),
+)
+def test_every_chunking_of_a_short_text(stops: list[str], text: str) -> None:
+    wanted = naive(stops, text)
+    for cuts in range(2 ** max(0, len(text) - 1)):
+        matcher = StopMatcher(stops)
+        released, hit, chunk = "", None, ""
+        for at, character in enumerate(text):
+            chunk += character
+            if cuts >> at & 1 or at == len(text) - 1:
+                safe, found = matcher.push(chunk)
+                released, hit, chunk = released + safe, hit or found, ""
+        assert (released + matcher.flush(), hit) == wanted
 
 
 def test_only_a_suffix_that_can_still_match_is_held_back() -> None:
@@ -50,35 +74,35 @@ def test_only_a_suffix_that_can_still_match_is_held_back() -> None:
     assert matcher.push("one <") == ("one ", None)
     assert matcher.push("two") == ("<two", None)
     assert matcher.push("<en") == ("", None)
-    assert matcher.push("d>x") == ("", "<end>")
+    assert matcher.push("<e") == ("<en", None)
+    assert matcher.push("nd") == ("", None)
+    assert matcher.push("!<end>x") == ("<end!", "<end>")
 
 
-def toy_output(ids: list[int], stop: list[str], include_stop: bool = False) -> tuple[str, str | None]:
-    tokenizer = ToyTokenizer()
-    output = OutputText(tokenizer.detokenizer([], skip_special_tokens=True), stop, include_stop)
-    for token in ids:
-        hit = output.push(token)
-        if hit is not None:
-            assert output.push(5) is None, "nothing comes after a stop"
-            output.finish()
-            return output.text, hit
-    output.finish()
-    output.finish()
-    return output.text, None
+def test_the_stop_that_ends_first_wins_and_of_equals_the_longest() -> None:
+    assert StopMatcher(["abcde", "bc"]).push("xabcdef") == ("xa", "bc")
+    assert StopMatcher(["c", "abc", "bc"]).push("xabcdef") == ("x", "abc")
 
 
-@pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "bcd")])
-def test_the_stop_is_cut_or_kept(include: bool, text: str) -> None:
-    assert toy_output([1, 2, 3, 4], ["cd"], include) == (text, "cd")
+def test_nothing_is_released_or_found_after_a_match() -> None:
+    matcher = StopMatcher(["ab"])
+    assert matcher.push("xaby") == ("x", "ab")
+    assert matcher.push("text") == ("", None)
+    assert matcher.push("ab") == ("", None)
+    assert matcher.flush() == ""
 
 
-def test_held_back_text_is_released_at_the_end() -> None:
-    assert toy_output([1, 2], ["cd"]) == ("bc", None)
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopMatcher(["a", ""])
 
 
-def test_without_a_tokenizer_there_is_no_text() -> None:
-    output = OutputText(None)
-    assert output.push(1) is None
-    output.finish()
-    assert output.text == ""
-    assert not output.enabled
+def test_time_is_linear_in_the_text() -> None:
+    """A text that almost matches everywhere, which makes naive search quadratic."""
+    matcher = StopMatcher(["a" * 1000 + "b", "a" * 999 + "c"])
+    started = time.perf_counter()
+    released = 0
+    for _ in range(2000):
+        released += len(matcher.push("a" * 100)[0])
+    assert released == 200_000 - 1000
+    assert time.perf_counter() - started < 5

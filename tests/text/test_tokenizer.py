@@ -3,83 +3,232 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.text.detokenizer import DecodeStreamDetokenizer, OffsetDetokenizer
 from aioinfer.text.tokenizer import HFTokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}<|user|>{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
-    "{% if bad %}{{ raise_exception('no such thing') }}{% endif %}"
-)
+USER = {"role": "user", "content": "the fox"}
 
 
 @pytest.fixture
-def directory(byte_level: Tokenizer, tmp_path: Path) -> Path:
-    fast = PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token="<|end|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(tmp_path)
-    return tmp_path
+def tokenizer(directory: Path) -> HFTokenizer:
+    return HFTokenizer.load(directory)
 
 
-def test_text_goes_in_and_out(directory: Path) -> None:
-    tokenizer = HFTokenizer.load(directory)
+def refused(tokenizer: HFTokenizer, messages: Any, **kwargs: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.encode_chat(messages, **kwargs)
+    return caught.value
+
+
+def rendered(tokenizer: HFTokenizer, messages: Any, **kwargs: Any) -> str:
+    return tokenizer.decode(tokenizer.encode_chat(messages, **kwargs), skip_special_tokens=False)
+
+
+def test_text_goes_in_and_out(tokenizer: HFTokenizer) -> None:
     ids = tokenizer.encode("naïve café 😀")
     assert tokenizer.decode(ids) == "naïve café 😀"
     assert tokenizer.eos_token_ids == {0}
+    assert max(ids) < tokenizer.vocab_size
 
 
-def test_messages_go_through_the_template(directory: Path) -> None:
-    tokenizer = HFTokenizer.load(directory)
-    parts: list[Any] = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
-    ids = tokenizer.encode_chat([{"role": "user", "content": parts}])
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|user|>user:the fox"
+def test_ids_are_those_of_transformers(directory: Path, tokenizer: HFTokenizer) -> None:
+    reference = AutoTokenizer.from_pretrained(directory)
+
+    @settings(max_examples=100, deadline=None, derandomize=True)
+    @given(st.text(max_size=30))
+    def run(text: str) -> None:
+        assert tokenizer.encode(text) == reference.encode(text)
+
+    run()
+    assert tokenizer.encode("a<|user|>b") == reference.encode("a<|user|>b")
+
+
+def test_special_tokens_in_a_prompt_are_special_tokens(tokenizer: HFTokenizer) -> None:
+    assert 1 in tokenizer.encode("a<|user|>b")
+    assert tokenizer.encode_chat([{"role": "user", "content": "<|end|>"}]).count(0) == 1
+
+
+@pytest.mark.parametrize("text", ["a\udc80", "\ud83d", None, 3, b"bytes", ["a"]])
+def test_what_is_no_text_is_refused(tokenizer: HFTokenizer, text: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.encode(text)
+    assert caught.value.field == "prompt"
+
+
+# -- chat ---------------------------------------------------------------------------------------------
+
+
+def test_messages_go_through_the_template_and_ask_for_an_answer(tokenizer: HFTokenizer) -> None:
+    assert rendered(tokenizer, [USER]) == "<|user|>user:the fox<|user|>answer:"
+    assert rendered(tokenizer, [USER], add_generation_prompt=False) == "<|user|>user:the fox"
+
+
+def test_text_parts_are_joined(tokenizer: HFTokenizer) -> None:
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
+    assert tokenizer.encode_chat([{"role": "user", "content": parts}]) == tokenizer.encode_chat([USER])
+
+
+def test_an_answer_can_be_continued(tokenizer: HFTokenizer) -> None:
+    messages = [USER, {"role": "assistant", "content": "Hello wo"}]
+    assert rendered(tokenizer, messages, continue_final_message=True).endswith("assistant:Hello wo")
+
+
+def test_an_assistant_message_may_be_without_content(tokenizer: HFTokenizer) -> None:
+    text = rendered(tokenizer, [USER, {"role": "assistant", "content": None, "tool_calls": []}])
+    assert "<|user|>assistant:<|user|>" in text
 
 
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
+        (None, "messages"),
+        ([], "messages"),
+        ("text", "messages"),
+        ({"role": "user", "content": "x"}, "messages"),
         (["text"], "messages[0]"),
+        ([USER, None], "messages[1]"),
         ([{"content": "x"}], "messages[0].role"),
+        ([{"role": 3, "content": "x"}], "messages[0].role"),
+        ([{"role": "", "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([USER, {"role": "user", "content": {"type": "text"}}], "messages[1].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
+        ([{"role": "us\ud800er", "content": "x"}], "messages"),
+        ([{"role": "user", "content": "x", "name": "\udfff"}], "messages"),
     ],
 )
-def test_malformed_messages_are_refused_by_name(directory: Path, messages: Any, field: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        HFTokenizer.load(directory).encode_chat(messages)
-    assert caught.value.field == field
+def test_malformed_messages_are_refused_by_name(tokenizer: HFTokenizer, messages: Any, field: str) -> None:
+    assert refused(tokenizer, messages).field == field
 
 
-def test_a_template_that_raises_is_the_callers_error(directory: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no such thing"):
-        HFTokenizer.load(directory).encode_chat([{"role": "user", "content": "x"}], bad=True)
+@pytest.mark.parametrize(
+    ("bad", "reason"), [("raise", "no such thing"), ("divide", "zero"), ("range", "Range too big")]
+)
+def test_a_template_that_fails_fails_the_request(tokenizer: HFTokenizer, bad: str, reason: str) -> None:
+    error = refused(tokenizer, [USER], bad=bad)
+    assert error.field == "messages"
+    assert reason in str(error)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict", "conversation", "padding"])
+def test_callers_cannot_reach_past_the_template(tokenizer: HFTokenizer, name: str) -> None:
+    assert refused(tokenizer, [USER], **{name: "{{ 'mine' }}"}).field == "chat_template_kwargs"
 
 
 def test_without_a_template_messages_are_refused(directory: Path) -> None:
     (directory / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((directory / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    configuration = json.loads((directory / "tokenizer_config.json").read_text())
+    configuration.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(configuration))
     tokenizer = HFTokenizer.load(directory)
     assert not tokenizer.has_chat_template
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    error = refused(tokenizer, [USER])
+    assert error.field == "messages"
+    assert "no chat template" in str(error)
 
 
-def test_half_a_surrogate_pair_is_refused(directory: Path) -> None:
-    with pytest.raises(InvalidRequest, match="surrogate"):
-        HFTokenizer.load(directory).encode("a\udc80")
+# -- out again ----------------------------------------------------------------------------------------
 
 
-def test_a_broken_directory_is_a_config_error(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
+def test_a_fast_tokenizer_streams_what_it_decodes(tokenizer: HFTokenizer) -> None:
+    prompt, output = tokenizer.encode_chat([USER]), tokenizer.encode("naïve 😀 日本<|end|>")
+    detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=True)
+    assert isinstance(detokenizer, DecodeStreamDetokenizer)
+    text = "".join([detokenizer.push(token) for token in output]) + detokenizer.finish()
+    assert text == "naïve 😀 日本" == tokenizer.decode(output)
+
+
+def test_a_tokenizer_in_python_works_too() -> None:
+    """ByT5 has no fast version, and leaves unfinished characters out instead of writing U+FFFD."""
+    tokenizer = HFTokenizer(ByT5Tokenizer())
+    prompt, output = tokenizer.encode("Hello"), tokenizer.encode(" naïve 😀 日本 .")
+    detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=True)
+    assert isinstance(detokenizer, OffsetDetokenizer)
+    text = "".join([detokenizer.push(token) for token in output]) + detokenizer.finish()
+    assert text == " naïve 😀 日本 ." == tokenizer.decode(output)
+    with pytest.raises(InvalidRequest):
+        tokenizer.encode("\ud800")
+
+
+# -- threads and files --------------------------------------------------------------------------------
+
+
+def test_threads_share_it_and_nobody_is_cut_short(tokenizer: HFTokenizer) -> None:
+    """The file asks for truncation to 4 and padding to 16; both are state that calls would fight over."""
+    texts = [f"the quick brown fox {number} " * 50 for number in range(200)]
+    alone = [tokenizer.encode(text) for text in texts]
+    assert all(tokenizer.decode(ids) == text for ids, text in zip(alone, texts, strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(tokenizer.encode, texts)) == alone
+        chats = list(pool.map(lambda text: tokenizer.encode_chat([{"role": "user", "content": text}]), texts))
+    assert all(len(chat) > len(ids) for chat, ids in zip(chats, alone, strict=True))
+
+
+def test_other_threads_run_while_a_long_prompt_is_encoded(tokenizer: HFTokenizer) -> None:
+    """An event loop among them: encoding that keeps the interpreter lock would stop it for all that time."""
+    text = "the quick brown fox jumps over the lazy dog. " * 10_000
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
+
+
+def test_special_tokens_can_be_plain_text_if_the_model_says_so(directory: Path) -> None:
+    configuration = json.loads((directory / "tokenizer_config.json").read_text())
+    configuration["split_special_tokens"] = True
+    (directory / "tokenizer_config.json").write_text(json.dumps(configuration))
+    assert 1 not in HFTokenizer.load(directory).encode("a<|user|>b")
+
+
+@pytest.mark.parametrize("content", ["{}", "not json", '{"version": "1.0", "model": {"type": "Nope"}}', None])
+def test_a_broken_directory_is_a_config_error(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError):
         HFTokenizer.load(tmp_path)
+
+
+def test_code_in_the_directory_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(configuration))
+    (tmp_path / "mine.py").write_text("raise SystemExit('the code of the directory ran')")
+
+    def asked(*_: Any) -> str:
+        raise SystemExit("somebody asked on the terminal")
+
+    monkeypatch.setattr("builtins.input", asked)
+    with pytest.raises(ConfigError):
+        HFTokenizer.load(tmp_path)
+
+
+def test_importing_the_room_loads_no_library() -> None:
+    code = (
+        "import sys, aioinfer.text.tokenizer, aioinfer.text.output\n"
+        "print([name for name in ('torch', 'transformers', 'tokenizers', 'jinja2') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

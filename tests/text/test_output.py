@@ -1,0 +1,109 @@
+"""The text of one request: what is released, when, and where it stops."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from aioinfer.text.detokenizer import DecodeStreamDetokenizer
+from aioinfer.text.output import OutputText
+from aioinfer.text.stop import StopMatcher
+
+
+class Letters:
+    """Token n is the n-th letter; a tail comes at the end."""
+
+    def __init__(self, tail: str = "") -> None:
+        self.tail = tail
+
+    def push(self, token_id: int) -> str:
+        return "abcdefgh"[token_id]
+
+    def finish(self) -> str:
+        tail, self.tail = self.tail, ""
+        return tail
+
+
+def feed(output: OutputText, ids: list[int]) -> list[str]:
+    """Push until a stop; returns the stops that were reported."""
+    hits = []
+    for token in ids:
+        hit = output.push(token)
+        if hit is not None:
+            hits.append(hit)
+    output.finish()
+    return hits
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "bcd")])
+def test_the_stop_is_cut_or_kept_and_nothing_follows(include: bool, text: str) -> None:
+    output = OutputText(Letters(tail="!"), ["cd"], include)
+    assert feed(output, [1, 2, 3, 4, 5, 2, 3]) == ["cd"]
+    assert output.text == text
+
+
+def test_held_back_text_is_released_at_the_end_once() -> None:
+    output = OutputText(Letters(), ["cd"])
+    assert output.push(1) is None
+    assert output.push(2) is None
+    assert output.pieces == ["b"]
+    output.finish()
+    assert output.pieces == ["b", "c"]
+    output.finish()
+    assert output.pieces == ["b", "c"]
+    assert output.push(3) is None
+    assert output.text == "bc"
+
+
+def test_the_tail_of_the_detokenizer_goes_through_the_matcher() -> None:
+    completes, does_not = OutputText(Letters(tail="d!"), ["cd"]), OutputText(Letters(tail="!d"), ["cd"])
+    assert feed(completes, [1, 2]) == []
+    assert completes.text == "b"
+    feed(does_not, [1, 2])
+    assert does_not.text == "bc!d"
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    output = OutputText(None)
+    assert output.push(1) is None
+    output.finish()
+    assert output.text == ""
+    assert output.pieces == []
+    assert not output.enabled
+
+
+def test_a_stop_inside_a_token_cuts_the_token(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("Hello world, how are you").ids
+    stream = DecodeStreamDetokenizer(byte_level, [], skip_special_tokens=True)
+    output = OutputText(stream, ["rld, h"])
+    assert feed(output, ids) == ["rld, h"]
+    assert output.text == "Hello wo"
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_pieces_join_to_the_decoded_text_up_to_the_stop(byte_level: Tokenizer, include: bool) -> None:
+    tokens = st.lists(st.integers(0, byte_level.get_vocab_size() - 1), max_size=40)
+    stops = st.lists(st.sampled_from(["e", "th", "the", " the q", "o w", "本", "\ufffd", "😀😀"]), max_size=3)
+
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    @given(tokens, stops)
+    def run(ids: list[int], stop: list[str]) -> None:
+        output = OutputText(DecodeStreamDetokenizer(byte_level, [], skip_special_tokens=True), stop, include)
+        hits, released = [], ""
+        for token in ids:
+            hits.append(output.push(token))
+            assert output.text.startswith(released)
+            released = output.text
+        output.finish()
+        assert output.text.startswith(released)
+        assert all(output.pieces)
+        safe, hit = StopMatcher(stop).push(byte_level.decode(ids)) if stop else (byte_level.decode(ids), None)
+        if hit is None and stop:
+            safe = byte_level.decode(ids)
+        assert output.text == safe + (hit or "" if include else "")
+        # A stop that only the flush of broken bytes completes cuts the text, but ends no output.
+        assert [found for found in hits if found] in ([], [hit])
+
+    run()
