@@ -57,7 +57,7 @@ class OutputText:
         if self._detokenizer is None or self._ended:
             return
         self._release(self._detokenizer.finish())
-        if not self._ended and self._matcher is not None:
+        if self._matcher is not None:
             self._append(self._matcher.flush())
         self._ended = True
 

@@ -60,7 +60,7 @@ class StopMatcher:
         return held[:safe], None
 
     def flush(self) -> str:
-        """The output has ended: what was held back is text after all."""
+        """The output has ended: what was held back is text after all. After a match that is nothing."""
         held, self._held, self._node = self._held, "", 0
         return held
 

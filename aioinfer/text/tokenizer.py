@@ -67,11 +67,10 @@ class HFTokenizer:
         self._tokenizer = tokenizer
         self._fast: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if self._fast is not None:
-            # A fast tokenizer can be shared by threads as long as nobody changes it: so all that
-            # transformers would set with every call is set here, once.
+            # Threads can share a fast tokenizer as long as nobody changes it, so what transformers would
+            # switch off with every call is switched off here, once.
             self._fast.no_truncation()
             self._fast.no_padding()
-            self._fast.encode_special_tokens = tokenizer.split_special_tokens
         eos = tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
         self.has_chat_template = bool(tokenizer.chat_template)

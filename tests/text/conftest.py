@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 TEXTS = [
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
-        special_tokens=["<|end|>", "<|user|>"],
+        special_tokens=["<|end|>", "<|user|>", "<|begin|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -69,6 +69,9 @@ def unigram() -> Tokenizer:
 def directory(byte_level: Tokenizer, tmp_path: Path) -> Path:
     """A model directory as far as a tokenizer is concerned; its file asks for truncation and padding."""
     copy = Tokenizer.from_str(byte_level.to_str())
+    copy.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 2)]
+    )
     copy.enable_truncation(4)
     copy.enable_padding(length=16)
     fast = PreTrainedTokenizerFast(tokenizer_object=copy, eos_token="<|end|>")

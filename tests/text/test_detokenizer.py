@@ -171,9 +171,10 @@ def test_a_decoder_that_leaves_unfinished_bytes_out_loses_no_character() -> None
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode(errors="ignore")
 
-    ids = list("a日𝄞é!".encode())
+    # A lone 0x80 is nothing at all here, so are many, and the next character is still whole.
+    ids = list("a日𝄞é".encode()) + [0x80] * 40 + list("日".encode())
     detokenizer = OffsetDetokenizer(decode, list(b"Hello"))
-    assert [text for text in pieces(detokenizer, ids) if text] == ["a", "日", "𝄞", "é", "!"]
+    assert [text for text in pieces(detokenizer, ids) if text] == ["a", "日", "𝄞", "é", "日"]
 
 
 def test_a_bad_id_raises_and_does_not_hang(byte_level: Tokenizer) -> None:

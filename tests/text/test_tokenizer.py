@@ -41,6 +41,7 @@ def rendered(tokenizer: HFTokenizer, messages: Any, **kwargs: Any) -> str:
 def test_text_goes_in_and_out(tokenizer: HFTokenizer) -> None:
     ids = tokenizer.encode("naïve café 😀")
     assert tokenizer.decode(ids) == "naïve café 😀"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|begin|>naïve café 😀"
     assert tokenizer.eos_token_ids == {0}
     assert max(ids) < tokenizer.vocab_size
 
@@ -150,7 +151,7 @@ def test_without_a_template_messages_are_refused(directory: Path) -> None:
 
 
 def test_a_fast_tokenizer_streams_what_it_decodes(tokenizer: HFTokenizer) -> None:
-    prompt, output = tokenizer.encode_chat([USER]), tokenizer.encode("naïve 😀 日本<|end|>")
+    prompt, output = tokenizer.encode_chat([USER]), tokenizer.encode("naïve 😀 日本<|end|>")[1:]
     detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=True)
     assert isinstance(detokenizer, DecodeStreamDetokenizer)
     text = "".join([detokenizer.push(token) for token in output]) + detokenizer.finish()
