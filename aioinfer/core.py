@@ -168,7 +168,10 @@ class Core:
         request.finished_at = now
         if request.finish_reason != "abort":
             # Text held back for a stop string is final now. (Cut off, it might still have been one.)
-            request.text.finish()
+            try:
+                request.text.finish()
+            except Exception as error:
+                request.finish_reason, request.error = "abort", _step_failed(error)
 
 
 def _step_failed(cause: BaseException) -> StepFailed:

@@ -201,7 +201,8 @@ async def test_a_failing_step_fails_its_own_requests_with_the_real_exception(mak
         assert results[2].token_ids == toy_generate([3], SHORT)  # type: ignore[union-attr]
 
 
-async def test_a_detokenizer_that_raises_fails_its_own_request(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("where", ["push", "finish"])
+async def test_a_detokenizer_that_raises_fails_its_own_request(make_engine: MakeEngine, where: str) -> None:
     class Tokenizer(ToyTokenizer):
         def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Any:
             good = super().detokenizer(prompt_ids, skip_special_tokens=skip_special_tokens)
@@ -209,7 +210,9 @@ async def test_a_detokenizer_that_raises_fails_its_own_request(make_engine: Make
 
     class Stumbling:
         def push(self, token_id: int) -> str:
-            raise Boom("no such byte")
+            if where == "push":
+                raise Boom("no such byte")
+            return ""
 
         def finish(self) -> str:
             raise Boom("nor here")
