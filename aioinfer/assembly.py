@@ -27,6 +27,8 @@ __all__ = [
     "with_end_tokens",
 ]
 
+_MAX_LABEL = 256
+
 
 def make_device(config: EngineConfig) -> Device:
     """The device that the config asks for, not opened. Imports no torch; opening does."""
@@ -87,6 +89,27 @@ def timeout(field: str, value: float | None, default: float | None) -> float | N
         or value <= 0
     ):
         raise InvalidRequest(field, f"must be a positive number of seconds, got {value!r}")
+    return value
+
+
+def max_lag(value: int | None) -> int | None:
+    """How many tokens a consumer may be behind."""
+    if value is not None and (type(value) is not int or value < 1):
+        raise InvalidRequest("max_lag", f"must be a positive number of tokens, got {value!r}")
+    return value
+
+
+def priority(value: int) -> int:
+    """A request's priority."""
+    if type(value) is not int or not -(2**31) <= value < 2**31:
+        raise InvalidRequest("priority", f"must be an integer of 32 bits, got {value!r}")
+    return value
+
+
+def label(field: str, value: str | None) -> str | None:
+    """A short name that a caller gives."""
+    if value is not None and (not isinstance(value, str) or len(value) > _MAX_LABEL):
+        raise InvalidRequest(field, f"must be a string of at most {_MAX_LABEL} characters")
     return value
 
 

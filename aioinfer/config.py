@@ -24,6 +24,26 @@ __all__ = ["EngineConfig", "ServerConfig", "bundled_models", "load_settings"]
 _BUNDLED = Path(__file__).parent / "bundled"
 
 
+_POSITIVE = (
+    "page_size",
+    "max_running_requests",
+    "max_step_tokens",
+    "chunk_size",
+    "max_model_len",
+    "num_pages",
+    "threads",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_prefill_tokens",
+    "max_decode_rows",
+    "lookahead",
+    "max_passed_over",
+    "clip_new_tokens",
+    "max_lag",
+)
+_NOT_NEGATIVE = ("force_fifo_every", "share_prefix_tokens")
+
+
 def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
@@ -45,12 +65,39 @@ class EngineConfig:
     max_running_requests: int = _option(64, "requests that hold a slot at the same time")
     max_step_tokens: int = _option(2048, "tokens of one step, prefill and decode together")
     chunk_size: int = _option(512, "longest prefill chunk of one request in one step")
+    max_prefill_tokens: int | None = _option(
+        None, "prefill tokens of one step; a single chunk may exceed it when it is alone"
+    )
+    max_decode_rows: int | None = _option(None, "requests that decode in one step; others take turns")
+    mixed: bool = _option(True, "decodes and prefill chunks share steps")
+    first: Literal["decode", "prefill"] = _option("decode", "who gets a step's tokens first")
+    policy: str = _option(
+        "fcfs", "order of the queue: fcfs, lpm, dfs-weight, lof, random, routing-key or priority"
+    )
+    preemption: bool = _option(False, "the first in the queue may displace requests of lower priority")
+    admission: Literal["fifo", "pack"] = _option(
+        "pack", "fifo keeps the policy's order; pack lets in first what fits whole into the step"
+    )
+    lookahead: int = _option(64, "waiting requests that pack looks at")
+    force_fifo_every: int = _option(8, "every so many rounds of packing are fifo; 0 never")
+    max_passed_over: int = _option(16, "rounds in which the eldest may be passed over before it goes first")
+    prefix_cache: bool = _option(True, "keep KV of finished prefixes for requests that begin alike")
+    share_prefix_tokens: int = _option(
+        64, "wait for another's prefill when so many tokens are shared with it; 0 never"
+    )
+    new_token_ratio: float = _option(0.4, "share of the possible output that admission keeps pages for")
+    min_new_token_ratio: float = _option(0.1, "what the ratio decays to; it rises with every retraction")
+    new_token_ratio_decay: float = _option(0.002, "decay of the ratio per step")
+    clip_new_tokens: int = _option(4096, "possible output of one request counted at most")
     window: Literal[0, 1, 2] = _option(1, "steps launched ahead of the one being read; 0 is sequential")
     launch_mode: Literal["thread", "inline"] = _option("thread", "where steps are launched")
     threads: int | None = _option(None, "CPU threads of the device; by default all cores")
     seed: int | None = _option(None, "seed of the seeds of requests that bring none")
     max_queued_requests: int = _option(4096, "requests waiting for a slot before new ones are rejected")
     max_queued_tokens: int = _option(4_000_000, "prompt tokens waiting before new requests are rejected")
+    max_lag: int | None = _option(
+        None, "tokens a consumer may be behind before its request is parked; default: never"
+    )
     waiting_timeout: float | None = _option(None, "seconds a request may wait for its first step")
     running_timeout: float | None = _option(None, "seconds a request may run after its first step")
     drain_timeout: float = _option(30.0, "seconds that closing waits for running requests")
@@ -58,18 +105,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in ("page_size", "max_running_requests", "max_step_tokens", "chunk_size"):
+        for name in _POSITIVE:
             _at_least(self, name, 1)
-        for name in ("max_model_len", "num_pages", "threads"):
-            _at_least(self, name, 1)
-        for name in ("max_queued_requests", "max_queued_tokens"):
-            _at_least(self, name, 1)
+        for name in _NOT_NEGATIVE:
+            _at_least(self, name, 0)
         for name in ("waiting_timeout", "running_timeout", "kv_memory_gib"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be positive, got {value!r}")
         if not (math.isfinite(self.drain_timeout) and self.drain_timeout >= 0):
             raise ConfigError(f"drain_timeout must not be negative, got {self.drain_timeout!r}")
+        for name in ("new_token_ratio", "min_new_token_ratio", "new_token_ratio_decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)!r}")
+        _known_policy(self.policy)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
@@ -194,6 +243,13 @@ def _check_types(config: Any) -> None:
             continue
         wanted = ", ".join(getattr(option, "__name__", repr(option)) for option in options)
         raise ConfigError(f"{item.name} must be one of {wanted}; got {value!r}")
+
+
+def _known_policy(name: str) -> None:
+    from aioinfer.scheduling.policy import POLICIES
+
+    if name not in POLICIES:
+        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}")
 
 
 def _at_least(config: Any, name: str, low: int) -> None:

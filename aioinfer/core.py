@@ -6,6 +6,7 @@ a request from prompt ids to text, and what the caller's stop strings mean for t
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from aioinfer.execution.device import DeviceInfo
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Step
 from aioinfer.text.output import OutputText
@@ -42,15 +45,22 @@ class Core:
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(
+        memory = Memory(
             PageAllocator(info.num_pages, config.page_size),
             SlotPool(config.num_slots),
-            Limits(config.max_running_requests, config.max_step_tokens, config.chunk_size),
+            prefix_cache=config.prefix_cache,
         )
+        policy = POLICIES[config.policy](memory, config.seed or 0)
+        limits = Limits(**{item.name: getattr(config, item.name) for item in dataclasses.fields(Limits)})
+        self.scheduler = Scheduler(memory, limits, policy)
         self._config = config
         self._clock = clock
         self._seeds = random.Random(config.seed)
         self._next_key = 0
+
+    def now(self) -> float:
+        """The engine's clock in seconds."""
+        return self._clock()
 
     # -- a request arrives ----------------------------------------------------------------------
 
@@ -64,7 +74,14 @@ class Core:
             raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
 
     def new_request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, arrival: float | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        arrival: float | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        routing_key: str | None = None,
     ) -> Request:
         """Check everything about a request that can be checked, and make it. Raises InvalidRequest."""
         info = self.info
@@ -94,6 +111,9 @@ class Core:
             max_length=max_length,
             arrival=self._clock() if arrival is None else arrival,
             text=self._output_text(prompt_ids, params),
+            priority=priority,
+            namespace=cache_salt,
+            routing_key=routing_key,
         )
 
     def submit(self, request: Request) -> None:
@@ -114,7 +134,7 @@ class Core:
         step = self.scheduler.plan()
         if step is not None:
             now = self._clock()
-            for row in step.rows:
+            for row in step.prefills:
                 if row.admission is not None and row.request.admitted_at is None:
                     row.request.admitted_at = now
         return step

@@ -7,6 +7,7 @@ in-flight window is full (or there is nothing to launch) wait for the oldest fli
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +98,10 @@ class Engine:
         self._drained: asyncio.Future[None] | None = None
         self._bell = Bell()
         self._stopping = False
+        self._paused = False
+        #: set while pause() waits for the steps in flight
+        self._quiet: asyncio.Future[None] | None = None
+        self._failed_checks = 0
         self._failure: BaseException | None = None
         self._flights: deque[tuple[Step, asyncio.Future[list[int]]]] = deque()
         #: streams whose prompts are being tokenized
@@ -196,6 +201,10 @@ class Engine:
         *,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        routing_key: str | None = None,
+        max_lag: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Queue a generation and return its :class:`~aioinfer.Stream` at once.
@@ -205,6 +214,11 @@ class Engine:
             params: by default what the model's ``generation_config.json`` says.
             waiting_timeout: seconds it may wait for its first step; default from the config.
             running_timeout: seconds it may take from its first step on; default from the config.
+            priority: larger goes first, with the policy ``priority``.
+            cache_salt: prefixes are shared only between requests with the same salt.
+            routing_key: what the policy ``routing-key`` groups by.
+            max_lag: when the consumer has left more than this many tokens unread, nothing more is
+                computed until it reads (a few that are in flight still come); default from the config.
             chat_template_kwargs: handed to the chat template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
@@ -220,20 +234,30 @@ class Engine:
         running = assembly.timeout("running_timeout", running_timeout, self.config.running_timeout)
         encode = assembly.encoder(core.tokenizer, prompt, chat_template_kwargs)
         core.check_queue(len(self._arriving))
-        cell = StreamCell(running)
+        lag = assembly.max_lag(self.config.max_lag if max_lag is None else max_lag)
+        make = functools.partial(
+            core.new_request,
+            params=params,
+            arrival=core.now(),
+            priority=assembly.priority(priority),
+            cache_salt=assembly.label("cache_salt", cache_salt) or "",
+            routing_key=assembly.label("routing_key", routing_key),
+        )
+        cell = StreamCell(running, lag)
         if encode is None:
-            self._submit(cell, core.new_request(prompt, params))  # type: ignore[arg-type]
+            self._submit(cell, make(prompt))  # type: ignore[arg-type]
         else:
-            self._tokenize(cell, encode, params)
+            self._tokenize(cell, encode, make)
         if waiting is not None:
             assert self._loop is not None
             cell.timer = self._loop.call_later(waiting, self._expire, cell, "waiting", waiting)
         return Stream(self, cell)
 
-    def _tokenize(self, cell: StreamCell, encode: Callable[[], list[int]], params: SamplingParams) -> None:
+    def _tokenize(
+        self, cell: StreamCell, encode: Callable[[], list[int]], make: Callable[[list[int]], Request]
+    ) -> None:
         """Tokenize on a worker thread, then submit."""
         assert self._loop is not None
-        arrival = self._loop.time()
 
         def tokenized(future: asyncio.Future[list[int]]) -> None:
             error = asyncio.CancelledError() if future.cancelled() else future.exception()
@@ -243,8 +267,7 @@ class Engine:
             try:
                 if error is not None:
                     raise error
-                assert self._core is not None
-                self._submit(cell, self._core.new_request(future.result(), params, arrival))
+                self._submit(cell, make(future.result()))
             except RequestError as refused:
                 cell.error = refused
             except (Exception, asyncio.CancelledError) as other:
@@ -272,20 +295,35 @@ class Engine:
     async def _drive(self, core: Core, launcher: Launcher) -> None:
         flights = self._flights
         while not self._stopping:
-            if len(flights) <= self.config.window and (step := core.plan()) is not None:
+            if self._may_launch(len(flights)) and (step := core.plan()) is not None:
                 self._launch(step, launcher)
             elif flights and flights[0][1].done():
                 self._resolve(core, *flights.popleft())
                 # Consumers get a turn after every step, also when the device is always ahead.
                 await asyncio.sleep(0)
             else:
+                if not flights:
+                    self._rest(core)
                 await self._bell.wait()
+
+    def _may_launch(self, in_flight: int) -> bool:
+        return in_flight <= self.config.window and not self._paused
+
+    def _rest(self, core: Core) -> None:
+        """Nothing is in flight and nothing can be: a moment to look whether everything was given back."""
+        self._set_quiet()
+        if not core.scheduler.has_unfinished:
+            try:
+                core.scheduler.check_idle()
+            except AssertionError as error:
+                self._failed_checks += 1
+                _log.error("the idle engine holds what it should not: %s", error)
 
     def _launch(self, step: Step, launcher: Launcher) -> None:
         future = launcher.launch(step)
         future.add_done_callback(self._landed)
         self._flights.append((step, future))
-        for row in step.rows:
+        for row in step.prefills:
             if row.admission is not None and not row.request.retractions:
                 self._admitted(_cell(row.request))
 
@@ -312,6 +350,14 @@ class Engine:
                 self._ended(cell)
             else:
                 cell.notify()
+                if cell.lags:
+                    core.scheduler.park(request)
+
+    def caught_up(self, cell: StreamCell) -> None:
+        """The consumer of a parked request has read enough: its request goes on."""
+        if self._core is not None and cell.request is not None:
+            self._core.scheduler.unpark(cell.request)
+            self._bell.ring()
 
     async def _guard_drive(self) -> None:
         assert self._core is not None
@@ -339,10 +385,11 @@ class Engine:
             cell.error = make_error()
             self._ended(cell)
         scheduler = self._core.scheduler
-        for request in [*scheduler.running.values(), *scheduler.waiting]:
+        for request in scheduler.unfinished():
             self._core.abort(request, make_error())
             self._ended(_cell(request))
         self._set_drained()
+        self._set_quiet()
 
     def _admitted(self, cell: StreamCell) -> None:
         """The request is in a step: its waiting deadline is met, its running one begins."""
@@ -395,6 +442,46 @@ class Engine:
             except RuntimeError:
                 pass  # the loop is closed, and the engine's memory is nobody's any more
 
+    # -- pausing --------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Launch no more steps; returns when those in flight have resolved.
+
+        Requests are still accepted and wait; running ones keep their pages, and deadlines run on.
+        Raises EngineClosed, EngineFailed, WrongLoop.
+        """
+        self._serving_core()
+        self._paused = True
+        while self._paused and self._flights:
+            if self._quiet is None or self._quiet.done():
+                assert self._loop is not None
+                self._quiet = self._loop.create_future()
+            await asyncio.shield(self._quiet)
+            self._serving_core()
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`. Idempotent."""
+        self.check_loop()
+        self._paused = False
+        self._set_quiet()
+        if self._loop is not None:
+            self._last_progress = self._loop.time()
+        self._bell.ring()
+
+    def _set_quiet(self) -> None:
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes; returns how many pages that freed at once.
+
+        Pages that running requests read follow when those end, and nobody new finds them.
+        Raises EngineClosed, EngineFailed, WrongLoop.
+        """
+        freed = self._serving_core().scheduler.memory.flush()
+        self._bell.ring()
+        return freed
+
     # -- what there is to know ------------------------------------------------------------------
 
     @property
@@ -418,26 +505,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot, cheap enough to take every second. Raises EngineClosed before the start."""
         scheduler = self._started_core().scheduler
-        counters, pages = scheduler.counters, scheduler.pages
-        working = self._loop is not None and bool(self._flights or scheduler.has_unfinished)
-        return EngineStats(
+        working = bool(self._flights) or (scheduler.has_work and not self._paused)
+        return EngineStats.of(
+            scheduler,
             state=self._state.value,
+            paused=self._paused,
             arriving=len(self._arriving),
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
-            waiting_tokens=scheduler.queued_tokens,
-            pages_free=pages.free,
-            pages_fenced=pages.fenced,
-            pages_private=pages.private,
-            pages_total=pages.total,
-            steps=counters.steps,
             steps_in_flight=len(self._flights),
-            admitted=counters.admitted,
-            finished=counters.finished,
-            retractions=counters.retractions,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
-            late_tokens=counters.late_tokens,
+            failed_checks=self._failed_checks,
             stalled=self._loop.time() - self._last_progress if working and self._loop else 0.0,
         )
 

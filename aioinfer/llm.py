@@ -67,14 +67,26 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        priority: int = 0,
+        cache_salt: str = "",
+        routing_key: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
-        """Queue a prompt; returns the key that :meth:`step` will name it by. Raises InvalidRequest."""
+        """Queue a prompt; returns the key that :meth:`step` will name it by. Raises InvalidRequest.
+
+        ``priority``, ``cache_salt`` and ``routing_key`` as for :meth:`aioinfer.Engine.generate`.
+        """
         if self._device is None:
             raise EngineClosed("the LLM is closed")
         encode = assembly.encoder(self._core.tokenizer, prompt, chat_template_kwargs)
         ids = prompt if encode is None else encode()
-        request = self._core.new_request(ids, params or self.default_params)  # type: ignore[arg-type]
+        request = self._core.new_request(
+            ids,  # type: ignore[arg-type]
+            params or self.default_params,
+            priority=assembly.priority(priority),
+            cache_salt=assembly.label("cache_salt", cache_salt) or "",
+            routing_key=assembly.label("routing_key", routing_key),
+        )
         self._core.submit(request)
         return request.key
 

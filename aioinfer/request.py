@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from aioinfer.cache.radix import Lock, token_key
 from aioinfer.outputs import FinishReason, RequestMetrics, Result, Usage
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
+    from aioinfer.scheduling.decodes import DecodeBatch
 
 __all__ = ["Request", "RequestState"]
 
@@ -31,28 +33,46 @@ class Request:
         prompt_ids            output_ids     pending
         |---------------------|--------------|--|     length = prompt + output + pending
         |-------- computed ------------------|        KV written by launched steps
+        |-------- committed -------------|            KV written by resolved steps
+        |-- cached pages ----|-- private pages --|    who owns the pages
 
     ``pending`` counts placeholders: tokens sampled on the device that the host has not read.
     """
 
     __slots__ = (
+        "_committed",
+        "_computed",
+        "_prompt_key",
+        "_sampled",
         "admitted_at",
         "arrival",
-        "computed",
+        "batch",
+        "batch_index",
+        "cacheable",
+        "cached_pages",
+        "cached_tokens",
         "consumer",
         "error",
         "finish_reason",
         "finished_at",
+        "hit",
+        "introduced",
         "key",
         "last_step",
+        "lock",
         "max_length",
+        "namespace",
         "output_ids",
         "pages",
         "params",
-        "pending",
+        "parked",
+        "passed",
+        "prefilled",
+        "priority",
         "prompt_ids",
         "relay_ready",
         "retractions",
+        "routing_key",
         "seed",
         "sent_pages",
         "slot",
@@ -74,6 +94,9 @@ class Request:
         max_length: int,
         arrival: float = 0.0,
         text: OutputText | None = None,
+        priority: int = 0,
+        namespace: str = "",
+        routing_key: str | None = None,
     ) -> None:
         #: minted by the engine, increasing with arrival; a client's own id is only a label
         self.key = key
@@ -83,23 +106,49 @@ class Request:
         self.stop_ids = stop_ids
         #: prompt and output together never exceed this
         self.max_length = max_length
+        #: larger goes first, where the policy looks at it
+        self.priority = priority
+        #: prefixes are shared within a namespace only
+        self.namespace = namespace
+        self.routing_key = routing_key
         self.arrival = arrival
         self.admitted_at: float | None = None
         self.finished_at: float | None = None
         self.state = RequestState.WAITING
+        #: the consumer is too far behind: nothing is computed until it has read
+        self.parked = False
         self.output_ids: list[int] = []
         self.token_times: list[float] = []
-        self.pending = 0
-        self.computed = 0
+        self._sampled = 0
+        self._computed = 0
+        self._committed = 0
+        #: the last prefill chunk has resolved; from here on every token adds one committed position
+        self.prefilled = False
         self.slot = 0
         self.pages: list[int] = []
+        #: how many of ``pages`` belong to the prefix cache, where ``lock`` holds them
+        self.cached_pages = 0
+        self.lock: Lock | None = None
+        #: its KV may be offered to others
+        self.cacheable = True
+        #: prompt tokens that were found in the cache when it was first admitted
+        self.cached_tokens = 0
+        #: what the last look into the cache found; kept by Memory
+        self.hit: tuple[int, int, int, object] = (-1, 0, 0, None)
+        #: the device side knows its parameters
+        self.introduced = False
         #: how many of ``pages`` the device side has been told of
         self.sent_pages = 0
-        #: the newest launched step that holds a row of this request
+        #: the newest launched step that holds a row of this request, kept by ``batch`` while in it
         self.last_step = 0
         #: the relay cell of ``slot`` holds (or will hold) this request's newest token
         self.relay_ready = False
+        #: the decode batch and the row there, while it decodes
+        self.batch: DecodeBatch | None = None
+        self.batch_index = -1
         self.retractions = 0
+        #: rounds of admission in which it was the eldest and somebody else was admitted
+        self.passed = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: BaseException | None = None
@@ -107,11 +156,74 @@ class Request:
         self.text: OutputText = text if text is not None else OutputText(None)
         #: who hears of its progress; the engine keeps a StreamCell here
         self.consumer: object | None = None
+        self._prompt_key: bytes | None = None
+
+    # -- how far it is --------------------------------------------------------------------------
+
+    @property
+    def computed(self) -> int:
+        """Positions whose KV is written by launched steps."""
+        return self._computed if self.batch is None else int(self.batch.computed[self.batch_index])
 
     @property
     def length(self) -> int:
         """Tokens of the sequence, placeholders included."""
-        return len(self.prompt_ids) + len(self.output_ids) + self.pending
+        return len(self.prompt_ids) + self._sampled if self.batch is None else self.computed + 1
+
+    @property
+    def pending(self) -> int:
+        """Tokens sampled on the device that the host has not read."""
+        return self.length - self.known
+
+    @property
+    def known(self) -> int:
+        """Tokens of the sequence that the host has read."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def committed(self) -> int:
+        """Positions whose KV is written by resolved steps."""
+        return self.known - 1 if self.prefilled else self._committed
+
+    def advance(self, computed: int, sampled: int) -> None:
+        """Launched steps compute up to here; ``sampled`` output tokens are launched or read."""
+        self._computed = computed
+        self._sampled = sampled
+
+    def commit_prefill(self, positions: int, *, last: bool) -> None:
+        """A prefill chunk that ends after ``positions`` has resolved."""
+        self._committed = positions
+        self.prefilled = last
+
+    def restart(self, cached: int = 0) -> None:
+        """Its KV is gone but for ``cached`` positions; the tokens stay."""
+        self._computed = self._committed = cached
+        self.relay_ready = self.prefilled = self.introduced = False
+        self.sent_pages = 0
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    def known_ids(self, start: int, stop: int) -> Sequence[int]:
+        """Host-known token ids at positions [start, stop)."""
+        prompt = len(self.prompt_ids)
+        if stop <= prompt:
+            return self.prompt_ids[start:stop]
+        if start >= prompt:
+            return self.output_ids[start - prompt : stop - prompt]
+        return [*self.prompt_ids[start:], *self.output_ids[: stop - prompt]]
+
+    def token_key(self, start: int, stop: int) -> bytes:
+        """The same as a key of the prefix cache."""
+        prompt = self._prompt_key
+        if prompt is None:
+            prompt = self._prompt_key = token_key(self.prompt_ids)
+        key = prompt[4 * start : 4 * stop]
+        over = stop - len(self.prompt_ids)
+        if over > 0:
+            key += token_key(self.output_ids[max(0, start - len(self.prompt_ids)) : over])
+        return key
+
+    # -- what came of it ------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:
@@ -119,7 +231,7 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        return Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=len(self.output_ids))
+        return Usage(len(self.prompt_ids), len(self.output_ids), self.cached_tokens)
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -135,15 +247,6 @@ class Request:
             stop_reason=self.stop_reason,
             metrics=self.metrics,
         )
-
-    def known_ids(self, start: int, stop: int) -> Sequence[int]:
-        """Host-known token ids at positions [start, stop)."""
-        prompt = len(self.prompt_ids)
-        if stop <= prompt:
-            return self.prompt_ids[start:stop]
-        if start >= prompt:
-            return self.output_ids[start - prompt : stop - prompt]
-        return [*self.prompt_ids[start:], *self.output_ids[: stop - prompt]]
 
     def __repr__(self) -> str:
         return (

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.scheduler import Scheduler
 
 __all__ = ["EngineStats"]
 
@@ -12,25 +16,116 @@ class EngineStats:
     """Gauges of one moment and counts since the start. O(1) to take."""
 
     state: str
+    paused: bool
     #: requests being tokenized, waiting for a slot, and holding one
     arriving: int
     waiting: int
     running: int
+    #: of the running: prompts under way, and requests in the decode batch
+    prefilling: int
+    decoding: int
+    #: parked requests that lost their pages; they wait for their consumer, not for a slot
+    shelved: int
     #: prompt tokens of the waiting requests
     waiting_tokens: int
     #: KV pages by state; they add up to ``pages_total``
     pages_free: int
     pages_fenced: int
     pages_private: int
+    pages_cached: int
     pages_total: int
+    #: of the cached pages, those that nobody reads
+    pages_evictable: int
     steps: int
     steps_in_flight: int
     admitted: int
     finished: int
     retractions: int
+    #: retractions in favour of a higher priority
+    preemptions: int
+    #: times a request was parked because its consumer lagged
+    parkings: int
     prefill_tokens: int
     decode_tokens: int
     #: tokens computed for requests that had ended meanwhile
     late_tokens: int
+    #: tokens of admitted requests, and how many of them needed no computing
+    queried_tokens: int
+    cached_tokens: int
+    policy: str
+    #: rounds in which the policy found too many waiting to sort them
+    policy_fallbacks: int
+    #: rounds of admission that packed, and that were fifo because the bounds said so
+    packed_rounds: int
+    forced_rounds: int
+    #: times a request was held back for a prefix that another was computing
+    held_back: int
+    #: share of possible output that admission keeps pages for
+    new_token_ratio: float
+    #: idle self-checks that found something held by nobody; each was logged
+    failed_checks: int
     #: seconds since a step last resolved; 0 while there is nothing to do
     stalled: float
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages that requests or steps in flight hold; all others can be had."""
+        return self.pages_total - self.pages_free - self.pages_evictable
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens of admitted requests that were found in the prefix cache."""
+        return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    @classmethod
+    def of(
+        cls,
+        scheduler: Scheduler,
+        *,
+        state: str,
+        paused: bool,
+        arriving: int,
+        steps_in_flight: int,
+        failed_checks: int,
+        stalled: float,
+    ) -> EngineStats:
+        """What the scheduler says, and what only the engine knows."""
+        counters, memory, admitter = scheduler.counters, scheduler.memory, scheduler.admitter
+        pages = memory.pages
+        return cls(
+            state=state,
+            paused=paused,
+            arriving=arriving,
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            prefilling=len(scheduler.prefilling),
+            decoding=len(scheduler.batch),
+            shelved=len(scheduler.shelved),
+            waiting_tokens=scheduler.queued_tokens,
+            pages_free=pages.free,
+            pages_fenced=pages.fenced,
+            pages_private=pages.private,
+            pages_cached=pages.cached,
+            pages_total=pages.total,
+            pages_evictable=memory.evictable,
+            steps=counters.steps,
+            steps_in_flight=steps_in_flight,
+            admitted=counters.admitted,
+            finished=counters.finished,
+            retractions=counters.retractions,
+            preemptions=counters.preemptions,
+            parkings=counters.parkings,
+            prefill_tokens=counters.prefill_tokens,
+            decode_tokens=counters.decode_tokens,
+            late_tokens=counters.late_tokens,
+            queried_tokens=memory.queried_tokens,
+            cached_tokens=memory.hit_tokens,
+            policy=scheduler.waiting.name,
+            policy_fallbacks=scheduler.waiting.fallbacks,
+            packed_rounds=admitter.packed_rounds,
+            forced_rounds=admitter.forced_rounds,
+            held_back=admitter.held,
+            new_token_ratio=scheduler.ratio.value,
+            failed_checks=failed_checks,
+            stalled=stalled,
+        )

@@ -42,6 +42,9 @@ class Host(Protocol):
     def abandon_threadsafe(self, cell: StreamCell) -> None:
         """The same from any thread, a turn of the loop later."""
 
+    def caught_up(self, cell: StreamCell) -> None:
+        """The consumer of a parked request has read enough for it to go on. On the engine's loop."""
+
 
 class StreamCell:
     """Where the engine leaves word for one stream's consumer.
@@ -54,6 +57,7 @@ class StreamCell:
     __slots__ = (
         "closed",
         "error",
+        "max_lag",
         "request",
         "running_timeout",
         "taken_ids",
@@ -63,7 +67,7 @@ class StreamCell:
         "wants",
     )
 
-    def __init__(self, running_timeout: float | None = None) -> None:
+    def __init__(self, running_timeout: float | None = None, max_lag: int | None = None) -> None:
         self.request: Request | None = None
         #: why there is or will be no request
         self.error: BaseException | None = None
@@ -78,10 +82,23 @@ class StreamCell:
         self.timer: asyncio.TimerHandle | None = None
         #: seconds that become the deadline at admission
         self.running_timeout = running_timeout
+        #: unread tokens beyond which the request is parked
+        self.max_lag = max_lag
 
     @property
     def finished(self) -> bool:
         return self.error is not None or (self.request is not None and self.request.finished)
+
+    @property
+    def lags(self) -> bool:
+        """The consumer is too far behind. One that waits for more is not, whatever is held back."""
+        request = self.request
+        return (
+            self.max_lag is not None
+            and self.waiter is None
+            and request is not None
+            and len(request.output_ids) - self.taken_ids > self.max_lag
+        )
 
     def ready(self) -> bool:
         """There is something that the waiting consumer wants."""
@@ -173,6 +190,8 @@ class Stream:
             chunk = cell.take()
             if chunk is not None:
                 self._ended = chunk.finish_reason is not None
+                if cell.request is not None and cell.request.parked:
+                    self._engine.caught_up(cell)
                 return chunk
             if cell.finished:
                 self._ended = True
@@ -238,6 +257,8 @@ class Stream:
             raise RuntimeError("another task is reading this stream")
         cell.waiter = asyncio.get_running_loop().create_future()
         cell.wants = want
+        if cell.request is not None and cell.request.parked:
+            self._engine.caught_up(cell)
         try:
             await cell.waiter
         except BaseException:

@@ -51,6 +51,11 @@ class FencedPool:
         return self._num_fenced
 
     @property
+    def last_resolved(self) -> int:
+        """The newest step that has resolved."""
+        return self._resolved
+
+    @property
     def private(self) -> int:
         """Items that somebody owns."""
         return self._num_private

@@ -119,12 +119,16 @@ class RadixTree:
         root = self._roots.get(namespace)
         return 0 if root is None else self._walk(root, key)[2] // self._page_bytes
 
-    def path(self, key: bytes, namespace: str = "") -> list[Node]:
-        """The nodes that match ``key`` from the root's child down; the last may match in part."""
+    def find(self, key: bytes, namespace: str = "") -> tuple[int, Node | None]:
+        """How many pages of ``key`` are here, and the node in which the match ends, perhaps half-way.
+
+        The node is the root where nothing matches, and None where the namespace is empty.
+        """
         root = self._roots.get(namespace)
         if root is None:
-            return []
-        return [node for node in _upwards(self._walk(root, key)[0]) if node.parent is not None][::-1]
+            return 0, None
+        node, _, matched = self._walk(root, key)
+        return matched // self._page_bytes, node
 
     def lock(self, key: bytes, namespace: str = "") -> Lock:
         """Hold the longest prefix of ``key`` that is here, which may be none of it."""

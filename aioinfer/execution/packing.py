@@ -64,7 +64,7 @@ class Packed:
 class Packer:
     """Keeps, by slot, what rows do not repeat: page tables and sampling parameters."""
 
-    __slots__ = ("_floats", "_page_size", "_params", "_seeds", "_tables", "_top_k")
+    __slots__ = ("_floats", "_min_length", "_page_size", "_params", "_seeds", "_tables", "_top_k")
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
         self._page_size = page_size
@@ -72,33 +72,38 @@ class Packer:
         self._floats = np.zeros((len(FLOAT_FIELDS), num_slots + 1), np.float32)
         self._top_k = np.zeros(num_slots + 1, np.int64)
         self._seeds = np.zeros(num_slots + 1, np.int64)
+        #: sequences shorter than this may not end yet
+        self._min_length = np.zeros(num_slots + 1, np.int64)
         self._params: list[Admission | None] = [None] * (num_slots + 1)
 
     def pack(self, step: Step) -> Packed:
         """Pack steps in the order of their ids, each once."""
-        rows = step.rows
-        resets = [self._admit(row) for row in rows if row.admission is not None]
-        for row in rows:
+        decodes, prefills = step.decodes, step.prefills
+        resets = [self._admit(row) for row in prefills if row.admission is not None]
+        for slot, first, pages in decodes.tables:
+            self._tables[slot, first : first + len(pages)] = pages
+        for row in prefills:
             if row.new_pages:
                 first = row.first_new_page
                 self._tables[row.slot, first : first + len(row.new_pages)] = row.new_pages
-        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
-        q_len = np.fromiter((row.length for row in rows), np.int64, len(rows))
-        starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-        cu_q = np.zeros(len(rows) + 1, np.int64)
+        slots = _columns(decodes.slots, [row.slot for row in prefills])
+        starts = _columns(decodes.starts, [row.start for row in prefills])
+        q_len = _columns(np.ones(len(decodes), np.int64), [row.length for row in prefills])
+        sampling = np.ones(len(slots), np.bool_)
+        sampling[len(decodes) :] = [row.samples for row in prefills]
+        cu_q = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(q_len, out=cu_q[1:])
         kv_len = starts + q_len
         # Position of each token: its row's start plus its offset in the row.
-        row_of = np.repeat(np.arange(len(rows)), q_len)
+        row_of = np.repeat(np.arange(len(slots)), q_len)
         positions = np.arange(step.num_tokens) - cu_q[row_of] + starts[row_of]
-        pages = self._tables[slots[row_of], positions // self._page_size]
-        slot_mapping = pages * self._page_size + positions % self._page_size
+        pages_of = self._tables[slots[row_of], positions // self._page_size]
+        slot_mapping = pages_of * self._page_size + positions % self._page_size
         num_pages = -(-int(kv_len.max()) // self._page_size)
         tables = self._tables[slots, :num_pages]
         # Entries beyond a row's own pages may be another tenant's: they become the junk page.
         owned = -(-kv_len // self._page_size)
         tables[np.arange(num_pages) >= owned[:, None]] = 0
-        sampling = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
         return self._finish(
             step, slots, q_len, cu_q, kv_len, positions, slot_mapping, tables, sampling, resets
         )
@@ -120,7 +125,7 @@ class Packer:
         sample_slots = slots[sampling]
         top_k = self._top_k[sample_slots]
         floats = self._floats[:, sample_slots]
-        banned_rows, banned_ids = self._banned(step)
+        banned_rows, banned_ids = self._banned(sample_slots, kv_len[sampling])
         sections = (
             self._input_ids(step, cu_q),
             positions,
@@ -159,9 +164,9 @@ class Packer:
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Known ids in place; 0 where the relay will fill in."""
         ids = np.zeros(step.num_tokens, np.int64)
-        for row, start in zip(step.rows[step.num_decodes :], cu_q[step.num_decodes :].tolist(), strict=False):
-            if row.ids is not None:
-                ids[start : start + row.length] = row.ids
+        for row, start in zip(step.prefills, cu_q[step.num_decodes :].tolist(), strict=False):
+            assert row.ids is not None, "a prefill row knows its tokens"
+            ids[start : start + row.length] = row.ids
         return ids
 
     def _admit(self, row: Row) -> PenaltyReset | None:
@@ -172,24 +177,26 @@ class Packer:
         self._params[slot] = admission
         self._seeds[slot] = admission.seed
         self._top_k[slot] = max(params.top_k, 0)
+        self._min_length[slot] = len(admission.prompt_ids) + params.min_tokens
         self._floats[:, slot] = [getattr(params, name) for name in FLOAT_FIELDS]
         self._tables[slot] = 0
         if not params.penalised:
             return None
         return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
 
-    def _banned(self, step: Step) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _banned(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(sampling row, token id) pairs of end tokens that come too early for min_tokens."""
         rows: list[int] = []
         ids: list[int] = []
-        index = 0
-        for row in step.rows:
-            if not row.samples:
-                continue
-            admission = self._params[row.slot]
+        for index in np.flatnonzero(positions < self._min_length[slots]).tolist():
+            admission = self._params[slots[index]]
             assert admission is not None
-            if row.output_index < admission.params.min_tokens:
-                rows += [index] * len(admission.stop_ids)
-                ids += sorted(admission.stop_ids)
-            index += 1
+            rows += [index] * len(admission.stop_ids)
+            ids += sorted(admission.stop_ids)
         return np.asarray(rows, np.int64), np.asarray(ids, np.int64)
+
+
+def _columns(decodes: npt.NDArray[np.int64], prefills: list[int]) -> npt.NDArray[np.int64]:
+    return np.concatenate((decodes, np.asarray(prefills, np.int64))) if prefills else decodes

@@ -1,48 +1,239 @@
-"""StepBudget: what still fits into the step being planned, in tokens and pages."""
+"""Admission: who of the waiting is let in, with how many tokens, and what is kept back for the others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Literal
 
-from aioinfer.cache.pages import PageAllocator
 from aioinfer.request import Request
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import Policy
 
-__all__ = ["Limits", "StepBudget"]
+__all__ = ["Admitter", "Limits", "NewTokenRatio", "PrefixLeaders", "StepBudget"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one step."""
+    """Bounds and switches of the scheduler; :class:`~aioinfer.EngineConfig` explains each."""
 
     max_running_requests: int
     max_step_tokens: int
     chunk_size: int
+    max_prefill_tokens: int | None = None
+    max_decode_rows: int | None = None
+    mixed: bool = True
+    first: Literal["decode", "prefill"] = "decode"
+    admission: Literal["fifo", "pack"] = "fifo"
+    lookahead: int = 64
+    force_fifo_every: int = 8
+    max_passed_over: int = 16
+    share_prefix_tokens: int = 64
+    preemption: bool = False
+    clip_new_tokens: int = 4096
+    new_token_ratio: float = 0.4
+    min_new_token_ratio: float = 0.1
+    new_token_ratio_decay: float = 0.002
 
 
 class StepBudget:
     """Counts down the tokens of one step."""
 
-    __slots__ = ("_chunk_size", "tokens")
+    __slots__ = ("_chunk_size", "_page_size", "_untouched", "prefill", "tokens")
+
+    def __init__(self, limits: Limits, page_size: int) -> None:
+        self.tokens = limits.max_step_tokens
+        #: of these, tokens for prefill
+        self.prefill = limits.max_step_tokens
+        if limits.max_prefill_tokens is not None:
+            self.prefill = min(self.prefill, limits.max_prefill_tokens)
+        self._chunk_size = limits.chunk_size
+        self._page_size = page_size
+        self._untouched = True
+
+    def room(self) -> int:
+        """Tokens that the next prefill chunk may have."""
+        # A single chunk may exceed the prefill budget; chunk_size is what bounds it then.
+        prefill = max(self.prefill, self._chunk_size) if self._untouched else self.prefill
+        return min(self.tokens, prefill, self._chunk_size)
+
+    def chunk(self, start: int, remaining: int, most: int | None = None) -> int:
+        """Length of a prefill chunk from position ``start`` on. It ends at a page boundary, so that its
+        pages can be shared, unless it is the last one or smaller than a page."""
+        length = min(remaining, self.room() if most is None else min(most, self.room()))
+        aligned = (start + length) // self._page_size * self._page_size - start
+        return aligned if aligned > 0 and length < remaining else length
+
+    def spend_prefill(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self.prefill -= tokens
+        self._untouched = False
+
+    def spend_decodes(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self.prefill = min(self.prefill, self.tokens)
+
+
+class NewTokenRatio:
+    """Which share of the tokens they may still generate running requests are expected to use.
+
+    Pages for that share are kept free at admission. A retraction shows that it was too small: it then
+    rises half-way to one, and decays from there step by step. (The idea is SGLang's.)
+    """
+
+    __slots__ = ("_decay", "_least", "value")
 
     def __init__(self, limits: Limits) -> None:
-        self.tokens = limits.max_step_tokens
-        self._chunk_size = limits.chunk_size
+        self.value = max(limits.new_token_ratio, limits.min_new_token_ratio)
+        self._least = limits.min_new_token_ratio
+        self._decay = limits.new_token_ratio_decay
 
-    def chunk(self, remaining: int) -> int:
-        """Length of the next prefill chunk of a request with ``remaining`` positions to compute."""
-        return min(remaining, self._chunk_size, self.tokens)
+    def decay(self) -> None:
+        self.value = max(self._least, self.value - self._decay)
 
-    def spend(self, tokens: int) -> None:
-        self.tokens -= tokens
+    def rise(self) -> None:
+        self.value += (1 - self.value) / 2
 
 
-def pages_to_admit(request: Request, pages: PageAllocator, num_running: int) -> int | None:
-    """Pages that admission reserves for ``request``, or None if it has to wait.
+class PrefixLeaders:
+    """In-batch sharing: who is computing a prefix that others wait for.
 
-    Everything known so far gets its pages at once: a prefill that started never stalls half-way. One
-    page per running request stays free, so that an admission does not cause a retraction right away;
-    an empty engine admits whatever fits.
+    A running request leads where its prefill goes beyond what is cached. A waiting one whose prefix is
+    cached up to the same point and continues with the same ``tokens`` is held back until those are
+    committed, and then finds them. Leaders always run, so nobody is held for ever.
     """
-    need = pages.pages_for(request.length)
-    headroom = num_running
-    return need if need + headroom <= pages.free else None
+
+    __slots__ = ("_leaders", "_marks", "_memory", "_pages")
+
+    def __init__(self, memory: Memory, tokens: int) -> None:
+        self._memory = memory
+        self._pages = tokens // memory.pages.page_size if memory.tree is not None else 0
+        self._leaders: dict[object, Request] = {}
+        self._marks: dict[int, object] = {}
+
+    def mark(self, request: Request) -> object | None:
+        """What two requests have in common if one should wait for the other; None if not worth it."""
+        if not self._pages or not request.cacheable:
+            return None
+        if request.lock is None:
+            hit, node = self._memory.lookup(request)
+        else:
+            hit, node = request.cached_pages, request.lock.node
+        size = self._memory.pages.page_size
+        stop = (hit + self._pages) * size
+        if stop >= request.known:
+            return None
+        return (request.namespace if node is None else node, hit, request.token_key(hit * size, stop))
+
+    def lead(self, request: Request) -> None:
+        """The request is computing from where its cached prefix ends; call again when that moves."""
+        self.leave(request)
+        mark = self.mark(request)
+        if mark is not None and self._leaders.setdefault(mark, request) is request:
+            self._marks[request.key] = mark
+
+    def leave(self, request: Request) -> None:
+        """It computes no prefix any more."""
+        mark = self._marks.pop(request.key, None)
+        if mark is not None:
+            del self._leaders[mark]
+
+    def __contains__(self, mark: object) -> bool:
+        return mark in self._leaders
+
+
+class Admitter:
+    """Chooses from the queue; knows nothing of slots and pages.
+
+    ``fifo`` takes requests in the policy's order until the step is full. ``pack`` looks ahead: those that
+    fit whole go in beside each other, cheapest first, and the first in order gets what is left. Every
+    ``force_fifo_every`` rounds, and when the eldest was passed over ``max_passed_over`` times, it is
+    fifo's turn, so nobody starves.
+    """
+
+    __slots__ = (
+        "_leaders",
+        "_limits",
+        "_memory",
+        "_policy",
+        "_round",
+        "forced_rounds",
+        "held",
+        "packed_rounds",
+    )
+
+    def __init__(self, policy: Policy, memory: Memory, leaders: PrefixLeaders, limits: Limits) -> None:
+        self._policy = policy
+        self._memory = memory
+        self._leaders = leaders
+        self._limits = limits
+        self._round = 0
+        #: rounds that packed, and rounds that would have but for the bounds
+        self.packed_rounds = 0
+        self.forced_rounds = 0
+        #: times a request was held back for another's prefix
+        self.held = 0
+
+    def choose(self, budget: StepBudget, room: int) -> tuple[list[tuple[Request, int]], bool]:
+        """Up to ``room`` requests in the order of the policy, each with the tokens it may have; and
+        whether nobody may be admitted if one before it could not be."""
+        limits = self._limits
+        self._round += 1
+        eldest = self._policy.eldest()
+        overdue = None
+        if eldest is not None and self._policy.bounded and eldest.passed >= limits.max_passed_over:
+            overdue = eldest
+        candidates = self._candidates(overdue)
+        if limits.admission == "fifo":
+            return self._in_order(candidates, budget, room), True
+        if overdue or (limits.force_fifo_every and self._round % limits.force_fifo_every == 0):
+            self.forced_rounds += 1
+            return self._in_order(candidates, budget, room), True
+        self.packed_rounds += 1
+        return self._packed(list(islice(candidates, limits.lookahead)), budget, room), False
+
+    def _candidates(self, first: Request | None) -> Iterator[Request]:
+        """Waiting requests in order, without those that are better off waiting for a prefix."""
+        marks: set[object] = set()
+        held = 0
+        order = self._policy.order()
+        for request in order if first is None else chain((first,), (r for r in order if r is not first)):
+            if request.pending:
+                return  # just retracted, its newest tokens still to be read: memory is short
+            mark = self._leaders.mark(request)
+            if mark is None or not (mark in self._leaders or mark in marks):
+                marks.add(mark)
+                yield request
+                continue
+            held += 1
+            self.held += 1
+            if held > self._limits.lookahead:
+                return
+
+    def _in_order(
+        self, candidates: Iterator[Request], budget: StepBudget, room: int
+    ) -> list[tuple[Request, int]]:
+        left = max(budget.room(), min(budget.tokens, budget.prefill))
+        chosen: list[tuple[Request, int]] = []
+        while left > 0 and len(chosen) < room and (request := next(candidates, None)) is not None:
+            cost = self._memory.uncached(request)
+            chosen.append((request, cost))
+            left -= min(cost, self._limits.chunk_size)
+        return chosen
+
+    def _packed(self, window: list[Request], budget: StepBudget, room: int) -> list[tuple[Request, int]]:
+        costs = [self._memory.uncached(request) for request in window]
+        left = min(budget.tokens, budget.prefill)
+        fits: set[int] = set()
+        for at in sorted(range(len(window)), key=lambda at: (costs[at], at)):
+            if costs[at] > left or len(fits) == room:
+                break
+            fits.add(at)
+            left -= costs[at]
+        # Nothing of the step is wasted: what is left goes to the first in order that did not fit.
+        first = next((at for at in range(len(window)) if at not in fits), None)
+        if first is not None and len(fits) < room and (left > 0 or not fits):
+            costs[first] = left if fits else costs[first]
+            fits.add(first)
+        return [(window[at], costs[at]) for at in sorted(fits)]

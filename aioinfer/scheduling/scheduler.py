@@ -1,21 +1,21 @@
 """The scheduler: who gets a row in the next step, and what a resolved step means.
 
-Read :meth:`Scheduler.plan` first: decodes, then prefill chunks of admitted requests, then admissions,
-all into one packed step. :meth:`Scheduler.resolve` commits a step's tokens. Nothing here waits, knows
-the time or touches a device; the same object runs under the engine, the synchronous twin and the tests.
+Read :meth:`Scheduler.plan` first: decodes, prefill chunks of admitted requests, admissions, all into one
+packed step. :meth:`Scheduler.resolve` commits a step's tokens. Nothing here waits, knows the time or
+touches a device; the same object runs under the engine, the synchronous twin and the tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from aioinfer.cache.pages import PageAllocator
-from aioinfer.cache.slots import SlotPool
 from aioinfer.outputs import FinishReason
 from aioinfer.request import Request, RequestState
-from aioinfer.scheduling.admission import Limits, StepBudget, pages_to_admit
-from aioinfer.scheduling.policy import Fcfs, WaitingQueue
+from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, PrefixLeaders, StepBudget
+from aioinfer.scheduling.decodes import NO_DECODES, DecodeBatch, Decodes
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import Fcfs, Policy
 from aioinfer.scheduling.step import BAD_LOGITS, Admission, Row, Step
 
 __all__ = ["Scheduler", "SchedulerCounters"]
@@ -28,7 +28,12 @@ class SchedulerCounters:
     steps: int = 0
     admitted: int = 0
     finished: int = 0
+    #: requests that lost their pages and queued up again, for whatever reason
     retractions: int = 0
+    #: of these, to make room for a request of higher priority
+    preemptions: int = 0
+    #: times a request was parked because its consumer lagged
+    parkings: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     #: tokens computed for a request that had ended meanwhile
@@ -40,29 +45,56 @@ class Scheduler:
 
     Steps are launched in the order in which :meth:`plan` returns them and resolved in the same order,
     each by exactly one call of :meth:`resolve` or :meth:`fail`.
+
+    A request that runs is in one of three places: ``prefilling`` while some of its known tokens are not
+    planned, in the decode ``batch`` while it wants more tokens, or in neither: parked, or waiting for its
+    last token to be read.
     """
 
-    __slots__ = ("_last_step", "counters", "limits", "pages", "queued_tokens", "running", "slots", "waiting")
+    __slots__ = (
+        "_last_step",
+        "_prefilled_last",
+        "_short",
+        "admitter",
+        "batch",
+        "counters",
+        "leaders",
+        "limits",
+        "memory",
+        "prefilling",
+        "queued_tokens",
+        "ratio",
+        "running",
+        "shelved",
+        "waiting",
+    )
 
-    def __init__(
-        self, pages: PageAllocator, slots: SlotPool, limits: Limits, waiting: WaitingQueue | None = None
-    ) -> None:
-        self.pages = pages
-        self.slots = slots
+    def __init__(self, memory: Memory, limits: Limits, policy: Policy | None = None) -> None:
+        self.memory = memory
         self.limits = limits
-        self.waiting: WaitingQueue = Fcfs() if waiting is None else waiting
-        #: admitted requests, most senior first
+        self.waiting: Policy = Fcfs(memory) if policy is None else policy
+        #: requests with slot and pages, in the order of admission
         self.running: dict[int, Request] = {}
+        self.prefilling: dict[int, Request] = {}
+        self.batch = DecodeBatch(limits.max_running_requests, memory.pages.page_size)
+        #: retracted requests that are parked
+        self.shelved: dict[int, Request] = {}
+        self.leaders = PrefixLeaders(memory, limits.share_prefix_tokens)
+        self.admitter = Admitter(self.waiting, memory, self.leaders, limits)
+        self.ratio = NewTokenRatio(limits)
+        #: tokens of the waiting requests
         self.queued_tokens = 0
         self.counters = SchedulerCounters()
         self._last_step = 0
+        self._prefilled_last = False
+        #: somebody lost pages while the current step was planned
+        self._short = False
 
     # -- what a request goes through ------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
-        self.waiting.add(request)
-        self.queued_tokens += request.length
+        self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
         """End a request, whatever its state. The only way any request ends; True the first time.
@@ -71,83 +103,156 @@ class Scheduler:
         """
         if request.finished:
             return False
-        if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
-            self.queued_tokens -= request.length
-        else:
-            del self.running[request.key]
-            self._give_back(request)
+        if request.state is RequestState.RUNNING:
+            self._leave(request)
+        elif self.shelved.pop(request.key, None) is None:
+            self._dequeue(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.error = error
         self.counters.finished += 1
         return True
 
+    def park(self, request: Request) -> None:
+        """Compute nothing for a request until :meth:`unpark`. It keeps its pages while nobody needs them."""
+        if request.finished or request.parked:
+            return
+        request.parked = True
+        self.counters.parkings += 1
+        if request.state is RequestState.RUNNING:
+            self._stop_computing(request)
+        else:
+            self._dequeue(request)
+            self.shelved[request.key] = request
+
+    def unpark(self, request: Request) -> None:
+        """Go on where :meth:`park` stopped."""
+        if request.finished or not request.parked:
+            return
+        request.parked = False
+        if request.state is RequestState.WAITING:
+            del self.shelved[request.key]
+            self._enqueue(request)
+        elif not request.relay_ready:
+            self.prefilling[request.key] = request
+            self.leaders.lead(request)
+        elif request.length < request.max_length:
+            self.batch.add(request)
+
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.running) or len(self.waiting) > 0
+        return bool(self.running or self.shelved or self.waiting)
+
+    def unfinished(self) -> list[Request]:
+        """Every request that has not ended."""
+        return [*self.running.values(), *self.waiting, *self.shelved.values()]
+
+    @property
+    def has_work(self) -> bool:
+        """Something wants to be computed. Parked requests do not."""
+        return bool(self.batch or self.prefilling or self.waiting)
 
     # -- plan -----------------------------------------------------------------------------------
 
     def plan(self) -> Step | None:
         """The next step, or None if nothing can be computed before a launched step resolves."""
-        budget = StepBudget(self.limits)
-        rows: list[Row] = []
-        for request in list(self.running.values()):
-            # Room for one request may be made by retracting others: always the most junior, so that none
-            # which has its row already is lost, and one further down may be gone when its turn comes.
-            if budget.tokens and _wants_decode(request) and self._reserve(request):
-                rows.append(self._row(request, 1))
-                budget.spend(1)
-        num_decodes = len(rows)
-        for request in list(self.running.values()):
-            if budget.tokens and not request.relay_ready and request.computed < request.length:
-                rows.append(self._prefill(request, budget))
-        while budget.tokens and (admitted := self._admit()) is not None:
-            rows.append(self._prefill(admitted, budget))
-        if not rows:
+        limits = self.limits
+        budget = StepBudget(limits, self.memory.pages.page_size)
+        self._short = False
+        self._preempt()
+        starved = self._grow_decodes()
+        # Decodes and prefill share a step if they may mix. If not, decode-first lets them take turns.
+        if limits.first == "decode" and (limits.mixed or self._prefilled_last):
+            decodes = self._decode(budget, starved)
+            prefills = self._prefill(budget) if limits.mixed or not decodes else []
+        else:
+            prefills = self._prefill(budget)
+            decodes = self._decode(budget, starved) if limits.mixed or not prefills else NO_DECODES
+        if not (decodes or prefills):
             return None
         self._last_step += 1
-        for row in rows:
+        for row in prefills:
             row.request.last_step = self._last_step
-        num_tokens = self.limits.max_step_tokens - budget.tokens
+            # Not before the decodes of this step are chosen: the token to decode is sampled in it.
+            if row.samples and row.request.length < row.request.max_length:
+                self.batch.add(row.request)
+        self._prefilled_last = bool(prefills)
+        num_tokens = limits.max_step_tokens - budget.tokens
         self.counters.steps += 1
-        self.counters.decode_tokens += num_decodes
-        self.counters.prefill_tokens += num_tokens - num_decodes
-        return Step(self._last_step, tuple(rows), num_decodes, num_tokens)
+        self.counters.decode_tokens += len(decodes)
+        self.counters.prefill_tokens += num_tokens - len(decodes)
+        self.ratio.decay()
+        return Step(self._last_step, decodes, tuple(prefills), num_tokens)
 
-    def _admit(self) -> Request | None:
-        """Give the next waiting request a slot and pages for all it is known to hold."""
-        request = self.waiting.peek()
-        if request is None or len(self.running) >= self.limits.max_running_requests:
-            return None
-        # A retracted request waits until the host has read its tokens in flight: it prefills them.
-        if request.pending or not self.slots.free:
-            return None
-        need = pages_to_admit(request, self.pages, len(self.running))
-        if need is None:
-            return None
-        self.waiting.remove(request)
-        self.queued_tokens -= request.length
+    def _decode(self, budget: StepBudget, starved: list[Request]) -> Decodes:
+        """One token for everybody in the decode batch, as far as the step holds them."""
+        most = budget.tokens
+        if self.limits.max_decode_rows is not None:
+            most = min(most, self.limits.max_decode_rows)
+        decodes = self.batch.launch(self._last_step + 1, starved, most)
+        budget.spend_decodes(len(decodes))
+        return decodes
+
+    def _prefill(self, budget: StepBudget) -> list[Row]:
+        """Chunks of the prompts under way, then of those that are let in."""
+        rows: list[Row] = []
+        for request in list(self.prefilling.values()):
+            if budget.room() <= 0:
+                return rows
+            rows.append(self._chunk(request, budget))
+        if not self._short:
+            rows += self._admissions(budget)
+        return rows
+
+    def _admissions(self, budget: StepBudget) -> Iterator[Row]:
+        parked = sum(request.parked for request in self.running.values()) if self.counters.parkings else 0
+        room = self.limits.max_running_requests - len(self.running) + parked
+        if room <= 0 or budget.room() <= 0 or not self.waiting:
+            return
+        eldest, admitted = self.waiting.eldest(), False
+        reserve = self._expected_tokens()
+        chosen, strict = self.admitter.choose(budget, room)
+        for request, most in chosen:
+            if budget.room() <= 0:
+                break
+            if self._admit(request, reserve):
+                admitted = True
+                reserve += self._may_generate(request)
+                yield self._chunk(request, budget, most)
+            elif strict:
+                break
+        if admitted and eldest is not None and eldest in self.waiting:
+            eldest.passed += 1
+
+    def _admit(self, request: Request, reserve: int) -> bool:
+        """Give a waiting request slot and pages, at the cost of parked requests if need be."""
+        while True:
+            spare = self._pages_to_spare(reserve + self._may_generate(request))
+            if len(self.running) < self.limits.max_running_requests and self.memory.admit(request, spare):
+                break
+            victim = next((each for each in self.running.values() if each.parked), None)
+            if victim is None:
+                return False
+            self._retract(victim)
+        self._dequeue(request)
         request.state = RequestState.RUNNING
-        (request.slot,) = self.slots.take(1)
-        request.pages = self.pages.take(need)
-        request.sent_pages = 0
         self.running[request.key] = request
+        self.prefilling[request.key] = request
+        self.waiting.started(request)
+        self.leaders.lead(request)
+        if not request.retractions:
+            request.cached_tokens = request.computed
         self.counters.admitted += 1
-        return request
+        return True
 
-    def _prefill(self, request: Request, budget: StepBudget) -> Row:
-        chunk = budget.chunk(request.length - request.computed)
-        budget.spend(chunk)
-        return self._row(request, chunk)
-
-    def _row(self, request: Request, length: int) -> Row:
-        """Make a row of the next ``length`` positions and account for it as computed."""
+    def _chunk(self, request: Request, budget: StepBudget, most: int | None = None) -> Row:
+        """A prefill row of the next positions of an admitted request."""
         start = request.computed
-        samples = start + length == request.length
+        length = budget.chunk(start, request.length - start, most)
+        budget.spend_prefill(length)
         admission = None
-        if start == 0:
+        if not request.introduced:
+            request.introduced = True
             admission = Admission(
                 request.params, request.seed, request.stop_ids, request.prompt_ids, tuple(request.output_ids)
             )
@@ -156,61 +261,122 @@ class Scheduler:
             slot=request.slot,
             start=start,
             length=length,
-            ids=None if request.relay_ready else request.known_ids(start, start + length),
-            samples=samples,
-            output_index=request.length - len(request.prompt_ids),
+            ids=request.known_ids(start, start + length),
+            samples=start + length == request.length,
             new_pages=request.pages[request.sent_pages :],
             first_new_page=request.sent_pages,
             admission=admission,
         )
         request.sent_pages = len(request.pages)
-        request.computed += length
-        if samples:
-            request.pending += 1
+        request.advance(row.kv_length, len(request.output_ids) + row.samples)
+        if row.samples:
             request.relay_ready = True
+            del self.prefilling[request.key]
         return row
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _reserve(self, request: Request) -> bool:
-        """Make sure the next position of a running request has its page; False: not in this step.
+    def _expected_tokens(self) -> int:
+        """Tokens that the running requests may still generate, each one's clipped."""
+        return self.batch.expected_tokens(self.limits.clip_new_tokens) + sum(
+            self._may_generate(request) for request in self.prefilling.values()
+        )
 
-        Out of pages, the most junior request is retracted. Not before fenced pages are counted: those
-        come back by themselves, and retracting for them would empty the engine for nothing.
+    def _may_generate(self, request: Request) -> int:
+        return min(request.max_length - request.length, self.limits.clip_new_tokens)
+
+    def _pages_to_spare(self, tokens: int) -> int:
+        """Pages that an admission leaves to the growth of all. An empty engine admits whatever fits."""
+        running = len(self.batch) + len(self.prefilling)
+        if not running:
+            return 0
+        return max(running, self.memory.pages.pages_for(int(tokens * self.ratio.value)))
+
+    def _grow_decodes(self) -> list[Request]:
+        """Make sure that everybody's next position has its page; returns those who have to skip a step.
+
+        Out of pages, somebody is retracted. Not before pages that come back by themselves are counted:
+        retracting for those would empty the engine for nothing.
         """
-        if request.computed < len(request.pages) * self.pages.page_size:
-            return True
-        while not self.pages.free:
-            if self.pages.fenced:
-                return False
-            victim = next(reversed(self.running.values()))
+        starved = []
+        for request in self.batch.out_of_pages():
+            while request.batch is not None and not self.memory.grow(request):
+                victim = None if self.memory.returning else self._victim()
+                if victim is None:
+                    self._short = True
+                    starved.append(request)
+                    break
+                self._retract(victim)
+                self._short = True
+                self.ratio.rise()
+            else:
+                if request.batch is not None:
+                    self.batch.changed_pages(request)
+        return [request for request in starved if request.batch is not None]
+
+    def _victim(self) -> Request | None:
+        """Parked ones first, then low priority, then who came last. Never the eldest that is not parked:
+        so one request always moves on, and no two take each other's pages for ever."""
+        active = [request for request in self.running.values() if not request.parked]
+        eldest = min(active, key=lambda request: request.key, default=None)
+        return max(
+            (request for request in self.running.values() if request is not eldest),
+            key=lambda request: (request.parked, -request.priority, request.key),
+            default=None,
+        )
+
+    def _preempt(self) -> None:
+        """Retract requests of lower priority until the first in the queue has, or will have, its place."""
+        if not self.limits.preemption or not self.waiting:
+            return
+        first = next(self.waiting.order())
+        while not first.pending:
+            spare = self._pages_to_spare(self._may_generate(first))
+            if len(self.running) < self.limits.max_running_requests and self.memory.fits(first, spare):
+                return
+            victim = self._victim()
+            if victim is None or victim.priority >= first.priority:
+                return
             self._retract(victim)
-            if victim is request:
-                return False
-        request.pages += self.pages.take(1)
-        return True
+            self.counters.preemptions += 1
 
     def _retract(self, request: Request) -> None:
         """Take slot and pages from a running request; it keeps its tokens and queues up again.
 
         Tokens in flight stay valid (the fence keeps their KV alive) and are committed as they resolve.
+        What is committed already stays in the prefix cache while there is room for it.
         """
-        del self.running[request.key]
-        self._give_back(request)
+        self._leave(request)
         request.state = RequestState.WAITING
-        request.computed = 0
-        request.relay_ready = False
+        request.restart()
         request.retractions += 1
-        self.waiting.put_back(request)
-        self.queued_tokens += request.length
         self.counters.retractions += 1
+        if request.parked:
+            self.shelved[request.key] = request
+        else:
+            self._enqueue(request)
 
-    def _give_back(self, request: Request) -> None:
-        """Sized by what was allocated, never by token counts."""
-        self.pages.give(request.pages, request.last_step)
-        self.slots.give((request.slot,), request.last_step)
-        request.pages = []
-        request.slot = 0
+    # -- from place to place --------------------------------------------------------------------
+
+    def _enqueue(self, request: Request) -> None:
+        self.waiting.add(request)
+        self.queued_tokens += request.length
+
+    def _dequeue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.queued_tokens -= request.length
+
+    def _stop_computing(self, request: Request) -> None:
+        self.prefilling.pop(request.key, None)
+        self.leaders.leave(request)
+        if request.batch is not None:
+            request.batch.remove(request)
+
+    def _leave(self, request: Request) -> None:
+        self._stop_computing(request)
+        del self.running[request.key]
+        self.waiting.stopped(request)
+        self.memory.release(request)
 
     # -- resolve --------------------------------------------------------------------------------
 
@@ -219,61 +385,101 @@ class Scheduler:
 
         A token for a request that ended meanwhile is dropped and counted.
         """
-        self._resolved(step)
-        advanced = []
-        for row, token in zip(step.rows, tokens, strict=True):
-            if not row.samples:
-                continue
-            request = row.request
-            if request.finished:
-                request.pending -= 1
+        self.memory.resolved(step.id)
+        advanced: list[Request] = []
+        for request, token in zip(step.decodes.requests, tokens, strict=False):
+            if request.state is RequestState.FINISHED:
                 self.counters.late_tokens += 1
                 continue
             advanced.append(request)
-            if token == BAD_LOGITS:
-                self.finish(request, "abort", FloatingPointError("the model gave no finite logits"))
-                request.pending -= 1
-                continue
-            request.pending -= 1
             request.output_ids.append(token)
-            if token in request.stop_ids:
-                request.stop_reason = token
-                self.finish(request, "stop")
-            elif len(request.prompt_ids) + len(request.output_ids) >= request.max_length:
-                self.finish(request, "length")
+            if token < 0 or token in request.stop_ids:
+                self._end(request, token)
+        for request in step.decodes.ending:
+            self.finish(request, "length")
+        for row, token in zip(step.prefills, tokens[len(step.decodes) :], strict=True):
+            self._resolve_prefill(row, token, advanced)
         return advanced
+
+    def _resolve_prefill(self, row: Row, token: int, advanced: list[Request]) -> None:
+        request = row.request
+        if request.finished:
+            self.counters.late_tokens += row.samples
+            return
+        if row.samples:
+            advanced.append(request)
+            request.output_ids.append(token)
+        # A request that was retracted meanwhile has lost this slot, and cannot have it again yet.
+        stayed = row.slot == request.slot
+        if stayed:
+            request.commit_prefill(row.kv_length, last=row.samples)
+        if row.samples and (token < 0 or token in request.stop_ids):
+            self._end(request, token)
+        elif row.samples and request.known >= request.max_length:
+            self.finish(request, "length")
+        elif stayed:
+            self._share(request)
+
+    def _share(self, request: Request) -> None:
+        """A prefill chunk has resolved: offer its pages to others."""
+        fence = request.last_step if request.batch is None else self.batch.last_step
+        if self.memory.commit(request, max(fence, request.last_step)) and request.batch is not None:
+            self.batch.changed_pages(request)
+        if request.key in self.prefilling:
+            self.leaders.lead(request)
+        else:
+            self.leaders.leave(request)
+
+    def _end(self, request: Request, token: int) -> None:
+        """The newest token of a request ends it."""
+        if token == BAD_LOGITS:
+            request.output_ids.pop()
+            self.memory.distrust(request)
+            self.finish(request, "abort", FloatingPointError("the model gave no finite logits"))
+        else:
+            request.stop_reason = token
+            self.finish(request, "stop")
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         """A step raised: its own requests end with ``error``, all others go on."""
-        self._resolved(step)
+        self.memory.resolved(step.id)
         failed = []
-        for row in step.rows:
-            if self.finish(row.request, "abort", error):
-                failed.append(row.request)
-            if row.samples:
-                row.request.pending -= 1
+        for request in [*step.decodes.requests, *(row.request for row in step.prefills)]:
+            self.memory.distrust(request)
+            if self.finish(request, "abort", error):
+                failed.append(request)
         return failed
-
-    def _resolved(self, step: Step) -> None:
-        self.pages.resolved(step.id)
-        self.slots.resolved(step.id)
 
     # -- checks ---------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert conservation of pages and slots, in O(1)."""
-        self.pages.check()
-        self.slots.check()
-        assert self.slots.private == len(self.running)
+        self.memory.check()
+        assert self.memory.slots.private == len(self.running)
+
+    def check_idle(self) -> None:
+        """Assert that nothing is held when no request and no step is left. O(1)."""
+        self.check()
+        memory = self.memory
+        assert not self.has_unfinished
+        assert not memory.pages.private, f"{memory.pages.private} pages belong to nobody"
+        assert not memory.pages.fenced, f"{memory.pages.fenced} pages wait for a step that is not there"
+        assert memory.tree is None or not memory.tree.num_locks, "a prefix is locked by nobody"
+        assert not self.queued_tokens
 
     def audit(self) -> None:
-        """Assert by walking that every page and slot is where it should be."""
-        requests = self.running.values()
-        self.pages.audit(page for request in requests for page in request.pages)
-        self.slots.audit(request.slot for request in requests)
+        """Assert by walking that every page, slot and row is where it should be."""
+        self.memory.audit(self.running.values())
         assert self.queued_tokens == sum(request.length for request in self.waiting)
-
-
-def _wants_decode(request: Request) -> bool:
-    """Its prompt is computed, and its last token by length is not being computed already."""
-    return request.relay_ready and request.length < request.max_length
+        size = self.memory.pages.page_size
+        for index, request in enumerate(self.batch.requests):
+            assert request.batch is self.batch
+            assert request.batch_index == index
+            row = [int(column[index]) for column in (self.batch.slots, self.batch.capacity, self.batch.limit)]
+            assert row == [request.slot, len(request.pages) * size, request.max_length], request
+        for request in self.running.values():
+            places = (request.batch is not None) + (request.key in self.prefilling)
+            assert places <= 1
+            assert not (places and request.parked)
+            assert request.computed <= len(request.pages) * size, "a position is computed without a page"
+            assert request.committed <= request.computed

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aioinfer.scheduling.decodes import Decodes
+
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
     from aioinfer.request import Request
@@ -46,9 +48,7 @@ class Row:
     ids: Sequence[int] | None
     #: the row reaches the end of what is known, so the token after it is sampled
     samples: bool
-    #: how many output tokens precede the one this row samples
-    output_index: int
-    #: pages that joined the request's page table since its last row, and where they go in it
+    #: pages that joined or changed in the request's page table since its last row, and where they go
     new_pages: Sequence[int]
     first_new_page: int
     admission: Admission | None
@@ -58,12 +58,39 @@ class Row:
         """Positions whose KV exists once the row is computed; also the position it samples for."""
         return self.start + self.length
 
+    @property
+    def output_index(self) -> int:
+        """How many output tokens precede the one this row samples."""
+        return self.kv_length - len(self.request.prompt_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Rows of one forward. Decode rows come first. Ids increase by one from step to step."""
+    """One forward: decode rows first, as columns, then prefill chunks. Ids increase by one."""
 
     id: int
-    rows: tuple[Row, ...]
-    num_decodes: int
+    decodes: Decodes
+    prefills: tuple[Row, ...]
     num_tokens: int
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decodes)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows as objects, for whoever looks at them one by one (tests, the toy device);
+        made anew at every look."""
+        decodes = self.decodes
+        tables = {slot: (first, pages) for slot, first, pages in decodes.tables}
+        rows = []
+        for request, slot, start in zip(
+            decodes.requests, decodes.slots.tolist(), decodes.starts.tolist(), strict=True
+        ):
+            first, pages = tables.get(slot, (0, []))
+            rows.append(Row(request, slot, start, 1, None, True, pages, first, None))
+        return [*rows, *self.prefills]

@@ -80,6 +80,10 @@ _KNOWN = {
     "chat_template_kwargs",
     "tool_choice",
     "user",
+    "priority",
+    "cache_salt",
+    "routing_key",
+    "prompt_cache_key",
 }
 
 
@@ -97,6 +101,8 @@ class Call:
     include_usage: bool
     echo: bool
     chat_template_kwargs: Mapping[str, Any] | None
+    #: what :meth:`aioinfer.Engine.generate` takes for its queue and its cache
+    scheduling: Mapping[str, Any]
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
         """Prompt and parameters of every choice, in the order of their indexes."""
@@ -195,6 +201,11 @@ def _call(
         include_usage=_flag(options, "include_usage"),
         echo=_flag(body, "echo"),
         chat_template_kwargs=chat_template_kwargs,
+        scheduling={
+            "priority": 0 if body.get("priority") is None else body["priority"],
+            "cache_salt": body.get("cache_salt") or "",
+            "routing_key": body.get("routing_key") or body.get("prompt_cache_key"),
+        },
     )
 
 

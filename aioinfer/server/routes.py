@@ -122,7 +122,9 @@ class Routes:
             # Every stream is closed on the way out, whichever way that is.
             streams = [
                 await stack.enter_async_context(
-                    self._engine.generate(prompt, params, chat_template_kwargs=call.chat_template_kwargs)
+                    self._engine.generate(
+                        prompt, params, chat_template_kwargs=call.chat_template_kwargs, **call.scheduling
+                    )
                 )
                 for prompt, params in call.choices()
             ]

@@ -2,7 +2,7 @@
 
 The next token is a hash of all tokens before it, so a page, slot or placeholder that belongs to somebody
 else changes the output with near certainty. And before it computes, the toy checks what it is about to
-read: every KV cell must have been written by the reading request, at the right position.
+read: every KV cell must hold the right position of exactly the reader's own tokens, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -101,9 +101,11 @@ class ToyDevice:
     def _reset(self) -> None:
         """Fresh memory, as after opening."""
         cells = (self._num_pages + 1) * self.page_size
-        self._owner = np.zeros(cells, np.int64)
         self._position = np.full(cells, -1, np.int64)
-        self._state = [0] * cells
+        #: hash of the whole sequence up to the token in this cell
+        self._state = np.zeros(cells, np.int64)
+        #: by slot, what the cells of the tenant's sequence must hold
+        self._expected: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
         self._tables: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
         self._admissions: list[Admission | None] = [None] * (self._num_slots + 1)
         self._relay = [_POISON] * (self._num_slots + 1)
@@ -124,15 +126,17 @@ class ToyDevice:
     def prepare(self, step: Step) -> _Prepared:
         """Keep the page tables as the host saw them when it planned the step."""
         tables = []
-        for row in step.rows:
+        rows = step.rows
+        for row in rows:
             table = self._tables[row.slot]
             if row.admission is not None:
                 table.clear()
-            if row.first_new_page != len(table):
-                raise TaintError(f"{row.request}: page {row.first_new_page} of its table comes after a gap")
-            table.extend(row.new_pages)
+            if row.new_pages:
+                if row.first_new_page > len(table):
+                    raise TaintError(f"{row.request}: page {row.first_new_page} comes after a gap")
+                table[row.first_new_page : row.first_new_page + len(row.new_pages)] = row.new_pages
             tables.append(table.copy())
-        return _Prepared(step, tables)
+        return _Prepared(step, rows, tables)
 
     def launch(self, prepared: _Prepared) -> Landed:
         step = prepared.step
@@ -144,11 +148,12 @@ class ToyDevice:
             if self.fault is not None:
                 self.fault(step)
         except BaseException:
-            self._doomed.update(row.request.key for row in step.rows)
+            self._doomed.update(row.request.key for row in prepared.rows)
             raise
         # All rows write before any row samples, as in a packed forward.
-        states = [self._write(row, table) for row, table in zip(step.rows, prepared.tables, strict=True)]
-        return Landed([self._sample(row, state) for row, state in zip(step.rows, states, strict=True)])
+        rows = prepared.rows
+        states = [self._write(row, table) for row, table in zip(rows, prepared.tables, strict=True)]
+        return Landed([self._sample(row, state) for row, state in zip(rows, states, strict=True)])
 
     def check(self) -> None:
         if self.lost:
@@ -161,31 +166,39 @@ class ToyDevice:
         """Write a row's KV; returns the hash of its sequence up to the row's end."""
         if row.request.key in self._doomed:
             return 0
+        expected = self._expected[row.slot]
         if row.admission is not None:
             self._admissions[row.slot] = row.admission
             self._relay[row.slot] = _POISON
+            expected.clear()
+            self._extend(row, expected, [*row.admission.prompt_ids, *row.admission.output_ids][: row.start])
         ids = self._read_relay(row) if row.ids is None else row.ids
         if len(ids) != row.length or row.length < 1:
             raise TaintError(f"{row.request}: {len(ids)} ids for {row.length} positions")
+        if len(expected) != row.start:
+            raise TaintError(f"{row.request}: position {row.start} comes after {len(expected)} others")
         if row.kv_length > len(table) * self.page_size:
             raise TaintError(f"{row.request}: no page for position {row.kv_length - 1}")
         pages = np.asarray(table, np.int64)
         positions = np.arange(row.kv_length)
         cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
         read = cells[: row.start]
-        if (self._owner[read] != row.request.key).any() or (
-            self._position[read] != positions[: row.start]
+        if (self._position[read] != positions[: row.start]).any() or (
+            self._state[read] != np.asarray(expected, np.int64)
         ).any():
-            raise TaintError(f"{row.request}: reads KV that is not its own")
-        state = self._state[cells[row.start - 1]] if row.start else 0
-        self._owner[cells[row.start :]] = row.request.key
+            raise TaintError(f"{row.request}: reads KV that is not of its own tokens")
+        self._extend(row, expected, ids)
         self._position[cells[row.start :]] = positions[row.start :]
-        for cell, token in zip(cells[row.start :].tolist(), ids, strict=True):
+        self._state[cells[row.start :]] = expected[row.start :]
+        return expected[-1]
+
+    def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
+        state = states[-1] if states else 0
+        for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise TaintError(f"{row.request}: {token} is not a token")
             state = _mix(state, token)
-            self._state[cell] = state
-        return state
+            states.append(state)
 
     def _read_relay(self, row: Row) -> list[int]:
         token = self._relay[row.slot]
@@ -210,6 +223,7 @@ class ToyDevice:
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     step: Step
+    rows: list[Row]
     tables: list[list[int]]
 
 

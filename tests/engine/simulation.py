@@ -16,7 +16,8 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.step import Row, Step
 from aioinfer.stream import Stream
 from aioinfer.twin import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop, toy_generate
 
@@ -31,7 +32,9 @@ class LawChecker:
         self.resolved = 0
         self.launched = 0
         self.retractions = 0
+        #: newest step that read or wrote a page or a slot, and that wrote a page
         self.page_touched: dict[int, int] = {}
+        self.page_written: dict[int, int] = {}
         self.slot_touched: dict[int, int] = {}
         self.ended: set[int] = set()
         self._methods = {
@@ -48,22 +51,42 @@ class LawChecker:
             return None
         assert step.id == self.launched + 1
         self.launched = step.id
-        assert (
-            sum(row.length for row in step.rows) == step.num_tokens <= self.scheduler.limits.max_step_tokens
+        rows = step.rows
+        assert sum(row.length for row in rows) == step.num_tokens <= self.scheduler.limits.max_step_tokens
+        assert len({row.slot for row in rows}) == len(rows) == step.num_rows, (
+            "a slot has two rows in one step"
         )
-        assert len({row.slot for row in step.rows}) == len(step.rows), "a slot has two rows in one step"
-        for row in step.rows:
-            for page in row.new_pages:
-                assert self.page_touched.get(page, 0) <= self.resolved, f"page {page} reused in flight"
-            if row.admission is not None:
-                assert self.slot_touched.get(row.slot, 0) <= self.resolved, (
-                    f"slot {row.slot} reused in flight"
-                )
-            self.slot_touched[row.slot] = step.id
-            for page in row.request.pages:
-                self.page_touched[page] = step.id
-            assert row.kv_length <= row.request.max_length - (0 if not row.samples else 1) + 1
+        self.check_limits(step)
+        for row in rows:
+            self.check_row(step, row)
         return step
+
+    def check_limits(self, step: Step) -> None:
+        limits = self.scheduler.limits
+        chunks = [row.length for row in step.prefills]
+        assert max(chunks, default=0) <= limits.chunk_size
+        if limits.max_prefill_tokens is not None and len(chunks) > 1:
+            assert sum(chunks) <= max(limits.max_prefill_tokens, chunks[0])
+        assert step.num_decodes <= (limits.max_decode_rows or step.num_decodes)
+        assert limits.mixed or not (step.num_decodes and chunks), "a mixed step, and mixing is off"
+
+    def check_row(self, step: Step, row: Row) -> None:
+        request, size = row.request, self.scheduler.memory.pages.page_size
+        assert not request.finished, "a row of a request that has ended"
+        assert not request.parked, "a row of a parked request"
+        assert row.kv_length <= request.max_length
+        first, stop = row.start // size, -(-row.kv_length // size)
+        assert stop <= len(request.pages), "a position without a page"
+        assert first >= request.cached_pages, "a row writes into the prefix cache"
+        for page in request.pages[: request.cached_pages]:
+            assert self.page_written.get(page, 0) <= self.resolved, f"cached page {page} is not resolved"
+        for page in request.pages[-(-row.start // size) : stop]:
+            assert self.page_touched.get(page, 0) <= self.resolved, f"page {page} reused in flight"
+        if row.admission is not None:
+            assert self.slot_touched.get(row.slot, 0) <= self.resolved, f"slot {row.slot} reused in flight"
+        self.slot_touched[row.slot] = step.id
+        self.page_touched.update(dict.fromkeys(request.pages[:stop], step.id))
+        self.page_written.update(dict.fromkeys(request.pages[first:stop], step.id))
 
     def resolve(self, step: Step, tokens: Sequence[int]) -> list[Request]:
         self._land(step)
@@ -85,7 +108,8 @@ class LawChecker:
         self.scheduler.check()
         if self.launched % 8 == 0:
             self.scheduler.audit()
-        if self.scheduler.pages.fenced or self.scheduler.slots.fenced:
+        memory = self.scheduler.memory
+        if memory.pages.fenced or memory.slots.fenced:
             assert self.resolved < self.launched, "something is fenced, and no step is in flight"
 
 
@@ -100,7 +124,8 @@ def watch(engine: Engine) -> LawChecker:
         __slots__ = ()
 
         def _retract(self, request: Request) -> None:
-            assert request is not next(iter(self.running.values())), "the most senior request was retracted"
+            active = [each.key for each in self.running.values() if not each.parked]
+            assert request.parked or request.key != min(active), "the eldest request was retracted"
             checker.retractions += 1
             super()._retract(request)
 
@@ -148,6 +173,21 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         seed=seed,
         max_queued_requests=rng.choice([10, 1000]),
         max_queued_tokens=rng.choice([300, 100_000]),
+        max_prefill_tokens=rng.choice([None, None, 4, 16]),
+        max_decode_rows=rng.choice([None, None, 1, 3]),
+        mixed=rng.random() < 0.7,
+        first=rng.choice(["decode", "prefill"]),
+        policy=rng.choice(list(POLICIES)),
+        preemption=rng.random() < 0.5,
+        admission=rng.choice(["fifo", "pack"]),
+        lookahead=rng.choice([1, 4, 64]),
+        force_fifo_every=rng.choice([0, 2, 8]),
+        max_passed_over=rng.choice([1, 4, 16]),
+        prefix_cache=rng.random() < 0.75,
+        share_prefix_tokens=rng.choice([0, 4, 8]),
+        new_token_ratio=rng.choice([0.0, 0.4, 1.0]),
+        min_new_token_ratio=rng.choice([0.0, 0.1]),
+        max_lag=rng.choice([None, None, 1, 5]),
     )
     dice = random.Random(seed + 1)
 
@@ -209,7 +249,10 @@ async def lifetime(world: World, number: int) -> None:
     await asyncio.sleep(rng.expovariate(1 / 0.02))
     params = random_params(rng)
     length = rng.choice([1, 2, 7, 20, engine.info.max_model_len - 1])
-    ids = [rng.randrange(VOCAB) for _ in range(max(1, min(length, engine.info.max_model_len - 1)))]
+    length = max(1, min(length, engine.info.max_model_len - 1))
+    # Most prompts begin like others, so that prefixes are met, split and waited for.
+    common = random.Random(rng.randrange(3)).choices(range(VOCAB), k=rng.choice([0, 8, 17, 100]))
+    ids = [*common, *rng.choices(range(VOCAB), k=length)][:length]
     as_text = rng.random() < 0.3
     text = "".join(chr(97 + token % 26) for token in ids)
     if as_text:
@@ -218,11 +261,17 @@ async def lifetime(world: World, number: int) -> None:
         "waiting_timeout": rng.choice([None, None, 0.005, 0.5]),
         "running_timeout": rng.choice([None, None, 0.01, 0.5]),
     }
+    scheduling: dict[str, Any] = {
+        "priority": rng.randrange(3),
+        "cache_salt": rng.choice(["", "", "", "tenant"]),
+        "routing_key": rng.choice([None, "a", "b"]),
+        "max_lag": rng.choice([None, None, None, 1, 3]),
+    }
     behaviour = rng.choice(
         ["read", "read", "await", "cancel", "cancel", "close", "break", "drop", "slow", "timeout", "never"]
     )
     try:
-        stream = engine.generate(text if as_text else ids, params, **timeouts)
+        stream = engine.generate(text if as_text else ids, params, **timeouts, **scheduling)
     except (errors.Rejected, errors.EngineFailed) as error:
         assert isinstance(error, errors.Rejected) or world.device.lost
         world.counts["rejected"] += 1
@@ -343,10 +392,14 @@ async def settle(engine: Engine) -> None:
     while engine.stats().steps_in_flight:
         await asyncio.sleep(0.001)
     stats = engine.stats()
-    assert stats.pages_free == stats.pages_total, stats
-    assert stats.running == stats.waiting == stats.arriving == 0
-    assert scheduler.slots.free == scheduler.slots.total
-    assert scheduler.queued_tokens == 0
+    assert stats.pages_free + stats.pages_cached == stats.pages_total, stats
+    assert stats.pages_cached == stats.pages_evictable
+    assert stats.running == stats.waiting == stats.arriving == stats.shelved == stats.failed_checks == 0
+    assert scheduler.memory.slots.free == scheduler.memory.slots.total
+    scheduler.check_idle()
+    scheduler.audit()
+    engine.flush_cache()
+    assert engine.stats().pages_free == stats.pages_total
 
 
 def simulate(

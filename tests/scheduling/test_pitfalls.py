@@ -14,6 +14,7 @@ from aioinfer.execution.packing import Packed, Packer
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import NO_TOKEN, Step
 
@@ -23,10 +24,21 @@ PAGE = 4
 class Bench:
     """A scheduler and a packer without a device: tokens are what the test says."""
 
-    def __init__(self, *, pages: int = 32, running: int = 8, budget: int = 64, chunk: int = 64) -> None:
-        self.scheduler = Scheduler(
-            PageAllocator(pages, PAGE), SlotPool(3 * running), Limits(running, budget, chunk)
-        )
+    def __init__(
+        self,
+        *,
+        pages: int = 32,
+        running: int = 8,
+        budget: int = 64,
+        chunk: int = 64,
+        prefix_cache: bool = False,
+        **limits: Any,
+    ) -> None:
+        # Unless a test asks for it, nothing is kept back for tokens to come.
+        ratio = {"new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+        options = {"max_running_requests": running, "max_step_tokens": budget, "chunk_size": chunk}
+        self.memory = Memory(PageAllocator(pages, PAGE), SlotPool(3 * running), prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(self.memory, Limits(**{**ratio, **options, **limits}))
         self.packer = Packer(3 * running, pages, PAGE)
         self._key = 0
 
@@ -73,14 +85,14 @@ def test_2_a_launched_chunk_is_not_planned_again_before_it_resolves() -> None:
     for _ in range(3):
         step, _ = bench.plan()
         spans.append((step.rows[0].start, step.rows[0].length))
-    assert spans == [(0, 5), (5, 5), (10, 2)]
+    assert spans == [(0, 4), (4, 4), (8, 4)], "chunks end at page boundaries"
     assert request.pending == 1
 
 
 def test_3_prefill_rows_take_their_chunk_of_the_prompt() -> None:
     bench = Bench(chunk=5)
     request = bench.request(prompt=12)
-    for start, stop in ((0, 5), (5, 10), (10, 12)):
+    for start, stop in ((0, 4), (4, 8), (8, 12)):
         step, packed = bench.plan()
         assert step.rows[0].ids == request.prompt_ids[start:stop]
         assert section(packed, 0) == request.prompt_ids[start:stop]
@@ -94,7 +106,7 @@ def test_4_unused_entries_of_the_block_table_belong_to_nobody() -> None:
     table = np.asarray(section(packed, 6)).reshape(2, packed.num_pages)
     assert table[1, 0] == short.pages[0]
     assert (table[1, 1:] == 0).all(), "padding points into a page that somebody owns"
-    assert 0 not in bench.scheduler.pages.take(bench.scheduler.pages.free)
+    assert 0 not in bench.memory.pages.take(bench.memory.pages.free)
 
 
 def test_4b_entries_of_a_slots_former_tenant_do_not_show() -> None:
@@ -184,13 +196,13 @@ def test_everything_is_reserved_before_a_step_exists() -> None:
     bench = Bench(pages=4)
     fits = bench.request(prompt=2 * PAGE)
     too_much = bench.request(prompt=2 * PAGE + 1)
-    before = bench.scheduler.slots.free
+    before = bench.memory.slots.free
     step, _ = bench.plan()
     assert [row.request for row in step.rows] == [fits]
     assert too_much.pages == []
     assert too_much.slot == 0
-    assert bench.scheduler.slots.free == before - 1
-    assert bench.scheduler.pages.free == 2
+    assert bench.memory.slots.free == before - 1
+    assert bench.memory.pages.free == 2
     for row in step.rows:
         assert row.kv_length <= len(row.request.pages) * PAGE
 
@@ -218,20 +230,20 @@ def test_a_late_token_for_a_request_that_ended_is_dropped_and_counted() -> None:
     second, _ = bench.plan()
     bench.resolve(first, token=7)
     assert request.finish_reason == "stop"
-    assert bench.scheduler.pages.fenced == 1, "the second step still writes into the page"
+    assert bench.memory.pages.fenced == 1, "the second step still writes into the page"
     assert bench.resolve(second) == []
     assert request.output_ids == [7]
     assert bench.scheduler.counters.late_tokens == 1
-    assert bench.scheduler.pages.free == bench.scheduler.pages.total
+    assert bench.memory.pages.free == bench.memory.pages.total
 
 
 def test_retraction_waits_for_fenced_pages_instead_of_emptying_the_engine() -> None:
     bench = Bench(pages=5)
     request, ending = bench.request(prompt=2 * PAGE), bench.request(prompt=PAGE)
     flights = [bench.plan()[0], bench.plan()[0]]
-    assert bench.scheduler.pages.free == 0
+    assert bench.memory.pages.free == 0
     bench.scheduler.finish(ending, "abort")
-    assert bench.scheduler.pages.fenced == 2, "the second step still reads them"
+    assert bench.memory.pages.fenced == 2, "the second step still reads them"
     while (step := bench.scheduler.plan()) is not None:
         flights.append(step)
     assert request.computed == 3 * PAGE, "it ran until it needed a page"
@@ -295,8 +307,8 @@ def test_an_abort_gives_everything_back_from_any_state(state: str) -> None:
     assert not bench.scheduler.finish(request, "abort"), "a request ends once"
     for flight in flights:
         bench.resolve(flight)
-    assert bench.scheduler.pages.free == bench.scheduler.pages.total
-    assert bench.scheduler.slots.free == bench.scheduler.slots.total
+    assert bench.memory.pages.free == bench.memory.pages.total
+    assert bench.memory.slots.free == bench.memory.slots.total
     assert not bench.scheduler.has_unfinished
     bench.scheduler.audit()
 

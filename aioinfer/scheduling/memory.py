@@ -1,0 +1,211 @@
+"""Memory: which pages and which slot a request holds, from admission to release.
+
+::
+
+      admit: lock the cached prefix, take the rest        release: offer what is committed,
+             ┌── cached ──┬──── private ────┐                      unlock, give the rest back
+    request  │ p7  p2  p9 │ p4   p11   p3   │
+             └─────┬──────┴────┬────────────┘
+                   │           │ commit: pages whose KV is resolved join the tree
+              RadixTree ◄──────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.radix import Lock, Node, RadixTree
+from aioinfer.cache.slots import SlotPool
+from aioinfer.request import Request
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """Pages, slots and, unless ``prefix_cache`` is off, the tree of prefixes."""
+
+    __slots__ = ("hit_tokens", "pages", "queried_tokens", "slots", "tree")
+
+    def __init__(self, pages: PageAllocator, slots: SlotPool, *, prefix_cache: bool = True) -> None:
+        self.pages = pages
+        self.slots = slots
+        self.tree = RadixTree(pages.page_size) if prefix_cache else None
+        #: tokens of admitted requests, and how many of them were in the cache
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @property
+    def evictable(self) -> int:
+        """Cached pages that nobody reads."""
+        return 0 if self.tree is None else self.tree.evictable
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had, now or when the steps in flight have resolved."""
+        return self.pages.free + self.pages.fenced + self.evictable
+
+    @property
+    def returning(self) -> bool:
+        """Pages come back by themselves when steps in flight resolve."""
+        return bool(self.pages.fenced or self.evictable)
+
+    def lookup(self, request: Request) -> tuple[int, Node | None]:
+        """Pages of a waiting request that are cached, and the node where they end; remembered.
+
+        The last known token is never among them: one position is always left to compute.
+        """
+        if self.tree is None:
+            return 0, None
+        known = request.known
+        version, length, pages, node = request.hit
+        if version != self.tree.version or length != known:
+            pages, node = self.tree.find(self._key(request), request.namespace)
+            request.hit = (self.tree.version, known, pages, node)
+        return pages, node  # type: ignore[return-value]
+
+    def uncached(self, request: Request) -> int:
+        """Tokens of a waiting request that admission would have to compute."""
+        return request.length - self.lookup(request)[0] * self.pages.page_size
+
+    def fits(self, request: Request, reserve: int) -> bool:
+        """Whether a waiting request finds its pages with ``reserve`` more to spare. Never too pessimistic."""
+        need = self.pages.pages_for(request.length) - self.lookup(request)[0]
+        return need + reserve <= self.available
+
+    # -- the life of a request ------------------------------------------------------------------
+
+    def admit(self, request: Request, reserve: int) -> bool:
+        """Give a request a slot and pages for all its known tokens; all or nothing.
+
+        Everything known gets its pages at once: a prefill that started never stalls half-way.
+        """
+        if not self.slots.free or not self.fits(request, reserve):
+            return False
+        lock = None if self.tree is None else self.tree.lock(self._key(request), request.namespace)
+        hit = 0 if lock is None else lock.num_pages
+        need = self.pages.pages_for(request.length) - hit
+        # Locking made the hit pages unavailable to others: count again.
+        fresh = self._take(need) if need + reserve <= self.available else None
+        if fresh is None:
+            self._unlock(lock, 0)
+            return False
+        (request.slot,) = self.slots.take(1)
+        request.lock, request.cached_pages = lock, hit
+        request.pages = fresh if lock is None else lock.pages() + fresh
+        cached = hit * self.pages.page_size
+        request.restart(cached)
+        self.queried_tokens += request.length
+        self.hit_tokens += cached
+        return True
+
+    def grow(self, request: Request) -> bool:
+        """One more page for a running request."""
+        fresh = self._take(1)
+        if fresh is None:
+            return False
+        request.pages += fresh
+        return True
+
+    def commit(self, request: Request, fence: int) -> bool:
+        """Let others share the pages that are complete and resolved; True if its table changed.
+
+        Where another request was faster with the same prefix, its pages take the place of ours.
+        ``fence`` is the newest launched step that reads ours.
+        """
+        start, stop = request.cached_pages, request.committed // self.pages.page_size
+        if request.lock is None or not request.cacheable or stop <= start:
+            return False
+        assert self.tree is not None
+        own = request.pages[start:stop]
+        size = self.pages.page_size
+        kept = self.tree.extend(request.lock, request.token_key(start * size, stop * size), own)
+        if request.lock.num_pages != stop:
+            return False  # the prefix was flushed while it was being computed
+        request.cached_pages = stop
+        doubles = [mine for mine, theirs in zip(own, kept, strict=True) if mine != theirs]
+        self.pages.keep(len(own) - len(doubles))
+        if not doubles:
+            return False
+        self.pages.give(doubles, fence)
+        request.pages[start:stop] = kept
+        request.sent_pages = min(request.sent_pages, start)
+        return True
+
+    def release(self, request: Request) -> None:
+        """Take back all a request holds. Sized by what was allocated, never by token counts."""
+        fence = request.last_step
+        self.commit(request, fence)
+        self.pages.give(request.pages[request.cached_pages :], fence)
+        self._unlock(request.lock, fence)
+        self.slots.give((request.slot,), fence)
+        request.pages, request.cached_pages = [], 0
+        request.slot, request.lock = 0, None
+
+    def distrust(self, request: Request) -> None:
+        """The KV of a request is not to be shared, as far as nobody else uses it yet."""
+        request.cacheable = False
+        if request.lock is not None:
+            assert self.tree is not None
+            self.tree.forget(request.lock)
+
+    def flush(self) -> int:
+        """Forget every cached prefix; returns how many pages that freed at once."""
+        if self.tree is None:
+            return 0
+        gone = self.tree.flush()
+        self._drop(gone)
+        return sum(len(run) for run, _ in gone)
+
+    def resolved(self, step_id: int) -> None:
+        """Step ``step_id`` has resolved, and all before it."""
+        self.pages.resolved(step_id)
+        self.slots.resolved(step_id)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _key(self, request: Request) -> bytes:
+        size = self.pages.page_size
+        return request.token_key(0, (request.known - 1) // size * size)
+
+    def _take(self, count: int) -> list[int] | None:
+        """Free pages, cached ones if there are not enough; None if some are still being read."""
+        short = count - self.pages.free
+        if short > 0 and self.tree is not None:
+            self.pages.drop(self.tree.evict(short, self.pages.last_resolved), self.pages.last_resolved)
+        return None if count > self.pages.free else self.pages.take(count)
+
+    def _unlock(self, lock: Lock | None, fence: int) -> None:
+        if lock is not None:
+            assert self.tree is not None
+            self._drop(self.tree.unlock(lock, fence))
+
+    def _drop(self, runs: Iterable[tuple[list[int], int]]) -> None:
+        for run, fence in runs:
+            self.pages.drop(run, fence)
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert conservation of pages and slots, in O(1)."""
+        self.pages.check()
+        self.slots.check()
+        if self.tree is not None:
+            self.tree.check()
+            assert self.tree.num_pages == self.pages.cached
+
+    def audit(self, running: Iterable[Request]) -> None:
+        """Assert by walking that every page and slot is where it should be."""
+        running = list(running)
+        cached: list[int] = []
+        if self.tree is not None:
+            cached = self.tree.audit(request.lock for request in running if request.lock is not None)
+        for request in running:
+            if request.lock is not None:
+                assert request.lock.pages() == request.pages[: request.cached_pages], request
+        self.pages.audit(
+            (page for request in running for page in request.pages[request.cached_pages :]), cached
+        )
+        self.slots.audit(request.slot for request in running)
