@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Self
 from aioinfer import assembly
 from aioinfer.bell import Bell
 from aioinfer.config import EngineConfig
-from aioinfer.core import Core
 from aioinfer.errors import (
     EngineClosed,
     EngineError,
@@ -32,12 +31,13 @@ from aioinfer.errors import (
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Progress
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
-from aioinfer.scheduling.step import Step
 from aioinfer.stats import EngineStats
 from aioinfer.stream import Stream, StreamCell
 
 if TYPE_CHECKING:
+    from aioinfer.core import Core
     from aioinfer.execution.launcher import Launcher
+    from aioinfer.scheduling.step import Step
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
@@ -121,6 +121,8 @@ class Engine:
             self._reset(EngineState.CLOSED)
         if self._state not in (EngineState.NEW, EngineState.CLOSED):
             raise EngineError(f"the engine cannot be started: it is {self._state.value}")
+        from aioinfer.core import Core  # brings numpy, which an engine that never starts does not need
+
         self._reset(EngineState.STARTING)
         self._loop = loop = asyncio.get_running_loop()
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text")
