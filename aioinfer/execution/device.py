@@ -7,10 +7,12 @@ device of :mod:`aioinfer.twin.toy`, which needs no torch at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.model.spec import Progress
-from aioinfer.scheduling.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.step import Step
 
 __all__ = ["Device", "DeviceInfo", "DeviceLost", "Flight", "Landed", "Progress"]
 
