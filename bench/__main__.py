@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHES = {"serving": "a load on any OpenAI endpoint or on an engine in this process"}
+BENCHES = {
+    "serving": "a load on any OpenAI endpoint or on an engine in this process",
+    "scheduler": "microseconds of planning and resolving a step, without a device",
+    "admission": "fifo against packing where long prompts stand before short ones",
+    "prefix": "the prefix cache with shared, growing and unrelated prompts",
+}
 
 
 def main() -> int:

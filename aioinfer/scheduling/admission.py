@@ -38,9 +38,13 @@ class Limits:
 
 
 class StepBudget:
-    """Counts down the tokens of one step."""
+    """Counts down the tokens of one step.
 
-    __slots__ = ("_chunk_size", "_page_size", "_untouched", "prefill", "tokens")
+    The first prefill chunk of a step may exceed the prefill budget: ``chunk_size`` is what bounds it. With
+    fifo it then goes alone; with packing it comes on top, and others that fit still ride along.
+    """
+
+    __slots__ = ("_chunk_size", "_on_top", "_page_size", "_untouched", "prefill", "tokens")
 
     def __init__(self, limits: Limits, page_size: int) -> None:
         self.tokens = limits.max_step_tokens
@@ -50,11 +54,11 @@ class StepBudget:
             self.prefill = min(self.prefill, limits.max_prefill_tokens)
         self._chunk_size = limits.chunk_size
         self._page_size = page_size
+        self._on_top = limits.admission == "pack"
         self._untouched = True
 
     def room(self) -> int:
         """Tokens that the next prefill chunk may have."""
-        # A single chunk may exceed the prefill budget; chunk_size is what bounds it then.
         prefill = max(self.prefill, self._chunk_size) if self._untouched else self.prefill
         return min(self.tokens, prefill, self._chunk_size)
 
@@ -67,7 +71,8 @@ class StepBudget:
 
     def spend_prefill(self, tokens: int) -> None:
         self.tokens -= tokens
-        self.prefill -= tokens
+        if not (self._untouched and self._on_top and tokens > self.prefill):
+            self.prefill -= tokens
         self._untouched = False
 
     def spend_decodes(self, tokens: int) -> None:
@@ -226,7 +231,13 @@ class Admitter:
         costs = [self._memory.uncached(request) for request in window]
         left = min(budget.tokens, budget.prefill)
         fits: set[int] = set()
+        if window and costs[0] > left and budget.room() > left:
+            # The first in order is too long for the budget, and may have its chunk all the same.
+            fits.add(0)
+            left = min(left, budget.tokens - min(costs[0], budget.room()))
         for at in sorted(range(len(window)), key=lambda at: (costs[at], at)):
+            if at in fits:
+                continue
             if costs[at] > left or len(fits) == room:
                 break
             fits.add(at)

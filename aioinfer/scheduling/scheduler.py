@@ -209,8 +209,10 @@ class Scheduler:
         room = self.limits.max_running_requests - len(self.running) + parked
         if room <= 0 or budget.room() <= 0 or not self.waiting:
             return
-        eldest, admitted = self.waiting.eldest(), False
         reserve = self._expected_tokens()
+        if not parked and self.memory.available <= self._pages_to_spare(reserve):
+            return  # not a page for anybody: no need to look who waits
+        eldest, admitted = self.waiting.eldest(), False
         chosen, strict = self.admitter.choose(budget, room)
         for request, most in chosen:
             if budget.room() <= 0:

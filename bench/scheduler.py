@@ -1,0 +1,150 @@
+"""``python -m bench scheduler``: what scheduling itself costs, without a device.
+
+Microseconds of plan() and resolve() for one step in which every running request decodes a token, by the
+number of running and of waiting requests, and by the number of pages in the prefix cache. The last column
+divides by the running requests. Requests wait for slots, or, in the lines marked so, for pages: then every
+plan looks at the queue, in vain. Everything is real but the device and the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.slots import SlotPool
+from aioinfer.params import SamplingParams
+from aioinfer.request import Request
+from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.scheduler import Scheduler
+from bench.report import environment, write_line
+
+PAGE_SIZE = 16
+PROMPT, OUTPUT = 32, 4000
+
+
+def make_scheduler(
+    running: int, waiting: int, cached_pages: int, short: str, options: argparse.Namespace
+) -> Scheduler:
+    """A scheduler in the middle of its work: the running ones decode, the waiting ones find no slot."""
+    rng = random.Random(1)
+    pages = cached_pages + running * ((PROMPT + OUTPUT) // PAGE_SIZE + 1)
+    memory = Memory(PageAllocator(pages, PAGE_SIZE), SlotPool(3 * running + 3))
+    limits = Limits(
+        max_running_requests=running + (short == "pages"),
+        max_step_tokens=max(2048, 40 * running),
+        chunk_size=512,
+        admission=options.admission,
+        new_token_ratio=1.0,
+        min_new_token_ratio=1.0,
+    )
+    scheduler = Scheduler(memory, limits, POLICIES[options.policy](memory))
+    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+    stop_ids: frozenset[int] = frozenset({2})
+
+    def submit(count: int, prompt: int, output: int) -> None:
+        for _ in range(count):
+            ids = [rng.randrange(3, 1 << 16) for _ in range(prompt)]
+            scheduler.submit(
+                Request(next(keys), ids, params, seed=0, stop_ids=stop_ids, max_length=prompt + output)
+            )
+
+    keys = iter(range(1, 1 << 30))
+    # Prompts of four pages fill the cache; each has its own path.
+    while memory.pages.cached < cached_pages:
+        submit(min(running, -(-(cached_pages - memory.pages.cached) // 4)), 4 * PAGE_SIZE, 1)
+        while scheduler.has_unfinished:
+            turn(scheduler)
+    submit(running, PROMPT, OUTPUT)
+    while len(scheduler.batch) < running:
+        turn(scheduler)
+    submit(waiting, PROMPT, OUTPUT)
+    for _ in range(20):
+        turn(scheduler)
+    return scheduler
+
+
+def turn(scheduler: Scheduler) -> None:
+    step = scheduler.plan()
+    assert step is not None
+    scheduler.resolve(step, [5] * step.num_rows)
+
+
+def measure(scheduler: Scheduler, steps: int, rounds: int) -> tuple[float, float]:
+    """Seconds of plan() and of resolve() per step: the medians of several rounds."""
+    samples: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        planning = resolving = 0.0
+        for _ in range(steps):
+            before = time.perf_counter()
+            step = scheduler.plan()
+            between = time.perf_counter()
+            assert step is not None
+            tokens = [5] * step.num_rows
+            again = time.perf_counter()
+            scheduler.resolve(step, tokens)
+            after = time.perf_counter()
+            planning += between - before
+            resolving += after - again
+        samples.append((planning / steps, resolving / steps))
+    samples.sort(key=sum)
+    return samples[len(samples) // 2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--waiting", type=int, nargs="*", default=[0, 1_000, 100_000])
+    parser.add_argument("--cached-pages", type=int, nargs="*", default=[0, 100_000])
+    parser.add_argument("--policy", choices=list(POLICIES), default="fcfs")
+    parser.add_argument("--admission", choices=["fifo", "pack"], default="pack")
+    parser.add_argument("--steps", type=int, default=200, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="append the JSON line to this file")
+    options = parser.parse_args()
+    cases: list[dict[str, Any]] = []
+    print(
+        f"{'running':>8s} {'waiting':>8s} {'cached':>8s} {'wait for':>8s} "
+        f"{'plan us':>9s} {'resolve us':>11s} {'us per row':>11s}"
+    )
+    shapes = [(waiting, 0, "slots") for waiting in options.waiting]
+    shapes += [(waiting, 0, "pages") for waiting in options.waiting if waiting]
+    shapes += [(0, cached, "slots") for cached in options.cached_pages if cached]
+    for running in options.running:
+        for waiting, cached, short in shapes:
+            scheduler = make_scheduler(running, waiting, cached, short, options)
+            plan, resolve = measure(scheduler, options.steps, options.rounds)
+            per_row = 1e6 * (plan + resolve) / running
+            cases.append(
+                {
+                    "running": running,
+                    "waiting": waiting,
+                    "cached_pages": cached,
+                    "wait_for": short,
+                    "plan_us": 1e6 * plan,
+                    "resolve_us": 1e6 * resolve,
+                    "us_per_row": per_row,
+                }
+            )
+            print(
+                f"{running:8d} {waiting:8d} {cached:8d} {short:>8s} "
+                f"{1e6 * plan:9.1f} {1e6 * resolve:11.1f} {per_row:11.3f}"
+            )
+    settings = {key: str(value) for key, value in vars(options).items() if key != "json"}
+    write_line(
+        {"bench": "scheduler", "cases": cases, "options": settings, "environment": environment()},
+        options.json,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
