@@ -318,8 +318,9 @@ class Engine:
             try:
                 core.scheduler.check_idle()
             except AssertionError as error:
+                if not self._failed_checks:
+                    _log.error("the idle engine holds what it should not: %s", error)
                 self._failed_checks += 1
-                _log.error("the idle engine holds what it should not: %s", error)
 
     def _launch(self, step: Step, launcher: Launcher) -> None:
         future = launcher.launch(step)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -109,11 +110,7 @@ def summarise(results: list[Result]) -> dict[str, Any]:
     """Figures of one run; times in milliseconds."""
     times = [(result.metrics.arrival, result.metrics.token_times) for result in results if result.metrics]
     ttft = [1e3 * (tokens[0] - arrival) for arrival, tokens in times]
-    itl = [
-        1e3 * (after - before)
-        for _, tokens in times
-        for before, after in zip(tokens, tokens[1:], strict=False)
-    ]
+    itl = [1e3 * (after - before) for _, tokens in times for before, after in itertools.pairwise(tokens)]
     start = min(arrival for arrival, _ in times)
     seconds = max(tokens[-1] for _, tokens in times) - start
     return {

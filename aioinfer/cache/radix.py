@@ -109,7 +109,7 @@ class RadixTree:
         self.num_pages = 0
         #: pages of nodes without locks
         self.evictable = 0
-        #: changes whenever a match may come out differently
+        #: changes whenever a match may come out differently, in its length or in its node
         self.version = 0
 
     # -- reading --------------------------------------------------------------------------------
@@ -135,6 +135,7 @@ class RadixTree:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, b"", [], namespace)
+            self.version += 1
         node, common, matched = self._walk(root, key)
         if common < len(node.key):
             node = self._split(node, common)
@@ -176,6 +177,7 @@ class RadixTree:
         node.parent, node.key, node.pages = upper, node.key[at:], node.pages[pages:]
         upper.children[self._edge(node)] = node
         self.num_nodes += 1
+        self.version += 1
         return upper
 
     def _hold(self, node: Node, top: Node | None) -> None:
@@ -325,6 +327,7 @@ class RadixTree:
         if node.parent is None:
             if self._roots.get(node.namespace) is node:
                 del self._roots[node.namespace]
+                self.version += 1
             return
         if len(self._heap) > 2 * self.num_nodes + 64:
             self._heap = [entry for entry in self._heap if _is_spare(entry[2], entry[0])]

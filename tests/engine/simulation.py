@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
+import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +34,6 @@ class LawChecker:
         self.scheduler = scheduler
         self.resolved = 0
         self.launched = 0
-        self.retractions = 0
         #: newest step that read or wrote a page or a slot, and that wrote a page
         self.page_touched: dict[int, int] = {}
         self.page_written: dict[int, int] = {}
@@ -65,8 +67,10 @@ class LawChecker:
         limits = self.scheduler.limits
         chunks = [row.length for row in step.prefills]
         assert max(chunks, default=0) <= limits.chunk_size
-        if limits.max_prefill_tokens is not None and len(chunks) > 1:
-            assert sum(chunks) <= max(limits.max_prefill_tokens, chunks[0])
+        most = limits.max_prefill_tokens
+        if most is not None and sum(chunks) > most:
+            assert chunks[0] > most, "only the first chunk may be longer than the budget"
+            assert sum(chunks[1:]) <= (most if limits.admission == "pack" else 0)
         assert step.num_decodes <= (limits.max_decode_rows or step.num_decodes)
         assert limits.mixed or not (step.num_decodes and chunks), "a mixed step, and mixing is off"
 
@@ -112,6 +116,20 @@ class LawChecker:
         if memory.pages.fenced or memory.slots.fenced:
             assert self.resolved < self.launched, "something is fenced, and no step is in flight"
 
+    def totals(self) -> Counter[str]:
+        """What happened, to see that everything did."""
+        counters, memory, admitter = self.scheduler.counters, self.scheduler.memory, self.scheduler.admitter
+        return Counter(
+            retractions=counters.retractions,
+            preemptions=counters.preemptions,
+            parkings=counters.parkings,
+            late_tokens=counters.late_tokens,
+            hit_tokens=memory.hit_tokens,
+            held_back=admitter.held,
+            packed_rounds=admitter.packed_rounds,
+            forced_rounds=admitter.forced_rounds,
+        )
+
 
 def watch(engine: Engine) -> LawChecker:
     """Put a checker between the engine's core and its scheduler."""
@@ -126,7 +144,6 @@ def watch(engine: Engine) -> LawChecker:
         def _retract(self, request: Request) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
             assert request.parked or request.key != min(active), "the eldest request was retracted"
-            checker.retractions += 1
             super()._retract(request)
 
         def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
@@ -153,12 +170,18 @@ class World:
     counts: Counter[str] = field(default_factory=Counter)
 
 
+#: policy, admission, mixed, prefix cache
+COMBINATIONS = list(itertools.product(POLICIES, ("fifo", "pack"), (True, False), (True, False)))
+
+
 class Injected(RuntimeError):
     """What an injected fault raises."""
 
 
 def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) -> World:
     rng = random.Random(seed)
+    # Neighbouring seeds go through every combination of the switches.
+    policy, admission, mixed, prefix_cache = COMBINATIONS[seed % len(COMBINATIONS)]
     page_size = rng.choice([1, 2, 4, 8])
     max_running = rng.randint(1, 8)
     num_pages = rng.randint(8, 40) if page_size > 1 else rng.randint(24, 60)
@@ -171,19 +194,19 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         chunk_size=rng.choice([1, 3, 8, 64]),
         window=window,
         seed=seed,
-        max_queued_requests=rng.choice([10, 1000]),
-        max_queued_tokens=rng.choice([300, 100_000]),
+        max_queued_requests=rng.choice([10, 1000, 1000, 1000]),
+        max_queued_tokens=rng.choice([300, 100_000, 100_000, 100_000]),
         max_prefill_tokens=rng.choice([None, None, 4, 16]),
         max_decode_rows=rng.choice([None, None, 1, 3]),
-        mixed=rng.random() < 0.7,
+        mixed=mixed,
         first=rng.choice(["decode", "prefill"]),
-        policy=rng.choice(list(POLICIES)),
+        policy=policy,
         preemption=rng.random() < 0.5,
-        admission=rng.choice(["fifo", "pack"]),
+        admission=admission,  # type: ignore[arg-type]
         lookahead=rng.choice([1, 4, 64]),
         force_fifo_every=rng.choice([0, 2, 8]),
         max_passed_over=rng.choice([1, 4, 16]),
-        prefix_cache=rng.random() < 0.75,
+        prefix_cache=prefix_cache,
         share_prefix_tokens=rng.choice([0, 4, 8]),
         new_token_ratio=rng.choice([0.0, 0.4, 1.0]),
         min_new_token_ratio=rng.choice([0.0, 0.1]),
@@ -248,10 +271,10 @@ async def lifetime(world: World, number: int) -> None:
     rng, engine = world.rng, world.engine
     await asyncio.sleep(rng.expovariate(1 / 0.02))
     params = random_params(rng)
-    length = rng.choice([1, 2, 7, 20, engine.info.max_model_len - 1])
+    length = rng.choice([1, 2, 7, 20, 20, 30, engine.info.max_model_len - 1])
     length = max(1, min(length, engine.info.max_model_len - 1))
     # Most prompts begin like others, so that prefixes are met, split and waited for.
-    common = random.Random(rng.randrange(3)).choices(range(VOCAB), k=rng.choice([0, 8, 17, 100]))
+    common = random.Random(rng.randrange(3)).choices(range(VOCAB), k=rng.choice([0, 8, 17, 17, 100]))
     ids = [*common, *rng.choices(range(VOCAB), k=length)][:length]
     as_text = rng.random() < 0.3
     text = "".join(chr(97 + token % 26) for token in ids)
@@ -365,13 +388,45 @@ async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.E
     return "finished", ids, "".join(texts), reason
 
 
+async def operate(world: World) -> None:
+    """Somebody pauses the engine, flushes its cache and looks at its figures now and then."""
+    dice = random.Random(world.engine.config.seed)
+    while True:
+        await asyncio.sleep(dice.expovariate(1 / 0.02))
+        try:
+            match dice.choices(["pause", "flush", "look", "retract"], [3, 1, 3, 3])[0]:
+                case "pause":
+                    await world.engine.pause()
+                    assert not world.engine.stats().steps_in_flight
+                    await asyncio.sleep(dice.choice([0, 0.01]))
+                    world.engine.resume()
+                case "flush":
+                    world.engine.flush_cache()
+                    assert not world.engine.stats().pages_evictable
+                case "retract":
+                    scheduler = world.engine._core.scheduler  # type: ignore[union-attr]
+                    if (victim := scheduler._victim()) is not None:
+                        scheduler._retract(victim)
+                        world.engine._bell.ring()
+                case "look":
+                    stats = world.engine.stats()
+                    held = stats.pages_free + stats.pages_fenced + stats.pages_private + stats.pages_cached
+                    assert held == stats.pages_total
+                    assert stats.prefilling + stats.decoding <= stats.running
+        except errors.EngineFailed:
+            return
+
+
 async def run_world(world: World, lifetimes: int) -> LawChecker:
     await world.engine.start()
     checker = watch(world.engine)
     assert world.engine.ready
+    operator = asyncio.ensure_future(operate(world))
     async with asyncio.TaskGroup() as group:
         for number in range(lifetimes):
             group.create_task(lifetime(world, number))
+    operator.cancel()
+    await asyncio.wait([operator])
     gc.collect()
     if world.device.lost:
         assert world.engine.state is EngineState.FAILED
@@ -415,3 +470,28 @@ def simulate(
         error.add_note(f"seed={seed} lifetimes={lifetimes} fault_rate={fault_rate} {world.engine.config}")
         raise
     return world, checker
+
+
+def main() -> None:
+    """``python -m tests.engine.simulation --lifetimes 100000``: as many as one likes."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--lifetimes", type=int, default=100_000)
+    parser.add_argument("--per-world", type=int, default=80)
+    parser.add_argument("--first-seed", type=int, default=0)
+    options = parser.parse_args()
+    started = time.perf_counter()
+    counts: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    worlds = -(-options.lifetimes // options.per_world)
+    for seed in range(options.first_seed, options.first_seed + worlds):
+        world, checker = simulate(seed, options.per_world)
+        counts += world.counts
+        totals += checker.totals()
+    seconds = time.perf_counter() - started
+    print(f"{counts.total()} lifetimes in {worlds} worlds, {seconds:.1f} s: every law held")
+    print(dict(counts.most_common()))
+    print(dict(totals.most_common()))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
+from aioinfer.scheduling.policy import POLICIES
 from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 
@@ -60,6 +61,45 @@ def test_the_synchronous_twin_gives_the_same() -> None:
             assert results[key].token_ids == toy_generate(prompt, params, seed=params.seed or 0)
 
 
+@pytest.mark.parametrize("every", [0, 3, 7])
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_toy_ids_do_not_depend_on_cache_policy_chunking_or_retraction(
+    make_engine: MakeEngine, policy: str, every: int
+) -> None:
+    requests = toy_requests()
+    beginning = [5] * 9
+    requests += [([*beginning, *prompt], params) for prompt, params in requests]
+    for changes in (
+        {"prefix_cache": False},
+        {"admission": "fifo", "chunk_size": 3},
+        {"share_prefix_tokens": 4, "max_prefill_tokens": 8},
+        {"mixed": False, "num_pages": 16},
+        {"mixed": False, "first": "prefill", "max_decode_rows": 2},
+    ):
+        async with make_engine(policy=policy, window=2, **changes) as engine:
+            retract_every(engine, every)
+            results = await asyncio.gather(*[_run(engine, *request) for request in requests])
+            assert not every or engine.stats().retractions > 0
+        for (prompt, params), ids in zip(requests, results, strict=True):
+            assert ids == toy_generate(prompt, params, seed=params.seed or 0)
+
+
+def retract_every(engine: Engine, every: int) -> None:
+    """Take the pages of a running request away before every so many steps."""
+    assert engine._core is not None
+    scheduler = engine._core.scheduler
+
+    class Retracting(type(scheduler)):  # type: ignore[misc]
+        __slots__ = ()
+
+        def plan(self) -> Any:
+            if every and self.counters.steps % every == every - 1 and (victim := self._victim()) is not None:
+                self._retract(victim)
+            return super().plan()
+
+    scheduler.__class__ = Retracting
+
+
 def bundled_requests() -> list[tuple[Any, SamplingParams]]:
     greedy = SamplingParams(temperature=0, max_tokens=60)
     requests: list[tuple[Any, SamplingParams]] = []
@@ -91,6 +131,29 @@ async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
     config = EngineConfig(dtype="float32", window=window, launch_mode=mode, chunk_size=5, threads=1)
     async with Engine(config) as engine:
         assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefix_cache": False, "admission": "fifo"},
+        {"policy": "lpm", "share_prefix_tokens": 16, "page_size": 4},
+        {"policy": "dfs-weight", "chunk_size": 7, "mixed": False},
+        {"policy": "random", "first": "prefill", "max_decode_rows": 3, "max_prefill_tokens": 20},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("every", [0, 5])
+async def test_bundled_model_ids_do_not_depend_on_cache_policy_chunking_or_retraction(
+    alone: list[list[int]], settings: Any, every: int
+) -> None:
+    async with Engine(EngineConfig(dtype="float32", threads=1, **settings)) as engine:
+        for _ in range(2):  # the second time around, prompts are cached where the cache is on
+            retract_every(engine, every)
+            found = await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()])
+            assert found == alone
+        assert (engine.stats().cached_tokens > 500) == engine.config.prefix_cache
+        assert not every or engine.stats().retractions > 0
 
 
 async def test_bundled_model_ids_survive_retraction(alone: list[list[int]]) -> None:

@@ -181,3 +181,23 @@ async def test_200_concurrent_streams(serving: Serving) -> None:
             for number in range(200):
                 group.create_task(ask(number))
         assert served.engine.stats().running == 0
+
+
+async def test_cached_tokens_are_reported_and_salts_keep_tenants_apart(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+
+        async def cached(**extra: Any) -> int:
+            answer = await client.chat.completions.create(
+                model="toy", messages=CHAT, temperature=0, max_tokens=3, extra_body=extra
+            )
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+        prompt = len(ToyTokenizer().encode_chat(CHAT))
+        assert await cached() == 0
+        assert await cached() == (prompt - 1) // 4 * 4
+        assert await cached(cache_salt="mine") == 0
+        assert await cached(cache_salt="mine", priority=1, prompt_cache_key="x") > 0
+        with pytest.raises(openai.BadRequestError, match="priority"):
+            await cached(priority="high")
