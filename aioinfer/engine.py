@@ -1,7 +1,6 @@
-"""Engine: the façade an application holds, and the one task that drives everything.
+"""Engine: the façade an application holds: its life, its requests, and what becomes of their streams.
 
-Read :meth:`Engine._drive` first. It is the whole life of the engine: plan, launch, and only when the
-in-flight window is full (or there is nothing to launch) wait for the oldest flight and resolve it.
+What happens to a request once it is queued is the business of :mod:`aioinfer.driver`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
@@ -17,8 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer import assembly
-from aioinfer.bell import Bell
 from aioinfer.config import EngineConfig
+from aioinfer.driver import Driver
 from aioinfer.errors import (
     EngineClosed,
     EngineError,
@@ -28,7 +26,7 @@ from aioinfer.errors import (
     TimedOut,
     WrongLoop,
 )
-from aioinfer.execution.device import DeviceInfo, DeviceLost, Progress
+from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.stats import EngineStats
@@ -37,7 +35,6 @@ from aioinfer.stream import Stream, StreamCell
 if TYPE_CHECKING:
     from aioinfer.core import Core
     from aioinfer.execution.launcher import Launcher
-    from aioinfer.scheduling.step import Step
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
@@ -93,21 +90,13 @@ class Engine:
         self._workers: ThreadPoolExecutor | None = None
         self._launcher: Launcher | None = None
         self._core: Core | None = None
-        self._driver: asyncio.Task[None] | None = None
+        self._driver: Driver | None = None
+        self._driving: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
-        self._bell = Bell()
-        self._stopping = False
-        self._paused = False
-        #: set while pause() waits for the steps in flight
-        self._quiet: asyncio.Future[None] | None = None
-        self._failed_checks = 0
         self._failure: BaseException | None = None
-        self._flights: deque[tuple[Step, asyncio.Future[list[int]]]] = deque()
         #: streams whose prompts are being tokenized
         self._arriving: set[StreamCell] = set()
-        #: when a step last resolved, or work began to be there
-        self._last_progress = 0.0
         self.default_params = SamplingParams()
 
     # -- life -----------------------------------------------------------------------------------
@@ -139,8 +128,11 @@ class Engine:
             raise
         self.default_params = defaults
         self._core = Core(self.config, info, tokenizer, loop.time)
+        self._driver = Driver(
+            self._core, self._launcher, self.config.window, admitted=self._admitted, moved=self._moved
+        )
         self._state = EngineState.RUNNING
-        self._driver = loop.create_task(self._guard_drive(), name="aioinfer-driver")
+        self._driving = loop.create_task(self._drive(self._driver), name="aioinfer-driver")
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Stop serving. Idempotent; when cancelled, closing goes on in the background.
@@ -178,6 +170,7 @@ class Engine:
         assert self._loop is not None
         assert self._launcher is not None
         assert self._driver is not None
+        assert self._driving is not None
         assert self._workers is not None
         if drain_seconds > 0 and self._busy and self._failure is None:
             self._drained = self._loop.create_future()
@@ -185,11 +178,10 @@ class Engine:
             await self._drained
             timer.cancel()
         self._end_all(lambda: EngineClosed("the engine was closed"))
-        self._stopping = True
-        self._bell.ring()
+        self._driver.stop()
         if not await self._launcher.aclose():
-            self._driver.cancel()
-        await asyncio.wait([self._driver])
+            self._driving.cancel()
+        await asyncio.wait([self._driving])
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._state = EngineState.CLOSED
         self._loop = None
@@ -283,90 +275,45 @@ class Engine:
 
     def _submit(self, cell: StreamCell, request: Request) -> None:
         assert self._core is not None
-        assert self._loop is not None
-        if not (self._flights or self._core.scheduler.has_unfinished):
-            self._last_progress = self._loop.time()
+        assert self._driver is not None
+        self._driver.work_arrives()
         self._core.submit(request)
         cell.request = request
         request.consumer = cell
         cell.notify()
-        self._bell.ring()
+        self._driver.wake()
 
-    # -- the driver -----------------------------------------------------------------------------
+    # -- the driver's word ----------------------------------------------------------------------
 
-    async def _drive(self, core: Core, launcher: Launcher) -> None:
-        flights = self._flights
-        while not self._stopping:
-            if self._may_launch(len(flights)) and (step := core.plan()) is not None:
-                self._launch(step, launcher)
-            elif flights and flights[0][1].done():
-                self._resolve(core, *flights.popleft())
-                # Consumers get a turn after every step, also when the device is always ahead.
-                await asyncio.sleep(0)
-            else:
-                if not flights:
-                    self._rest(core)
-                await self._bell.wait()
+    def _admitted(self, request: Request) -> None:
+        """The request is in a step: its waiting deadline is met, its running one begins."""
+        cell = _cell(request)
+        cell.cancel_timer()
+        seconds = cell.running_timeout
+        if seconds is not None:
+            assert self._loop is not None
+            cell.timer = self._loop.call_later(seconds, self._expire, cell, "running", seconds)
 
-    def _may_launch(self, in_flight: int) -> bool:
-        return in_flight <= self.config.window and not self._paused
-
-    def _rest(self, core: Core) -> None:
-        """Nothing is in flight and nothing can be: a moment to look whether everything was given back."""
-        self._set_quiet()
-        if not core.scheduler.has_unfinished:
-            try:
-                core.scheduler.check_idle()
-            except AssertionError as error:
-                if not self._failed_checks:
-                    _log.error("the idle engine holds what it should not: %s", error)
-                self._failed_checks += 1
-
-    def _launch(self, step: Step, launcher: Launcher) -> None:
-        future = launcher.launch(step)
-        future.add_done_callback(self._landed)
-        self._flights.append((step, future))
-        for row in step.prefills:
-            if row.admission is not None and not row.request.retractions:
-                self._admitted(_cell(row.request))
-
-    def _landed(self, future: asyncio.Future[list[int]]) -> None:
-        if not future.cancelled():
-            future.exception()  # mark as seen, should nobody be left to resolve it
-        self._bell.ring()
-
-    def _resolve(self, core: Core, step: Step, future: asyncio.Future[list[int]]) -> None:
-        """Commit a landed flight and tell the consumers."""
-        assert self._loop is not None
-        self._last_progress = self._loop.time()
-        error = future.exception()
-        if isinstance(error, DeviceLost):
-            raise error
-        if error is None:
-            moved = core.resolve(step, future.result())
-        else:
-            _log.error("step %d failed: %r", step.id, error)
-            moved = core.fail(step, error)
-        for request in moved:
-            cell = _cell(request)
-            if request.finished:
-                self._ended(cell)
-            else:
-                cell.notify()
-                if cell.lags:
-                    core.scheduler.park(request)
+    def _moved(self, request: Request) -> None:
+        """The request has another token, or has ended."""
+        cell = _cell(request)
+        if request.finished:
+            self._ended(cell)
+            return
+        cell.notify()
+        if cell.lags:
+            self._started_core().scheduler.park(request)
 
     def caught_up(self, cell: StreamCell) -> None:
         """The consumer of a parked request has read enough: its request goes on."""
-        if self._core is not None and cell.request is not None:
-            self._core.scheduler.unpark(cell.request)
-            self._bell.ring()
+        if self._driver is not None and cell.request is not None:
+            self._driver.work_arrives()
+            self._started_core().scheduler.unpark(cell.request)
+            self._driver.wake()
 
-    async def _guard_drive(self) -> None:
-        assert self._core is not None
-        assert self._launcher is not None
+    async def _drive(self, driver: Driver) -> None:
         try:
-            await self._drive(self._core, self._launcher)
+            await driver.run()
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -378,6 +325,8 @@ class Engine:
         self._failure = cause
         self._state = EngineState.FAILED
         self._end_all(self._failed_error)
+        if self._driver is not None:
+            self._driver.stop()
 
     # -- endings --------------------------------------------------------------------------------
 
@@ -392,15 +341,6 @@ class Engine:
             self._core.abort(request, make_error())
             self._ended(_cell(request))
         self._set_drained()
-        self._set_quiet()
-
-    def _admitted(self, cell: StreamCell) -> None:
-        """The request is in a step: its waiting deadline is met, its running one begins."""
-        cell.cancel_timer()
-        seconds = cell.running_timeout
-        if seconds is not None:
-            assert self._loop is not None
-            cell.timer = self._loop.call_later(seconds, self._expire, cell, "running", seconds)
 
     def _expire(self, cell: StreamCell, phase: str, seconds: float) -> None:
         cell.timer = None
@@ -415,7 +355,8 @@ class Engine:
             self._arriving.discard(cell)
             cell.error = cell.error or error
         self._ended(cell)
-        self._bell.ring()
+        if self._driver is not None:
+            self._driver.wake()
 
     def _ended(self, cell: StreamCell) -> None:
         cell.cancel_timer()
@@ -454,26 +395,15 @@ class Engine:
         Raises EngineClosed, EngineFailed, WrongLoop.
         """
         self._serving_core()
-        self._paused = True
-        while self._paused and self._flights:
-            if self._quiet is None or self._quiet.done():
-                assert self._loop is not None
-                self._quiet = self._loop.create_future()
-            await asyncio.shield(self._quiet)
-            self._serving_core()
+        assert self._driver is not None
+        await self._driver.pause()
+        self._serving_core()
 
     def resume(self) -> None:
         """Go on after :meth:`pause`. Idempotent."""
         self.check_loop()
-        self._paused = False
-        self._set_quiet()
-        if self._loop is not None:
-            self._last_progress = self._loop.time()
-        self._bell.ring()
-
-    def _set_quiet(self) -> None:
-        if self._quiet is not None and not self._quiet.done():
-            self._quiet.set_result(None)
+        if self._driver is not None:
+            self._driver.resume()
 
     def flush_cache(self) -> int:
         """Forget all cached prefixes; returns how many pages that freed at once.
@@ -482,7 +412,8 @@ class Engine:
         Raises EngineClosed, EngineFailed, WrongLoop.
         """
         freed = self._serving_core().scheduler.memory.flush()
-        self._bell.ring()
+        assert self._driver is not None
+        self._driver.wake()
         return freed
 
     # -- what there is to know ------------------------------------------------------------------
@@ -508,15 +439,16 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot, cheap enough to take every second. Raises EngineClosed before the start."""
         scheduler = self._started_core().scheduler
-        working = bool(self._flights) or (scheduler.has_work and not self._paused)
+        driver = self._driver
+        assert driver is not None
         return EngineStats.of(
             scheduler,
             state=self._state.value,
-            paused=self._paused,
+            paused=driver.paused,
             arriving=len(self._arriving),
-            steps_in_flight=len(self._flights),
-            failed_checks=self._failed_checks,
-            stalled=self._loop.time() - self._last_progress if working and self._loop else 0.0,
+            steps_in_flight=driver.steps_in_flight,
+            failed_checks=driver.failed_checks,
+            stalled=driver.stalled if self._loop is not None else 0.0,
         )
 
     def _started_core(self) -> Core:

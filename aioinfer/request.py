@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.cache.radix import Lock, token_key
 from aioinfer.outputs import FinishReason, RequestMetrics, Result, Usage
@@ -12,7 +12,6 @@ from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
-    from aioinfer.scheduling.decodes import DecodeBatch
 
 __all__ = ["Request", "RequestState"]
 
@@ -23,6 +22,13 @@ class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Columns(Protocol):
+    """What a request knows of the decode batch that it is in."""
+
+    #: by row: positions computed so far
+    computed: Any
 
 
 class Request:
@@ -144,7 +150,7 @@ class Request:
         #: the relay cell of ``slot`` holds (or will hold) this request's newest token
         self.relay_ready = False
         #: the decode batch and the row there, while it decodes
-        self.batch: DecodeBatch | None = None
+        self.batch: Columns | None = None
         self.batch_index = -1
         self.retractions = 0
         #: rounds of admission in which it was the eldest and somebody else was admitted

@@ -372,7 +372,7 @@ class Scheduler:
         self.prefilling.pop(request.key, None)
         self.leaders.leave(request)
         if request.batch is not None:
-            request.batch.remove(request)
+            self.batch.remove(request)
 
     def _leave(self, request: Request) -> None:
         self._stop_computing(request)

@@ -407,7 +407,7 @@ async def operate(world: World) -> None:
                     scheduler = world.engine._core.scheduler  # type: ignore[union-attr]
                     if (victim := scheduler._victim()) is not None:
                         scheduler._retract(victim)
-                        world.engine._bell.ring()
+                        world.engine._driver.wake()  # type: ignore[union-attr]
                 case "look":
                     stats = world.engine.stats()
                     held = stats.pages_free + stats.pages_fenced + stats.pages_private + stats.pages_cached

@@ -1,0 +1,180 @@
+"""Driver: the one task behind an engine. Plan, launch, resolve, and wait for nothing else.
+
+Read :meth:`Driver.run` first. It is the whole life of the engine: plan and launch, and only when the
+in-flight window is full (or there is nothing to launch) wait for the oldest flight and resolve it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aioinfer.bell import Bell
+from aioinfer.execution.device import DeviceLost
+from aioinfer.request import Request
+
+if TYPE_CHECKING:
+    from aioinfer.core import Core
+    from aioinfer.execution.launcher import Launcher
+    from aioinfer.scheduling.step import Step
+
+__all__ = ["Driver"]
+
+_log = logging.getLogger("aioinfer")
+
+
+class Driver:
+    """Keeps up to ``window`` steps in flight ahead of the one being read.
+
+    ``admitted`` hears of requests that got their first row, ``moved`` of those that a resolved step gave
+    a token or an end.
+    """
+
+    __slots__ = (
+        "_admitted",
+        "_bell",
+        "_core",
+        "_flights",
+        "_last_progress",
+        "_launcher",
+        "_loop",
+        "_moved",
+        "_quiet",
+        "_stopping",
+        "_window",
+        "failed_checks",
+        "paused",
+    )
+
+    def __init__(
+        self,
+        core: Core,
+        launcher: Launcher,
+        window: int,
+        *,
+        admitted: Callable[[Request], None],
+        moved: Callable[[Request], None],
+    ) -> None:
+        self._core = core
+        self._launcher = launcher
+        self._window = window
+        self._admitted = admitted
+        self._moved = moved
+        self._loop = asyncio.get_running_loop()
+        self._bell = Bell()
+        self._flights: deque[tuple[Step, asyncio.Future[list[int]]]] = deque()
+        self._stopping = False
+        self.paused = False
+        #: set while pause() waits for the steps in flight
+        self._quiet: asyncio.Future[None] | None = None
+        #: times the idle engine held what it should not
+        self.failed_checks = 0
+        #: when a step last resolved, or work began to be there
+        self._last_progress = self._loop.time()
+
+    async def run(self) -> None:
+        """Until :meth:`stop`. Raises DeviceLost, or whatever else nobody can go on after."""
+        flights = self._flights
+        while not self._stopping:
+            if self._may_launch and (step := self._core.plan()) is not None:
+                self._launch(step)
+            elif flights and flights[0][1].done():
+                self._resolve(*flights.popleft())
+                # Consumers get a turn after every step, also when the device is always ahead.
+                await asyncio.sleep(0)
+            else:
+                if not flights:
+                    self._rest()
+                await self._bell.wait()
+
+    def wake(self) -> None:
+        """Something changed that may allow a plan. On the loop's thread only."""
+        self._bell.ring()
+
+    def work_arrives(self) -> None:
+        """Call before a request is submitted, and :meth:`wake` after."""
+        if not (self._flights or self._core.scheduler.has_work):
+            self._last_progress = self._loop.time()
+
+    def stop(self) -> None:
+        """Launch and resolve no more."""
+        self._stopping = True
+        self._set_quiet()
+        self.wake()
+
+    async def pause(self) -> None:
+        """Launch no more steps; returns when those in flight have resolved, or after :meth:`stop`."""
+        self.paused = True
+        while self.paused and self._flights and not self._stopping:
+            if self._quiet is None or self._quiet.done():
+                self._quiet = self._loop.create_future()
+            await asyncio.shield(self._quiet)
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`. Idempotent."""
+        self.paused = False
+        self._last_progress = self._loop.time()
+        self._set_quiet()
+        self.wake()
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._flights)
+
+    @property
+    def stalled(self) -> float:
+        """Seconds since a step last resolved; 0 while there is nothing to compute."""
+        working = self._flights or (self._core.scheduler.has_work and not self.paused)
+        return self._loop.time() - self._last_progress if working else 0.0
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _may_launch(self) -> bool:
+        return len(self._flights) <= self._window and not self.paused
+
+    def _launch(self, step: Step) -> None:
+        future = self._launcher.launch(step)
+        future.add_done_callback(self._landed)
+        self._flights.append((step, future))
+        for row in step.prefills:
+            if row.admission is not None and not row.request.retractions:
+                self._admitted(row.request)
+
+    def _landed(self, future: asyncio.Future[list[int]]) -> None:
+        if not future.cancelled():
+            future.exception()  # mark as seen, should nobody be left to resolve it
+        self.wake()
+
+    def _resolve(self, step: Step, future: asyncio.Future[list[int]]) -> None:
+        """Commit a landed flight and tell of it."""
+        self._last_progress = self._loop.time()
+        error = future.exception()
+        if isinstance(error, DeviceLost):
+            raise error
+        if error is None:
+            moved = self._core.resolve(step, future.result())
+        else:
+            _log.error("step %d failed: %r", step.id, error)
+            moved = self._core.fail(step, error)
+        for request in moved:
+            self._moved(request)
+
+    def _rest(self) -> None:
+        """Nothing is in flight and nothing can be: a moment to look whether everything was given back."""
+        self._set_quiet()
+        if self._core.scheduler.has_unfinished:
+            return
+        try:
+            self._core.scheduler.check_idle()
+        except AssertionError as error:
+            if not self.failed_checks:
+                _log.error("the idle engine holds what it should not: %s", error)
+            self.failed_checks += 1
+
+    def _set_quiet(self) -> None:
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
