@@ -109,7 +109,7 @@ class RadixTree:
         self.num_pages = 0
         #: pages of nodes without locks
         self.evictable = 0
-        #: changes whenever a match may come out differently
+        #: changes whenever a match may come out differently, or end in another node
         self.version = 0
 
     # -- reading --------------------------------------------------------------------------------
@@ -176,6 +176,7 @@ class RadixTree:
         node.parent, node.key, node.pages = upper, node.key[at:], node.pages[pages:]
         upper.children[self._edge(node)] = node
         self.num_nodes += 1
+        self.version += 1
         return upper
 
     def _hold(self, node: Node, top: Node | None) -> None:
