@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import Phase, assume, settings
@@ -29,7 +29,7 @@ from aioinfer.cache.radix import RadixTree
 from aioinfer.cache.slots import SlotPool
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request, RequestState
-from aioinfer.scheduling.admission import Admitter, Limits, PrefixLeaders
+from aioinfer.scheduling.admission import Limits, PrefixLeaders
 from aioinfer.scheduling.decodes import DecodeBatch
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import POLICIES
@@ -86,7 +86,9 @@ class NaiveDevice:
         self.tenants = [0] * (num_slots + 1)
         self.relay = [BAD_LOGITS] * (num_slots + 1)
 
-    def launch(self, step: Step, lives: dict[int, Life], flights: list[Flight], luck: Sequence[int]) -> Flight:
+    def launch(
+        self, step: Step, lives: dict[int, Life], flights: list[Flight], luck: Sequence[int]
+    ) -> Flight:
         rows = step.rows
         flight = Flight(step, [], rows, {}, [])
         for row in rows:
@@ -195,6 +197,9 @@ PICK = st.integers(0, 15)
 class SchedulerMachine(RuleBasedStateMachine):
     """Everything that may happen to a scheduler, in any order."""
 
+    #: settings that are not left to chance
+    fixed: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         super().__init__()
         self.lives: dict[int, Life] = {}
@@ -204,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(config=configs())
     def build(self, config: dict[str, Any]) -> None:
-        config = dict(config)
+        config = {**config, **self.fixed}
         size, running = config.pop("page_size"), config["max_running_requests"]
         self.num_pages = -(-14 // size) + config.pop("pages")
         self.window = config.pop("window")
@@ -338,10 +343,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def retract(self, pick: int) -> None:
         """As if pages were short, at any moment."""
+        self.scheduler.scheduler._retract(self._pick(self._retractable(), pick))
+
+    @precondition(lambda self: self.window)
+    @rule(pick=PICK, luck=TOKENS)
+    def relapse(self, pick: int, luck: Sequence[int]) -> None:
+        """Retracted in the middle of its prompt, and let in again while a chunk is still in flight."""
+        while len(self.flights) >= self.window:
+            self.resolve()
+        self._plan(luck)
+        halfway = [each for each in self._retractable() if each.key in self.scheduler.prefilling]
+        self.scheduler.scheduler._retract(self._pick(halfway, pick))
+        self._plan(luck)
+        self.resolve()
+
+    def _retractable(self) -> list[Request]:
         active = [key for key, each in self.scheduler.running.items() if not each.parked]
         spared = min(active, default=None)
-        running = [each for key, each in self.scheduler.running.items() if key != spared]
-        self.scheduler.scheduler._retract(self._pick(running, pick))
+        return [each for key, each in self.scheduler.running.items() if key != spared]
 
     # -- laws -----------------------------------------------------------------------------------
 
@@ -448,11 +467,202 @@ def watched(machine: SchedulerMachine) -> type[Scheduler]:
     return Watched
 
 
-LAWFUL = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[],
-)  # fmt: skip
+LAWFUL = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, database=None)
 
 
 def test_the_scheduler_keeps_the_laws() -> None:
     run_state_machine_as_test(SchedulerMachine, settings=LAWFUL)  # type: ignore[no-untyped-call]
+
+
+# -- planted bugs --------------------------------------------------------------------------------------
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+MUTANTS: dict[str, Patch] = {}
+
+
+def mutant(patch: Patch) -> Patch:
+    MUTANTS[patch.__name__] = patch
+    return patch
+
+
+@mutant
+def pages_without_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageAllocator, "give", lambda self, items, fence: FencedPool.give(self, items, 0))
+
+
+@mutant
+def slots_without_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotPool, "give", lambda self, items, fence: FencedPool.give(self, items, 0), raising=False)
+
+
+@mutant
+def fence_of_the_next_result(patch: pytest.MonkeyPatch) -> None:
+    def give(self: PageAllocator, items: Any, fence: int) -> None:
+        FencedPool.give(self, items, min(fence, self.last_resolved + 1))
+
+    patch.setattr(PageAllocator, "give", give)
+
+
+@mutant
+def cached_pages_without_fence(patch: pytest.MonkeyPatch) -> None:
+    unlock = RadixTree.unlock
+    patch.setattr(RadixTree, "unlock", lambda self, lock, fence: unlock(self, lock, 0))
+
+
+@mutant
+def release_by_token_count(patch: pytest.MonkeyPatch) -> None:
+    release = Memory.release
+
+    def by_tokens(self: Memory, request: Request) -> None:
+        del request.pages[max(request.cached_pages, self.pages.pages_for(request.known)) :]
+        release(self, request)
+
+    patch.setattr(Memory, "release", by_tokens)
+
+
+@mutant
+def committed_before_it_resolved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "committed", property(lambda self: min(self.computed, self.known)))
+
+
+@mutant
+def unlocked_twice(patch: pytest.MonkeyPatch) -> None:
+    unlock = RadixTree.unlock
+
+    def twice(self: RadixTree, lock: Any, fence: int) -> Any:
+        node = lock.node
+        unlock(self, lock, fence)
+        lock._node = node
+        return unlock(self, lock, fence)
+
+    patch.setattr(RadixTree, "unlock", twice)
+
+
+@mutant
+def late_token_delivered(patch: pytest.MonkeyPatch) -> None:
+    resolve = Scheduler.resolve
+
+    def late(self: Scheduler, step: Step, tokens: Sequence[int]) -> list[Request]:
+        for row, token in zip(step.rows, tokens, strict=True):
+            if row.samples and row.request.finished:
+                row.request.output_ids.append(token)
+        return resolve(self, step, tokens)
+
+    patch.setattr(Scheduler, "resolve", late)
+
+
+@mutant
+def retraction_forgets_pending_tokens(patch: pytest.MonkeyPatch) -> None:
+    restart = Request.restart
+
+    def forgetful(self: Request, cached: int = 0) -> None:
+        restart(self, cached)
+        self._sampled = len(self.output_ids)
+
+    patch.setattr(Request, "restart", forgetful)
+
+
+@mutant
+def chunk_of_a_former_life_commits(patch: pytest.MonkeyPatch) -> None:
+    resolve_prefill = Scheduler._resolve_prefill
+
+    def former(self: Scheduler, row: Row, token: int, advanced: list[Request]) -> None:
+        if not row.request.finished and not row.samples:
+            row.request.commit_prefill(row.kv_length, last=False)
+            if row.request.lock is not None:
+                self._share(row.request)
+            return
+        resolve_prefill(self, row, token, advanced)
+
+    patch.setattr(Scheduler, "_resolve_prefill", former)
+
+
+@mutant
+def column_stays_when_its_row_moves(patch: pytest.MonkeyPatch) -> None:
+    remove = DecodeBatch.remove
+
+    def half(self: DecodeBatch, request: Request) -> None:
+        index = request.batch_index
+        before = self._columns[:, index].copy()
+        remove(self, request)
+        self._columns[:, index] = before
+
+    patch.setattr(DecodeBatch, "remove", half)
+
+
+@mutant
+def new_pages_not_told(patch: pytest.MonkeyPatch) -> None:
+    def only_capacity(self: DecodeBatch, request: Request) -> None:
+        self.capacity[request.batch_index] = len(request.pages) * self._page_size
+
+    patch.setattr(DecodeBatch, "changed_pages", only_capacity)
+
+
+@mutant
+def exchanged_pages_not_told(patch: pytest.MonkeyPatch) -> None:
+    commit = Memory.commit
+
+    def silent(self: Memory, request: Request, fence: int) -> bool:
+        sent = request.sent_pages
+        commit(self, request, fence)
+        request.sent_pages = sent
+        return False
+
+    patch.setattr(Memory, "commit", silent)
+
+
+@mutant
+def namespaces_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    lock, find = RadixTree.lock, RadixTree.find
+    patch.setattr(RadixTree, "lock", lambda self, key, namespace="": lock(self, key))
+    patch.setattr(RadixTree, "find", lambda self, key, namespace="": find(self, key))
+
+
+@mutant
+def parked_ones_go_on(patch: pytest.MonkeyPatch) -> None:
+    def park(self: Scheduler, request: Request) -> None:
+        request.parked = not request.finished and request.state is RequestState.RUNNING
+
+    patch.setattr(Scheduler, "park", park)
+
+
+@mutant
+def leaders_stay_when_they_leave(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixLeaders, "leave", lambda self, request: None)
+
+
+@mutant
+def nobody_is_retracted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_victim", lambda self: None)
+
+
+@mutant
+def the_eldest_is_retracted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_victim", lambda self: next(iter(self.running.values()), None))
+
+
+class Crowded(SchedulerMachine):
+    """Short chunks, small pages, many in flight: where lives follow each other most quickly."""
+
+    fixed: ClassVar[dict[str, Any]] = {
+        "page_size": 1,
+        "pages": 30,
+        "prefix_cache": True,
+        "window": 2,
+        "max_running_requests": 5,
+        "chunk_size": 2,
+        "more_tokens": 30,
+        "share_prefix_tokens": 0,
+        "mixed": True,
+    }
+
+
+HUNT = settings(LAWFUL, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+    machine = Crowded if name == "chunk_of_a_former_life_commits" else SchedulerMachine
+    with pytest.raises((AssertionError, IndexError, RuntimeError, KeyError)):
+        run_state_machine_as_test(machine, settings=HUNT)  # type: ignore[no-untyped-call]
