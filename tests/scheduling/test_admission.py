@@ -15,7 +15,7 @@ from aioinfer.scheduling.admission import Limits, NewTokenRatio
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import NO_TOKEN, Step
+from aioinfer.scheduling.step import BAD_LOGITS, NO_TOKEN, Step
 
 PAGE = 4
 
@@ -390,3 +390,64 @@ def test_a_request_that_waits_for_a_prefix_displaces_nobody() -> None:
     desk.resolve()
     desk.finish()
     assert leader.finished
+
+
+# -- parked, retracted, spoiled ------------------------------------------------------------------------
+
+
+def test_parked_requests_give_way_to_those_that_can_run() -> None:
+    desk = Desk(running=2, pages=8)
+    parked = [desk.submit(12, 4), desk.submit(12, 4)]
+    desk.round()
+    for request in parked:
+        desk.scheduler.park(request)
+    assert desk.round() == []
+    third = desk.submit(4, 4)
+    assert desk.round() == [third]
+    assert sum(request.retractions for request in parked) == 1, "one of them was enough"
+    for request in parked:
+        desk.scheduler.unpark(request)
+    desk.finish()
+    assert all(len(request.output_ids) == 4 for request in parked)
+    desk.scheduler.check_idle()
+
+
+def test_a_request_retracted_before_its_last_token_is_read_still_ends() -> None:
+    desk = Desk()
+    eldest, ending = desk.submit(4, 9), desk.submit(4, 2)
+    desk.plan()
+    desk.plan()
+    assert ending.length == ending.max_length
+    desk.scheduler._retract(ending)
+    assert desk.plan() == [eldest], "there is nothing left to compute for it"
+    desk.resolve()
+    assert ending.finish_reason == "length"
+    assert ending.output_ids == [42, 42]
+    desk.finish()
+    desk.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("retracted", [False, True])
+def test_what_led_to_bad_logits_is_not_shared(retracted: bool) -> None:
+    """Its earlier chunks were committed before anybody could know."""
+    desk = Desk(chunk_size=8)
+    desk.submit(4, 40)
+    desk.round()
+    prompt = list(range(20))
+    spoiled = desk.submit(prompt)
+    while spoiled.pending == 0:
+        desk.plan()
+    last = desk.flights.pop()
+    desk.resolve()
+    assert desk.memory.tree is not None
+    assert desk.memory.tree.match(spoiled.token_key(0, 16)) == 4
+    if retracted:
+        desk.scheduler._retract(spoiled)
+    tokens = [BAD_LOGITS if row.request is spoiled else 42 for row in last.rows]
+    desk.scheduler.resolve(last, tokens)
+    assert isinstance(spoiled.error, FloatingPointError)
+    again = desk.submit(prompt)
+    desk.round()
+    assert again.cached_tokens == 0
+    desk.finish()
+    desk.scheduler.audit()
