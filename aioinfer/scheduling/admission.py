@@ -186,7 +186,7 @@ class Admitter:
         if urgent is not None:
             return ([] if urgent.pending else [(urgent, self._memory.uncached(urgent))]), True
         eldest, overdue = self._policy.eldest(), None
-        if eldest is not None and self._policy.bounded and eldest.passed >= limits.max_passed_over:
+        if eldest is not None and eldest.passed >= limits.max_passed_over:
             overdue = eldest
         candidates = self._candidates(overdue)
         if limits.admission == "fifo":
