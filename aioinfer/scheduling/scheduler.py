@@ -320,18 +320,21 @@ class Scheduler:
         return [request for request in starved if request.batch is not None]
 
     def _victim(self) -> Request | None:
+        return next(self._victims(), None)
+
+    def _victims(self) -> Iterator[Request]:
         """Parked ones first, then low priority, then who came last. Never the eldest that is not parked:
         so one request always moves on, and no two take each other's pages for ever."""
         active = [request for request in self.running.values() if not request.parked]
         eldest = min(active, key=lambda request: request.key, default=None)
-        return max(
+        yield from sorted(
             (request for request in self.running.values() if request is not eldest),
-            key=lambda request: (request.parked, -request.priority, request.key),
-            default=None,
+            key=lambda request: (not request.parked, request.priority, -request.key),
         )
 
     def _preempt(self) -> None:
-        """Retract requests of lower priority until the first in the queue has, or will have, its place.
+        """Retract requests of lower priority until the first in the queue has, or will have, its place;
+        none of them if all together are not enough.
 
         Nobody else is admitted before it then: a victim that queues up in front of it would take its place
         back and be retracted again, step after step.
@@ -344,14 +347,24 @@ class Scheduler:
             self._urgent = first = urgent
         if self.leaders.mark(first) in self.leaders:
             return  # it waits for somebody's prefix
-        while not first.pending:
-            running = len(self.batch) + len(self.prefilling)
-            spare = self._pages_to_spare(running, self._expected_tokens() + self._may_generate(first))
-            if len(self.running) < self.limits.max_running_requests and self.memory.fits(first, spare):
-                return
-            victim = self._victim()
+        if first.pending:
+            return
+        running = len(self.batch) + len(self.prefilling)
+        tokens = self._expected_tokens() + self._may_generate(first)
+        victims: list[Request] = []
+        order, gained = self._victims(), 0
+        while len(self.running) - len(victims) >= self.limits.max_running_requests or not self.memory.fits(
+            first, self._pages_to_spare(running, tokens) - gained
+        ):
+            victim = next(order, None)
             if victim is None or victim.priority >= first.priority:
                 return
+            victims.append(victim)
+            gained += len(victim.pages)
+            if victim.batch is not None or victim.key in self.prefilling:
+                running -= 1
+                tokens -= self._may_generate(victim)
+        for victim in victims:
             self._urgent = first
             self._retract(victim)
             self.counters.preemptions += 1

@@ -249,6 +249,19 @@ def test_a_victim_does_not_come_back_before_there_is_place_for_both(policy: str,
     assert low.retractions <= 1
 
 
+def test_nobody_is_displaced_for_nothing() -> None:
+    """The eldest keeps what the other would need; those beside it may as well go on."""
+    desk = Desk("priority", pages=12, preemption=True, prefix_cache=False)
+    eldest, low = desk.submit(24, 8), desk.submit(4, 4)
+    desk.round()
+    high = desk.submit(24, 4, priority=1)
+    while not low.finished:
+        assert high not in desk.round()
+    assert low.retractions == 0
+    desk.finish()
+    assert eldest.retractions == 0
+
+
 def test_preemption_counts_what_admission_keeps_back() -> None:
     """Else nobody is displaced, since there are pages, and nobody admitted, since they are kept back."""
     desk = Desk("priority", pages=16, preemption=True, new_token_ratio=1.0, min_new_token_ratio=1.0)
