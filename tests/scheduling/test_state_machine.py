@@ -70,9 +70,9 @@ class Flight:
     step: Step
     tokens: list[int]
     rows: list[Row]
-    #: page -> who touches it, and cells written
+    #: who touches a page, and who wrote a cell
     touched: dict[int, set[tuple[int, int]]]
-    written: list[int]
+    written: dict[int, int]
 
 
 class NaiveDevice:
@@ -90,7 +90,7 @@ class NaiveDevice:
         self, step: Step, lives: dict[int, Life], flights: list[Flight], luck: Sequence[int]
     ) -> Flight:
         rows = step.rows
-        flight = Flight(step, [], rows, {}, [])
+        flight = Flight(step, [], rows, {}, {})
         for row in rows:
             self._tell(row, lives[row.request.key], flights)
         for row in rows:
@@ -140,7 +140,7 @@ class NaiveDevice:
         for at in range(row.start, row.kv_length):
             self.cells[cells[at]] = JUNK if life.doomed else life.cell(at + 1)
             self.writer[cells[at]] = flight.step.id
-            flight.written.append(cells[at])
+            flight.written[cells[at]] = row.request.key
 
 
 def submissions() -> st.SearchStrategy[dict[str, Any]]:
@@ -295,9 +295,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         flight = self.flights.pop(0)
-        for cell in flight.written:
-            if self.device.writer[cell] == flight.step.id:
-                self.device.cells[cell] = JUNK
         expected = set()
         for row in flight.rows:
             life = self.lives[row.request.key]
@@ -305,16 +302,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if life.reason is None:
                 life.reason = "abort"
                 expected.add(row.request.key)
-        doomed = {row.request.key for row in flight.rows}
-        for later in self.flights:
-            for row in (row for row in later.rows if row.request.key in doomed):
-                table, size = self.device.tables[row.slot], self.device.page_size
-                if self.device.tenants[row.slot] != row.request.key:
-                    continue
-                for at in range(row.start, row.kv_length):
-                    cell = table[at // size] * size + at % size
-                    if self.device.writer[cell] == later.step.id:
-                        self.device.cells[cell] = JUNK
+        for each in (flight, *self.flights):
+            for cell, key in each.written.items():
+                if self.lives[key].doomed and self.device.writer[cell] == each.step.id:
+                    self.device.cells[cell] = JUNK
         failed = self.scheduler.fail(flight.step, Injected())
         assert {request.key for request in failed} == expected
 
@@ -371,7 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def free_is_free(self) -> None:
-        """No page or slot is free, or in the cache unfinished, while a step in flight touches it."""
+        """No page and no slot is free while a step in flight touches it."""
         pages = {page for flight in self.flights for page in flight.touched}
         assert not pages & set(self.memory.pages._free), "a page is free and in flight"
         slots = {row.slot for flight in self.flights for row in flight.rows}
@@ -429,7 +420,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = [life.request for life in self.lives.values() if life.reason is None]
         for request in unfinished:
             self.scheduler.unpark(request)
-        # Nobody is alone worse off than with one position a step, and everybody may lose all but once.
+        # One position a step for everybody, many times over: each may lose its pages again and again.
         bound = 20 + 40 * sum(request.max_length for request in unfinished)
         while self.scheduler.has_unfinished or self.flights:
             assert bound, "the requests keep each other from ending"
