@@ -127,9 +127,10 @@ class PrefixLeaders:
             hit, node = request.cached_pages, request.lock.node
         size = self._memory.pages.page_size
         stop = (hit + self._pages) * size
-        if stop >= request.known:
+        if stop >= request.known or (node is not None and node.detached):
             return None
-        return (request.namespace if node is None else node, hit, request.token_key(hit * size, stop))
+        # The root of a namespace comes and goes while nothing is cached there.
+        return (node if hit else request.namespace, hit, request.token_key(hit * size, stop))
 
     def lead(self, request: Request) -> None:
         """The request is computing from where its cached prefix ends; call again when that moves."""
@@ -180,14 +181,17 @@ class Admitter:
         #: times a request was held back for another's prefix
         self.held = 0
 
-    def choose(self, budget: StepBudget, room: int) -> tuple[list[tuple[Request, int]], bool]:
+    def choose(
+        self, budget: StepBudget, room: int, urgent: Request | None = None
+    ) -> tuple[list[tuple[Request, int]], bool]:
         """Up to ``room`` requests in the order of the policy, each with the tokens it may have; and
-        whether nobody may be admitted if one before it could not be."""
+        whether nobody may be admitted if one before it could not be. An ``urgent`` one goes alone."""
         limits = self._limits
         self._round += 1
-        eldest = self._policy.eldest()
-        overdue = None
-        if eldest is not None and self._policy.bounded and eldest.passed >= limits.max_passed_over:
+        if urgent is not None:
+            return ([] if urgent.pending else [(urgent, self._memory.uncached(urgent))]), True
+        eldest, overdue = self._policy.eldest(), None
+        if eldest is not None and eldest.passed >= limits.max_passed_over:
             overdue = eldest
         candidates = self._candidates(overdue)
         if limits.admission == "fifo":

@@ -147,9 +147,15 @@ class Memory:
     def distrust(self, request: Request) -> None:
         """The KV of a request is not to be shared, as far as nobody else uses it yet."""
         request.cacheable = False
+        if self.tree is None or request.finished:
+            return
         if request.lock is not None:
-            assert self.tree is not None
             self.tree.forget(request.lock)
+        else:
+            # Retracted: what it left in the cache is found by its tokens.
+            lock = self.tree.lock(self._key(request), request.namespace)
+            self.tree.forget(lock)
+            self._unlock(lock, 0)
 
     def flush(self) -> int:
         """Forget every cached prefix; returns how many pages that freed at once."""

@@ -33,8 +33,6 @@ class Policy:
     """
 
     name: ClassVar[str]
-    #: the eldest goes first once it was passed over too often, whatever the order says
-    bounded: ClassVar[bool] = True
 
     def __init__(self, memory: Memory, seed: int = 0) -> None:
         self._memory = memory
@@ -61,7 +59,7 @@ class Policy:
         return iter(self._arrivals.values())
 
     def eldest(self) -> Request | None:
-        """Who has waited longest."""
+        """Who has waited longest, and goes first once it was passed over too often."""
         return self._arrivals.peekitem(0)[1] if self._arrivals else None
 
     def __contains__(self, request: Request) -> bool:
@@ -129,10 +127,13 @@ class Priority(_Ranked):
     """Larger ``priority`` first. Strictly: a lower one waits for as long as higher ones come."""
 
     name = "priority"
-    bounded = False
 
     def rank(self, request: Request) -> int:
         return -request.priority
+
+    def eldest(self) -> Request | None:
+        """Of those with the largest priority only: never before a more important one."""
+        return self._ranked.peekitem(0)[1] if self._ranked else None
 
 
 class RoutingKey(Policy):

@@ -55,6 +55,7 @@ class Scheduler:
         "_last_step",
         "_prefilled_last",
         "_short",
+        "_urgent",
         "admitter",
         "batch",
         "counters",
@@ -89,6 +90,8 @@ class Scheduler:
         self._prefilled_last = False
         #: somebody lost pages while the current step was planned
         self._short = False
+        #: the waiting request for which others were retracted
+        self._urgent: Request | None = None
 
     # -- what a request goes through ------------------------------------------------------------
 
@@ -196,29 +199,32 @@ class Scheduler:
     def _prefill(self, budget: StepBudget) -> list[Row]:
         """Chunks of the prompts under way, then of those that are let in."""
         rows: list[Row] = []
+        # Before the chunks: whose prompt ends in one is in neither place until the step is planned.
+        running = len(self.batch) + len(self.prefilling)
+        reserve = self._expected_tokens() if self.waiting else 0
         for request in list(self.prefilling.values()):
             if budget.room() <= 0:
                 return rows
             rows.append(self._chunk(request, budget))
         if not self._short:
-            rows += self._admissions(budget)
+            rows += self._admissions(budget, running, reserve)
         return rows
 
-    def _admissions(self, budget: StepBudget) -> Iterator[Row]:
+    def _admissions(self, budget: StepBudget, running: int, reserve: int) -> Iterator[Row]:
         parked = sum(request.parked for request in self.running.values()) if self.counters.parkings else 0
         room = self.limits.max_running_requests - len(self.running) + parked
         if room <= 0 or budget.room() <= 0 or not self.waiting:
             return
-        reserve = self._expected_tokens()
-        if not parked and self.memory.available <= self._pages_to_spare(reserve):
+        if not parked and self.memory.available <= self._pages_to_spare(running, reserve):
             return  # not a page for anybody: no need to look who waits
         eldest, admitted = self.waiting.eldest(), False
-        chosen, strict = self.admitter.choose(budget, room)
+        chosen, strict = self.admitter.choose(budget, room, self._urgent)
         for request, most in chosen:
             if budget.room() <= 0:
                 break
-            if self._admit(request, reserve):
+            if self._admit(request, running, reserve):
                 admitted = True
+                running += 1
                 reserve += self._may_generate(request)
                 yield self._chunk(request, budget, most)
             elif strict:
@@ -226,10 +232,10 @@ class Scheduler:
         if admitted and eldest is not None and eldest in self.waiting:
             eldest.passed += 1
 
-    def _admit(self, request: Request, reserve: int) -> bool:
+    def _admit(self, request: Request, running: int, reserve: int) -> bool:
         """Give a waiting request slot and pages, at the cost of parked requests if need be."""
+        spare = self._pages_to_spare(running, reserve + self._may_generate(request))
         while True:
-            spare = self._pages_to_spare(reserve + self._may_generate(request))
             if len(self.running) < self.limits.max_running_requests and self.memory.admit(request, spare):
                 break
             victim = next((each for each in self.running.values() if each.parked), None)
@@ -287,9 +293,8 @@ class Scheduler:
     def _may_generate(self, request: Request) -> int:
         return min(request.max_length - request.length, self.limits.clip_new_tokens)
 
-    def _pages_to_spare(self, tokens: int) -> int:
+    def _pages_to_spare(self, running: int, tokens: int) -> int:
         """Pages that an admission leaves to the growth of all. An empty engine admits whatever fits."""
-        running = len(self.batch) + len(self.prefilling)
         if not running:
             return 0
         return max(running, self.memory.pages.pages_for(int(tokens * self.ratio.value)))
@@ -317,28 +322,52 @@ class Scheduler:
         return [request for request in starved if request.batch is not None]
 
     def _victim(self) -> Request | None:
+        return next(self._victims(), None)
+
+    def _victims(self) -> Iterator[Request]:
         """Parked ones first, then low priority, then who came last. Never the eldest that is not parked:
         so one request always moves on, and no two take each other's pages for ever."""
         active = [request for request in self.running.values() if not request.parked]
         eldest = min(active, key=lambda request: request.key, default=None)
-        return max(
+        yield from sorted(
             (request for request in self.running.values() if request is not eldest),
-            key=lambda request: (request.parked, -request.priority, request.key),
-            default=None,
+            key=lambda request: (not request.parked, request.priority, -request.key),
         )
 
     def _preempt(self) -> None:
-        """Retract requests of lower priority until the first in the queue has, or will have, its place."""
+        """Retract requests of lower priority until the first in the queue has, or will have, its place;
+        none of them if all together are not enough.
+
+        Nobody else is admitted before it then: a victim that queues up in front of it would take its place
+        back and be retracted again, step after step.
+        """
+        urgent, self._urgent = self._urgent, None
         if not self.limits.preemption or not self.waiting:
             return
         first = next(self.waiting.order())
-        while not first.pending:
-            spare = self._pages_to_spare(self._may_generate(first))
-            if len(self.running) < self.limits.max_running_requests and self.memory.fits(first, spare):
-                return
-            victim = self._victim()
+        if urgent is not None and urgent in self.waiting and urgent.priority >= first.priority:
+            self._urgent = first = urgent
+        if self.leaders.mark(first) in self.leaders:
+            return  # it waits for somebody's prefix
+        if first.pending:
+            return
+        running = len(self.batch) + len(self.prefilling)
+        tokens = self._expected_tokens() + self._may_generate(first)
+        victims: list[Request] = []
+        order, gained = self._victims(), 0
+        while len(self.running) - len(victims) >= self.limits.max_running_requests or not self.memory.fits(
+            first, self._pages_to_spare(running, tokens) - gained
+        ):
+            victim = next(order, None)
             if victim is None or victim.priority >= first.priority:
                 return
+            victims.append(victim)
+            gained += len(victim.pages)
+            if victim.batch is not None or victim.key in self.prefilling:
+                running -= 1
+                tokens -= self._may_generate(victim)
+        for victim in victims:
+            self._urgent = first
             self._retract(victim)
             self.counters.preemptions += 1
 
@@ -427,10 +456,10 @@ class Scheduler:
         fence = request.last_step if request.batch is None else self.batch.last_step
         if self.memory.commit(request, max(fence, request.last_step)) and request.batch is not None:
             self.batch.changed_pages(request)
-        if request.key in self.prefilling:
-            self.leaders.lead(request)
-        else:
+        if request.prefilled or request.parked:
             self.leaders.leave(request)
+        else:
+            self.leaders.lead(request)
 
     def _end(self, request: Request, token: int) -> None:
         """The newest token of a request ends it."""

@@ -1,0 +1,485 @@
+"""Who is let in and when: sharing within a batch, preemption, what is kept back, bounds on waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.slots import SlotPool
+from aioinfer.params import SamplingParams
+from aioinfer.request import Request
+from aioinfer.scheduling.admission import Limits, NewTokenRatio
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import BAD_LOGITS, NO_TOKEN, Step
+
+PAGE = 4
+
+
+class Desk:
+    """A scheduler with a prefix cache, driven one step at a time; every token is 42."""
+
+    def __init__(
+        self,
+        policy: str = "fcfs",
+        *,
+        pages: int = 64,
+        running: int = 4,
+        prefix_cache: bool = True,
+        **limits: Any,
+    ) -> None:
+        options: dict[str, Any] = {
+            "max_running_requests": running,
+            "max_step_tokens": 64,
+            "chunk_size": 64,
+            "new_token_ratio": 0.0,
+            "min_new_token_ratio": 0.0,
+            "share_prefix_tokens": 8,
+        }
+        self.memory = Memory(PageAllocator(pages, PAGE), SlotPool(3 * running), prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(
+            self.memory, Limits(**{**options, **limits}), POLICIES[policy](self.memory)
+        )
+        self.flights: list[Step] = []
+        self._key = 0
+
+    def submit(self, prompt: int | Sequence[int], max_tokens: int = 4, **options: Any) -> Request:
+        self._key += 1
+        ids = [1000 * self._key + at for at in range(prompt)] if isinstance(prompt, int) else prompt
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(
+            self._key, ids, params, seed=0, stop_ids=frozenset(), max_length=len(ids) + max_tokens, **options
+        )
+        self.scheduler.submit(request)
+        return request
+
+    def plan(self) -> list[Request]:
+        """Launch a step; who has a row in it."""
+        step = self.scheduler.plan()
+        self.scheduler.audit()
+        if step is None:
+            return []
+        self.flights.append(step)
+        return [row.request for row in step.rows]
+
+    def resolve(self) -> None:
+        while self.flights:
+            step = self.flights.pop(0)
+            self.scheduler.resolve(step, [42 if row.samples else NO_TOKEN for row in step.rows])
+        self.scheduler.audit()
+
+    def round(self) -> list[Request]:
+        """One step from plan to resolve."""
+        rows = self.plan()
+        self.resolve()
+        return rows
+
+    def finish(self, most: int = 300) -> int:
+        """Run to the end; how many steps it took."""
+        for steps in range(most):
+            if not self.scheduler.has_work:
+                return steps
+            assert self.round(), "nothing is in flight, nothing is planned, and somebody waits"
+        raise AssertionError("the requests keep each other from ending")
+
+
+# -- sharing within a batch --------------------------------------------------------------------------
+
+COMMON = list(range(16))
+
+
+def test_one_computes_a_shared_prefix_and_the_others_find_it() -> None:
+    desk = Desk()
+    requests = [desk.submit([*COMMON, 100 + at]) for at in range(3)]
+    assert desk.round() == requests[:1]
+    assert desk.round() == requests, "the prefix is there: all go on"
+    assert [request.cached_tokens for request in requests] == [0, 16, 16]
+
+
+def test_the_others_wait_while_the_prefix_is_in_flight() -> None:
+    desk = Desk()
+    leader, follower = desk.submit([*COMMON, 100], 9), desk.submit([*COMMON, 101], 9)
+    assert desk.plan() == [leader]
+    assert desk.plan() == [leader], "the leader decodes, and its prefix has not resolved"
+    assert desk.plan() == [leader]
+    desk.resolve()
+    assert desk.plan() == [leader, follower]
+    assert follower.cached_tokens == 16
+
+
+def test_the_others_wait_while_the_last_chunks_of_a_prefix_are_in_flight() -> None:
+    """The leader is fully launched when its first chunk resolves; it still leads."""
+    desk = Desk(chunk_size=8)
+    leader = desk.submit([*COMMON, *range(16, 32), 100], 9)
+    follower = desk.submit([*COMMON, *range(16, 32), 101], 9)
+    for _ in range(5):
+        assert desk.plan() == [leader]
+    first = desk.flights.pop(0)
+    desk.scheduler.resolve(first, [NO_TOKEN])
+    assert desk.plan() == [leader], "the rest of the prefix is being computed"
+    desk.resolve()
+    desk.plan()
+    assert follower.cached_tokens == 32
+
+
+def test_the_others_wait_where_a_cached_prefix_is_split() -> None:
+    """What is cached goes on differently: the leader splits its node, and the others must notice."""
+    desk = Desk()
+    desk.submit([*COMMON, *range(200, 208)], 1)
+    desk.finish()
+    shared = [*COMMON, *range(300, 312)]
+    leader, follower = desk.submit([*shared, 100], 9), desk.submit([*shared, 101], 9)
+    assert desk.plan() == [leader]
+    assert desk.plan() == [leader]
+    desk.resolve()
+    desk.plan()
+    assert follower.cached_tokens == 28
+
+
+@pytest.mark.parametrize("what", ["abort", "retract", "park"])
+def test_when_the_leader_goes_another_takes_its_place(what: str) -> None:
+    desk = Desk(chunk_size=8)
+    eldest = desk.submit(3, 40)
+    desk.round()
+    leader, *others = [desk.submit([*COMMON, *range(16, 32), 100 + at]) for at in range(3)]
+    assert desk.plan() == [eldest, leader]
+    if what == "abort":
+        desk.scheduler.finish(leader, "abort")
+    elif what == "park":
+        desk.scheduler.park(leader)
+    else:
+        desk.scheduler._retract(leader)
+    rows = desk.round()
+    assert len(rows) == 2, "one of those that waited goes on, and one only"
+    assert rows[1] in [leader, *others]
+    desk.finish()
+    if what == "park":
+        assert not leader.finished
+        desk.scheduler.unpark(leader)
+        desk.finish()
+    assert all(request.finished for request in others)
+    desk.scheduler.check_idle()
+    assert not desk.scheduler.leaders._leaders
+
+
+def test_a_flushed_leader_holds_nobody_back() -> None:
+    """What it computes will never be found: waiting for it would be for nothing."""
+    desk = Desk(chunk_size=4)
+    desk.submit([*COMMON, *range(16, 32), 100])
+    desk.round()
+    desk.memory.flush()
+    follower = desk.submit([*COMMON, *range(16, 32), 101])
+    desk.round()
+    desk.round()
+    assert follower in desk.round()
+
+
+def test_namespaces_share_nothing_and_wait_for_nobody() -> None:
+    desk = Desk()
+    one, other = desk.submit([*COMMON, 1]), desk.submit([*COMMON, 1], namespace="tenant")
+    assert desk.round() == [one, other]
+    third = desk.submit([*COMMON, 1], namespace="tenant")
+    desk.round()
+    assert other.cached_tokens == 0
+    assert third.cached_tokens == 16
+
+
+# -- preemption --------------------------------------------------------------------------------------
+
+
+def test_a_more_important_request_takes_the_place_of_a_less_important_one() -> None:
+    desk = Desk("priority", running=2, preemption=True)
+    eldest, low = desk.submit(4, 20), desk.submit(4, 20)
+    desk.round()
+    high = desk.submit(4, 3, priority=1)
+    assert desk.round() == [eldest, high]
+    assert low.retractions == 1
+    desk.round()
+    desk.round()
+    assert high.finished
+    assert low in desk.round()
+    desk.finish()
+    assert low.retractions == 1
+    assert eldest.retractions == 0, "the eldest always goes on"
+
+
+def test_equals_do_not_displace_each_other() -> None:
+    desk = Desk("priority", running=1, preemption=True)
+    first = desk.submit(4, 5, priority=1)
+    desk.round()
+    desk.submit(4, 5, priority=1)
+    assert desk.round() == [first]
+    assert desk.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_victim_does_not_take_back_its_place(policy: str) -> None:
+    """Under most policies it queues up before the one that displaced it. Taking turns at it, both would
+    lose all they computed, in every step."""
+    desk = Desk(policy, running=2, preemption=True, prefix_cache=False, chunk_size=4)
+    desk.submit(4, 30, routing_key="a")
+    low = desk.submit(12, 18, routing_key="a")
+    for _ in range(4):
+        desk.round()
+    high = desk.submit(6, 10, priority=1)
+    desk.finish()
+    assert low.retractions <= 1
+    assert high.retractions == 0
+
+
+@pytest.mark.parametrize("admission", ["fifo", "pack"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_victim_does_not_come_back_before_there_is_place_for_both(policy: str, admission: Any) -> None:
+    """Its pages were not enough, and the eldest cannot be displaced: who was displaced for nothing stays
+    out until the other is in, or it would be displaced again in every step."""
+    desk = Desk(
+        policy, pages=10, preemption=True, admission=admission, mixed=False, first="prefill",
+        prefix_cache=False, chunk_size=4, force_fifo_every=0,
+    )  # fmt: skip
+    eldest, low = desk.submit(16, 6), desk.submit(8, 4)
+    for _ in range(7):
+        desk.round()
+    desk.submit(28, 4, priority=1)
+    desk.finish()
+    assert eldest.retractions == 0
+    assert low.retractions <= 1
+
+
+def test_nobody_is_displaced_for_nothing() -> None:
+    """The eldest keeps what the other would need; those beside it may as well go on."""
+    desk = Desk("priority", pages=12, preemption=True, prefix_cache=False)
+    eldest, low = desk.submit(24, 8), desk.submit(4, 4)
+    desk.round()
+    high = desk.submit(24, 4, priority=1)
+    while not low.finished:
+        assert high not in desk.round()
+    assert low.retractions == 0
+    desk.finish()
+    assert eldest.retractions == 0
+
+
+def test_preemption_counts_what_admission_keeps_back() -> None:
+    """Else nobody is displaced, since there are pages, and nobody admitted, since they are kept back."""
+    desk = Desk("priority", pages=16, preemption=True, new_token_ratio=1.0, min_new_token_ratio=1.0)
+    desk.submit(4, 12)
+    desk.submit(4, 28)
+    assert len(desk.round()) == 2
+    high = desk.submit(4, 20, priority=1)
+    assert high in desk.round()
+
+
+# -- what is kept back -------------------------------------------------------------------------------
+
+
+def test_the_ratio_rises_with_a_retraction_and_decays_from_there() -> None:
+    desk = Desk(
+        pages=6, new_token_ratio=0.2, min_new_token_ratio=0.1, new_token_ratio_decay=0.01, prefix_cache=False
+    )
+    ratio = desk.scheduler.ratio
+    assert ratio.value == 0.2
+    desk.submit(7, 17)
+    desk.submit(7, 17)
+    desk.round()
+    assert ratio.value == pytest.approx(0.19)
+    seen = [ratio.value]
+    while not desk.scheduler.counters.retractions:
+        desk.round()
+        seen.append(ratio.value)
+    assert seen[:-1] == sorted(seen[:-1], reverse=True)
+    assert seen[-1] == pytest.approx((1 + seen[-2]) / 2 - 0.01), "half-way to one, then a step of decay"
+    desk.finish()
+    assert 0.1 <= ratio.value < seen[-1]
+
+
+def test_the_ratio_never_leaves_its_bounds() -> None:
+    ratio = NewTokenRatio(
+        Limits(
+            max_running_requests=1, max_step_tokens=1, chunk_size=1, new_token_ratio=0.3,
+            min_new_token_ratio=0.25, new_token_ratio_decay=0.02,
+        )
+    )  # fmt: skip
+    for _ in range(10):
+        ratio.decay()
+    assert ratio.value == 0.25
+    for _ in range(100):
+        ratio.rise()
+    assert ratio.value <= 1
+
+
+def test_pages_for_tokens_to_come_are_kept_back() -> None:
+    """Two whose outputs would not fit together run one after the other, and nobody is retracted."""
+    desk = Desk(pages=8, new_token_ratio=1.0, min_new_token_ratio=1.0, prefix_cache=False)
+    first, second = desk.submit(8, 20), desk.submit(8, 20)
+    while not first.finished:
+        assert second not in desk.round()
+    desk.finish()
+    assert desk.scheduler.counters.retractions == 0
+
+
+# -- bounds on waiting -------------------------------------------------------------------------------
+
+
+def stream_of_short_ones(desk: Desk, rounds: int, victim: Request, **options: Any) -> int:
+    """In which round the victim is admitted while short ones keep coming."""
+    for number in range(rounds):
+        for _ in range(3):
+            desk.submit(2, 2, **options)
+        if victim in desk.round():
+            return number
+    raise AssertionError("it never got in")
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "priority"])
+def test_a_long_prompt_gets_in_while_short_ones_keep_coming(policy: str) -> None:
+    desk = Desk(policy, running=3, max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=0,
+                max_passed_over=5)  # fmt: skip
+    for _ in range(3):
+        desk.submit(2, 2, routing_key="hot")
+    long = desk.submit(60, 1)
+    stream_of_short_ones(desk, 60, long, routing_key="hot")
+    assert long.passed <= 5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("preemption", [False, True])
+def test_one_that_needs_many_pages_gets_in_while_small_ones_keep_coming(
+    policy: str, preemption: bool
+) -> None:
+    """It fits into a step, but its pages never come free at once while small ones take them."""
+    desk = Desk(policy, pages=16, running=8, admission="pack", max_passed_over=4, preemption=preemption,
+                prefix_cache=False)  # fmt: skip
+    for _ in range(8):
+        desk.submit(6, 6)
+    desk.round()
+    large = desk.submit(44, 6, priority=1)
+    for _ in range(200):
+        desk.submit(6, 6)
+        if large in desk.round():
+            return
+    raise AssertionError("it never got in")
+
+
+def test_every_so_many_rounds_are_first_come_first_served() -> None:
+    desk = Desk(running=3, max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=4,
+                max_passed_over=1000)  # fmt: skip
+    for _ in range(3):
+        desk.submit(2, 2)
+    long = desk.submit(60, 1)
+    assert stream_of_short_ones(desk, 40, long) <= 8
+    assert desk.scheduler.admitter.forced_rounds
+
+
+def test_packing_lets_in_what_fits_whole_and_gives_the_rest_to_the_first() -> None:
+    desk = Desk(max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=0)
+    long, *short = desk.submit(40), desk.submit(5), desk.submit(3)
+    step = desk.scheduler.plan()
+    assert step is not None
+    assert [(row.request, row.length) for row in step.prefills] == [
+        (long, 8), (short[0], 5), (short[1], 3)
+    ]  # fmt: skip
+
+
+def test_in_order_the_first_takes_the_whole_step() -> None:
+    desk = Desk(max_step_tokens=16, chunk_size=16, admission="fifo")
+    long, _ = desk.submit(40), desk.submit(5)
+    assert desk.round() == [long]
+
+
+def test_a_still_more_important_request_overtakes_the_one_that_waits_for_its_place() -> None:
+    desk = Desk("priority", running=2, preemption=True)
+    eldest, low = desk.submit(4, 20), desk.submit(4, 20)
+    desk.plan()
+    high = desk.submit(4, 3, priority=1)
+    desk.plan()
+    assert low.retractions == 1
+    assert high.state.value == "running"
+    highest = desk.submit(4, 3, priority=2)
+    assert desk.plan() == [eldest, highest]
+    assert high.retractions == 1
+    desk.resolve()
+    desk.finish()
+    assert all(request.finished for request in (eldest, low, high, highest))
+
+
+def test_a_request_that_waits_for_a_prefix_displaces_nobody() -> None:
+    desk = Desk("priority", running=3, preemption=True)
+    desk.submit(4, 20)
+    low = desk.submit(4, 20)
+    desk.plan()
+    leader = desk.submit([*COMMON, 1], 5, priority=1)
+    desk.plan()
+    follower = desk.submit([*COMMON, 2], 5, priority=1)
+    desk.plan()
+    assert low.retractions == 0, "the prefix of the other is in flight"
+    desk.resolve()
+    desk.plan()
+    assert low.retractions == 1
+    assert follower.cached_tokens == 16
+    desk.resolve()
+    desk.finish()
+    assert leader.finished
+
+
+# -- parked, retracted, spoiled ------------------------------------------------------------------------
+
+
+def test_parked_requests_give_way_to_those_that_can_run() -> None:
+    desk = Desk(running=2, pages=8)
+    parked = [desk.submit(12, 4), desk.submit(12, 4)]
+    desk.round()
+    for request in parked:
+        desk.scheduler.park(request)
+    assert desk.round() == []
+    third = desk.submit(4, 4)
+    assert desk.round() == [third]
+    assert sum(request.retractions for request in parked) == 1, "one of them was enough"
+    for request in parked:
+        desk.scheduler.unpark(request)
+    desk.finish()
+    assert all(len(request.output_ids) == 4 for request in parked)
+    desk.scheduler.check_idle()
+
+
+def test_a_request_retracted_before_its_last_token_is_read_still_ends() -> None:
+    desk = Desk()
+    eldest, ending = desk.submit(4, 9), desk.submit(4, 2)
+    desk.plan()
+    desk.plan()
+    assert ending.length == ending.max_length
+    desk.scheduler._retract(ending)
+    assert desk.plan() == [eldest], "there is nothing left to compute for it"
+    desk.resolve()
+    assert ending.finish_reason == "length"
+    assert ending.output_ids == [42, 42]
+    desk.finish()
+    desk.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("retracted", [False, True])
+def test_what_led_to_bad_logits_is_not_shared(retracted: bool) -> None:
+    """Its earlier chunks were committed before anybody could know."""
+    desk = Desk(chunk_size=8)
+    desk.submit(4, 40)
+    desk.round()
+    prompt = list(range(20))
+    spoiled = desk.submit(prompt)
+    while spoiled.pending == 0:
+        desk.plan()
+    last = desk.flights.pop()
+    desk.resolve()
+    assert desk.memory.tree is not None
+    assert desk.memory.tree.match(spoiled.token_key(0, 16)) == 4
+    if retracted:
+        desk.scheduler._retract(spoiled)
+    tokens = [BAD_LOGITS if row.request is spoiled else 42 for row in last.rows]
+    desk.scheduler.resolve(last, tokens)
+    assert isinstance(spoiled.error, FloatingPointError)
+    again = desk.submit(prompt)
+    desk.round()
+    assert again.cached_tokens == 0
+    desk.finish()
+    desk.scheduler.audit()

@@ -1,0 +1,172 @@
+"""Each policy on a small example, and that none of them lets anybody wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.radix import token_key
+from aioinfer.cache.slots import SlotPool
+from aioinfer.params import SamplingParams
+from aioinfer.request import Request
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import POLICIES, SORT_LIMIT, Policy
+
+PAGE = 2
+
+
+class Queue:
+    """A policy, and a cache whose contents the test chooses."""
+
+    def __init__(self, policy: str, seed: int = 0) -> None:
+        self.memory = Memory(PageAllocator(64, PAGE), SlotPool(8))
+        self.policy: Policy = POLICIES[policy](self.memory, seed)
+
+    def add(self, key: int, prompt: Sequence[int] = (1,), max_tokens: int = 4, **options: object) -> Request:
+        request = Request(
+            key, prompt, SamplingParams(max_tokens=max_tokens), seed=0, stop_ids=frozenset(),
+            max_length=len(prompt) + max_tokens, **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.policy.add(request)
+        return request
+
+    def cache(self, ids: Sequence[int], namespace: str = "") -> None:
+        tree, pages = self.memory.tree, self.memory.pages
+        assert tree is not None
+        lock = tree.lock(b"", namespace)
+        own = pages.take(len(ids) // PAGE)
+        kept = tree.extend(lock, token_key(ids), own)
+        fresh = [page for page, other in zip(own, kept, strict=True) if page == other]
+        pages.keep(len(fresh))
+        pages.give([page for page in own if page not in fresh], 0)
+        tree.unlock(lock, 0)
+
+    @property
+    def keys(self) -> list[int]:
+        return [request.key for request in self.policy.order()]
+
+
+def test_fcfs_keeps_the_order_of_arrival() -> None:
+    queue = Queue("fcfs")
+    requests = [queue.add(key) for key in (1, 2, 3)]
+    queue.policy.remove(requests[0])
+    queue.policy.add(requests[0])
+    assert queue.keys == [1, 2, 3], "a retracted request keeps its age"
+
+
+def test_lof_lets_the_longest_output_go_first() -> None:
+    queue = Queue("lof")
+    for key, max_tokens in ((1, 5), (2, 50), (3, 5), (4, 20)):
+        queue.add(key, max_tokens=max_tokens)
+    assert queue.keys == [2, 4, 1, 3]
+
+
+def test_priority_lets_the_largest_go_first() -> None:
+    queue = Queue("priority")
+    for key, priority in ((1, 0), (2, 1), (3, -1), (4, 1)):
+        queue.add(key, priority=priority)
+    assert queue.keys == [2, 4, 1, 3]
+
+
+def test_random_draws_the_same_order_for_the_same_seed() -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        queue = Queue("random", seed)
+        for key in range(1, 20):
+            queue.add(key)
+        assert sorted(queue.keys) == list(range(1, 20))
+        orders.append(queue.keys)
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_routing_key_prefers_what_runs_most() -> None:
+    queue = Queue("routing-key")
+    running = [queue.add(key, routing_key=name) for key, name in ((1, "a"), (2, "b"), (3, "b"))]
+    for request in running:
+        queue.policy.remove(request)
+        queue.policy.started(request)
+    for key, name in ((4, None), (5, "c"), (6, "a"), (7, "b"), (8, "b")):
+        queue.add(key, routing_key=name)
+    assert queue.keys == [7, 8, 6, 4, 5]
+    queue.policy.stopped(running[1])
+    queue.policy.stopped(running[2])
+    assert queue.keys == [6, 4, 5, 7, 8]
+
+
+def test_lpm_prefers_the_longest_cached_prefix() -> None:
+    queue = Queue("lpm")
+    queue.cache([1, 2, 3, 4])
+    queue.add(1, [9, 9, 9, 9, 9])
+    queue.add(2, [1, 2, 9, 9, 9])
+    queue.add(3, [1, 2, 3, 4, 9])
+    queue.add(4, [1, 2, 3, 4, 9], namespace="tenant")
+    assert queue.keys == [3, 2, 1, 4]
+    queue.cache([9, 9, 9, 9])
+    assert queue.keys == [1, 3, 2, 4], "a new look when the cache has changed"
+    queue.memory.flush()
+    assert queue.keys == [1, 2, 3, 4]
+
+
+def test_dfs_weight_follows_the_heaviest_branch() -> None:
+    queue = Queue("dfs-weight")
+    queue.cache([1, 1, 2, 2])
+    queue.cache([1, 1, 3, 3])
+    queue.cache([5, 5])
+    queue.add(1, [5, 5, 0])
+    queue.add(2, [1, 1, 2, 2, 0])
+    queue.add(3, [1, 1, 3, 3, 0])
+    queue.add(4, [1, 1, 3, 3, 1])
+    queue.add(5, [1, 1, 0])
+    queue.add(6, [7, 7, 0])
+    assert queue.keys == [6, 5, 3, 4, 2, 1]
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_a_long_queue_is_not_sorted(policy: str) -> None:
+    queue = Queue(policy)
+    queue.cache([1, 2])
+    for key in range(1, SORT_LIMIT + 2):
+        queue.add(key, [8, 8, 8])
+    last = queue.add(SORT_LIMIT + 2, [1, 2, 3])
+    assert queue.keys[0] == 1
+    assert queue.policy.fallbacks
+    for request in list(queue.policy)[:2]:
+        queue.policy.remove(request)
+    assert last.key in (queue.keys[0], queue.keys[-1])
+    assert len(queue.keys) == SORT_LIMIT
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_orders_exactly_those_that_wait(policy: str) -> None:
+    queue = Queue(policy)
+    queue.cache([1, 2, 3, 4])
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4]]
+    requests = [
+        queue.add(key, prompts[key % 4], key, routing_key="ab"[key % 2], priority=key % 3)
+        for key in range(1, 13)
+    ]
+    assert sorted(queue.keys) == list(range(1, 13))
+    for request in requests[::2]:
+        queue.policy.remove(request)
+        queue.policy.started(request)
+    assert sorted(queue.keys) == [request.key for request in requests[1::2]]
+    assert len(queue.policy) == 6
+    assert requests[0] not in queue.policy
+    assert requests[1] in queue.policy
+    if policy == "priority":
+        assert queue.policy.eldest() is requests[1], "the first that came of the most important"
+        queue.policy.remove(requests[1])
+        assert queue.policy.eldest() is requests[7]
+        queue.policy.add(requests[1])
+    assert queue.policy.eldest() is requests[1]
+    for request in requests[::2]:
+        queue.policy.stopped(request)
+        queue.policy.add(request)
+    assert sorted(queue.keys) == list(range(1, 13))
+    assert queue.policy.eldest() is requests[1 if policy == "priority" else 0]
+    for request in requests:
+        queue.policy.remove(request)
+    assert queue.keys == []
+    assert queue.policy.eldest() is None
