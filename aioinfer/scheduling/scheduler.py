@@ -201,7 +201,7 @@ class Scheduler:
         rows: list[Row] = []
         # Before the chunks: whose prompt ends in one is in neither place until the step is planned.
         running = len(self.batch) + len(self.prefilling)
-        reserve = self._expected_tokens() if self.waiting else 0
+        reserve = self._expected_tokens() if self._may_admit else 0
         for request in list(self.prefilling.values()):
             if budget.room() <= 0:
                 return rows
@@ -210,10 +210,15 @@ class Scheduler:
             rows += self._admissions(budget, running, reserve)
         return rows
 
+    @property
+    def _may_admit(self) -> bool:
+        full = len(self.running) >= self.limits.max_running_requests and not self.counters.parkings
+        return bool(self.waiting) and not full
+
     def _admissions(self, budget: StepBudget, running: int, reserve: int) -> Iterator[Row]:
         parked = sum(request.parked for request in self.running.values()) if self.counters.parkings else 0
         room = self.limits.max_running_requests - len(self.running) + parked
-        if room <= 0 or budget.room() <= 0 or not self.waiting:
+        if room <= 0 or budget.room() <= 0 or not self._may_admit:
             return
         if not parked and self.memory.available <= self._pages_to_spare(running, reserve):
             return  # not a page for anybody: no need to look who waits
