@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 from tests.engine.simulation import COMBINATIONS, simulate
+
+
+@pytest.fixture(autouse=True)
+def _old_objects_stay_out_of_collections() -> Iterator[None]:
+    """Every world collects garbage, which must not mean walking over all that other tests imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 LIFETIMES = 80
 BLOCKS = 10
