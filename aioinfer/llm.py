@@ -80,9 +80,11 @@ class LLM:
             raise EngineClosed("the LLM is closed")
         encode = assembly.encoder(self._core.tokenizer, prompt, chat_template_kwargs)
         ids = prompt if encode is None else encode()
+        params = params or self.default_params
         request = self._core.new_request(
             ids,  # type: ignore[arg-type]
-            params or self.default_params,
+            params,
+            grammar=self._core.compile(params, ids),  # type: ignore[arg-type]
             priority=assembly.priority(priority),
             cache_salt=assembly.label("cache_salt", cache_salt) or "",
             routing_key=assembly.label("routing_key", routing_key),

@@ -5,16 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from aioinfer.errors import InvalidRequest
 
-__all__ = ["SamplingParams"]
+__all__ = ["Grammar", "SamplingParams"]
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1024
 _MAX_STOP_IDS = 1024
 _SEED_LIMIT = 2**63
+_MAX_GRAMMAR = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like.
+
+    ``source`` is a JSON schema (``json_schema``, as text), a regular expression for the whole output
+    (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark (``lark``), or
+    nothing at all (``json_object``: any JSON object). Whether it is well-formed is found out when it is
+    compiled, off the event loop.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "json_object", "regex", "choice", "lark"):
+            raise InvalidRequest("grammar", f"{self.kind!r} is not a kind of grammar")
+        if not isinstance(self.source, str):
+            raise InvalidRequest("grammar", "must be given as text")
+        if len(self.source) > _MAX_GRAMMAR:
+            raise InvalidRequest("grammar", f"may have {_MAX_GRAMMAR} characters, got {len(self.source)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +62,7 @@ class SamplingParams:
         presence_penalty: subtracted once from tokens seen in the output, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
         skip_special_tokens: leave special tokens out of the text.
+        grammar: what the output must look like; needs the extra ``aioinfer[structured]``.
         include_stop: keep the stop string or the text of the stop token in the output text.
     """
 
@@ -57,6 +81,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
     include_stop: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -76,6 +101,8 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequest("grammar", f"must be a Grammar, got {type(self.grammar).__name__}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
 

@@ -12,6 +12,7 @@ from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
+    from aioinfer.text.grammar import GrammarState
 
 __all__ = ["Request", "RequestState"]
 
@@ -61,6 +62,7 @@ class Request:
         "error",
         "finish_reason",
         "finished_at",
+        "grammar",
         "hit",
         "introduced",
         "key",
@@ -100,6 +102,7 @@ class Request:
         max_length: int,
         arrival: float = 0.0,
         text: OutputText | None = None,
+        grammar: GrammarState | None = None,
         priority: int = 0,
         namespace: str = "",
         routing_key: str | None = None,
@@ -110,6 +113,7 @@ class Request:
         self.params = params
         self.seed = seed
         self.stop_ids = stop_ids
+        self.grammar = grammar
         #: prompt and output together never exceed this
         self.max_length = max_length
         #: larger goes first, where the policy looks at it

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.execution.masks import GrammarRow
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.scheduling.step import NO_TOKEN, Admission, Row, Step
 
@@ -52,6 +53,8 @@ class Packed:
     any_min_p: bool
     any_penalty: bool
     penalty_resets: list[PenaltyReset]
+    #: rows whose sampling waits for a mask
+    grammars: list[GrammarRow]
 
     def spread(self, tokens: list[int]) -> list[int]:
         """Tokens of the sampling rows, laid out over all rows."""
@@ -64,7 +67,16 @@ class Packed:
 class Packer:
     """Keeps, by slot, what rows do not repeat: page tables and sampling parameters."""
 
-    __slots__ = ("_floats", "_min_length", "_page_size", "_params", "_seeds", "_tables", "_top_k")
+    __slots__ = (
+        "_constrained",
+        "_floats",
+        "_min_length",
+        "_page_size",
+        "_params",
+        "_seeds",
+        "_tables",
+        "_top_k",
+    )
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
         self._page_size = page_size
@@ -74,6 +86,8 @@ class Packer:
         self._seeds = np.zeros(num_slots + 1, np.int64)
         #: sequences shorter than this may not end yet
         self._min_length = np.zeros(num_slots + 1, np.int64)
+        #: slots whose tenant has a grammar
+        self._constrained = np.zeros(num_slots + 1, np.bool_)
         self._params: list[Admission | None] = [None] * (num_slots + 1)
 
     def pack(self, step: Step) -> Packed:
@@ -123,9 +137,10 @@ class Packer:
     ) -> Packed:
         """Lay the sections out in the two buffers."""
         sample_slots = slots[sampling]
+        sample_positions = kv_len[sampling]
         top_k = self._top_k[sample_slots]
         floats = self._floats[:, sample_slots]
-        banned_rows, banned_ids = self._banned(sample_slots, kv_len[sampling])
+        banned_rows, banned_ids = self._banned(sample_slots, sample_positions)
         sections = (
             self._input_ids(step, cu_q),
             positions,
@@ -136,7 +151,7 @@ class Packer:
             tables.reshape(-1),
             cu_q[1:][sampling] - 1,
             sample_slots,
-            kv_len[sampling],
+            sample_positions,
             self._seeds[sample_slots],
             top_k,
             banned_rows,
@@ -159,6 +174,7 @@ class Packer:
             any_min_p=bool(min_p.any()),
             any_penalty=any_penalty,
             penalty_resets=[reset for reset in resets if reset is not None],
+            grammars=self._grammar_rows(sample_slots, sample_positions),
         )
 
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -176,6 +192,7 @@ class Packer:
         params, slot = admission.params, row.slot
         self._params[slot] = admission
         self._seeds[slot] = admission.seed
+        self._constrained[slot] = admission.grammar is not None
         self._top_k[slot] = max(params.top_k, 0)
         self._min_length[slot] = len(admission.prompt_ids) + params.min_tokens
         self._floats[:, slot] = [getattr(params, name) for name in FLOAT_FIELDS]
@@ -183,6 +200,17 @@ class Packer:
         if not params.penalised:
             return None
         return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
+
+    def _grammar_rows(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> list[GrammarRow]:
+        rows: list[GrammarRow] = []
+        for index in np.flatnonzero(self._constrained[slots]).tolist():
+            admission = self._params[slots[index]]
+            assert admission is not None
+            assert admission.grammar is not None
+            rows.append((index, admission.grammar, int(positions[index])))
+        return rows
 
     def _banned(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 
+from aioinfer.execution.masks import GrammarRow, Masks
 from aioinfer.execution.packing import Packed
 from aioinfer.execution.relay import Relay
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
 from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.masks import apply_masks_
 from aioinfer.sampling.sampler import Sampler
+from aioinfer.scheduling.step import BAD_GRAMMAR
 
 __all__ = ["Runner"]
 
@@ -20,17 +24,28 @@ __all__ = ["Runner"]
 class Runner:
     """Computes steps in the order of their launch. Launch thread only."""
 
-    __slots__ = ("_attention", "_model", "_relay", "_sampler")
+    __slots__ = ("_attention", "_model", "_relay", "_sampler", "masks")
 
-    def __init__(self, model: CausalLM, attention: Attention, sampler: Sampler, relay: Relay) -> None:
+    def __init__(
+        self, model: CausalLM, attention: Attention, sampler: Sampler, relay: Relay, masks: Masks
+    ) -> None:
+        self.masks = masks
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._relay = relay
 
     @torch.inference_mode()
-    def run(self, packed: Packed, ints: torch.Tensor, floats: torch.Tensor) -> torch.Tensor | None:
+    def run(
+        self,
+        packed: Packed,
+        ints: torch.Tensor,
+        floats: torch.Tensor,
+        before_masks: Callable[[], object] | None = None,
+    ) -> torch.Tensor | None:
         """One step; ``ints`` and ``floats`` are ``packed``'s buffers on the device.
+
+        ``before_masks`` is called after the forward and before waiting for masks.
 
         Returns the sampled tokens, int64 [S], or None if no row samples.
         """
@@ -41,9 +56,24 @@ class Runner:
             # A first chunk of a prompt: what it says of its request must not be lost.
             self._sampler.reset(packed.penalty_resets)
             return None
+        broken = None
+        if packed.grammars:
+            if before_masks is not None:
+                before_masks()
+            broken = self._constrain(logits, packed.grammars)
         tokens = self._sampler.sample(logits, sampling)
+        if broken is not None:
+            tokens[broken] = BAD_GRAMMAR
         self._relay.scatter(sampling.slots, tokens)
         return tokens
+
+    def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow]) -> torch.Tensor | None:
+        """Apply the masks of this step, which were made while its forward ran; returns the rows that
+        cannot go on, if there are any."""
+        table, failed = self.masks.collect(grammars)
+        rows = torch.tensor([row for row, _, _ in grammars])
+        apply_masks_(logits, rows.to(logits.device), torch.from_numpy(table).to(logits.device))
+        return torch.tensor(failed, device=logits.device) if failed else None
 
 
 def _unpack(

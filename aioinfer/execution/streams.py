@@ -10,11 +10,13 @@ CUDA, per step::
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 import torch
 
 from aioinfer.execution.device import DeviceLost, Flight, Landed
+from aioinfer.execution.masks import Masks
 from aioinfer.execution.packing import Packed
 from aioinfer.execution.runner import Runner
 
@@ -36,8 +38,11 @@ class CpuBackend:
         self._runner = runner
 
     def launch(self, packed: Packed) -> Flight:
-        tokens = self._runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.floats))
-        return Landed(packed.spread([] if tokens is None else tokens.tolist()))
+        result = self._runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.floats))
+        tokens = [] if result is None else result.tolist()
+        if packed.grammars:
+            self._runner.masks.advance(packed.grammars, tokens)
+        return Landed(packed.spread(tokens))
 
     def check(self) -> None:
         """A CPU is never lost."""
@@ -79,6 +84,7 @@ class CudaBackend:
         self._forward.wait_stream(torch.cuda.current_stream(device))
         self._ring = [_PinnedBuffers() for _ in range(self.RING)]
         self._next = 0
+        self._newest: _CudaFlight | None = None
 
     def launch(self, packed: Packed) -> Flight:
         place = self._ring[self._next]
@@ -91,7 +97,9 @@ class CudaBackend:
         with torch.cuda.stream(self._forward):
             ints = place.ints[:num_ints].to(self._device, non_blocking=True)
             floats = place.floats[:num_floats].to(self._device, non_blocking=True)
-            tokens = self._runner.run(packed, ints, floats.view(packed.floats.shape))
+            # The masks of this step need the tokens of the one before, whoever gets to reading them.
+            before = None if self._newest is None else self._newest.wait
+            tokens = self._runner.run(packed, ints, floats.view(packed.floats.shape), before)
         self._copy.wait_stream(self._forward)
         host = place.tokens[: len(packed.sample_rows)]
         with torch.cuda.stream(self._copy):
@@ -99,7 +107,8 @@ class CudaBackend:
                 host.copy_(tokens, non_blocking=True)
             place.done.record(self._copy)
         # ``tokens`` is kept until the copy is done: its memory belongs to the forward stream.
-        return _CudaFlight(packed, host, place.done, tokens)
+        self._newest = _CudaFlight(packed, host, place.done, tokens, self._runner.masks)
+        return self._newest
 
     def check(self) -> None:
         try:
@@ -109,19 +118,33 @@ class CudaBackend:
 
 
 class _CudaFlight:
-    __slots__ = ("_done", "_host", "_packed", "_tokens")
+    __slots__ = ("_done", "_host", "_lock", "_masks", "_packed", "_result", "_tokens")
 
     def __init__(
-        self, packed: Packed, host: torch.Tensor, done: torch.cuda.Event, tokens: torch.Tensor | None
+        self,
+        packed: Packed,
+        host: torch.Tensor,
+        done: torch.cuda.Event,
+        tokens: torch.Tensor | None,
+        masks: Masks,
     ) -> None:
+        self._masks = masks
         self._packed = packed
         self._host = host
         self._done = done
         self._tokens = tokens
+        self._lock = threading.Lock()
+        self._result: list[int] | None = None
 
     def wait(self) -> list[int]:
-        self._done.synchronize()
-        return self._packed.spread(self._host.tolist())
+        with self._lock:
+            if self._result is None:
+                self._done.synchronize()
+                tokens = self._host.tolist()
+                if self._packed.grammars:
+                    self._masks.advance(self._packed.grammars, tokens)
+                self._result = self._packed.spread(tokens)
+            return self._result
 
 
 def _round_up(size: int) -> int:

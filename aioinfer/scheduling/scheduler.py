@@ -16,7 +16,7 @@ from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, Prefi
 from aioinfer.scheduling.decodes import NO_DECODES, DecodeBatch, Decodes
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Fcfs, Policy
-from aioinfer.scheduling.step import BAD_LOGITS, Admission, Row, Step
+from aioinfer.scheduling.step import BAD_GRAMMAR, BAD_LOGITS, Admission, Row, Step
 
 __all__ = ["Scheduler", "SchedulerCounters"]
 
@@ -256,7 +256,12 @@ class Scheduler:
         if not request.introduced:
             request.introduced = True
             admission = Admission(
-                request.params, request.seed, request.stop_ids, request.prompt_ids, tuple(request.output_ids)
+                request.params,
+                request.seed,
+                request.stop_ids,
+                request.prompt_ids,
+                tuple(request.output_ids),
+                request.grammar,
             )
         row = Row(
             request=request,
@@ -438,6 +443,10 @@ class Scheduler:
             request.output_ids.pop()
             self.memory.distrust(request)
             self.finish(request, "abort", FloatingPointError("the model gave no finite logits"))
+        elif token == BAD_GRAMMAR:
+            request.output_ids.pop()
+            reason = None if request.grammar is None else request.grammar.failed
+            self.finish(request, "abort", ValueError(reason or "its grammar allows no token"))
         else:
             request.stop_reason = token
             self.finish(request, "stop")

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Landed, Progress
+from aioinfer.execution.masks import Masks
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.step import NO_TOKEN, Admission, Row, Step
+from aioinfer.scheduling.step import BAD_GRAMMAR, NO_TOKEN, Admission, Row, Step
+from aioinfer.text.grammar import GrammarState
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate"]
 
@@ -95,6 +97,7 @@ class ToyDevice:
         capacity = num_pages * page_size
         self._max_model_len = capacity if max_model_len is None else min(max_model_len, capacity)
         self._num_slots = num_slots
+        self.masks = Masks(threaded=False)
         self.steps = 0
         self._reset()
 
@@ -215,8 +218,23 @@ class ToyDevice:
         admission = self._admissions[row.slot]
         if admission is None:
             raise TaintError(f"{row.request}: its slot was never admitted")
-        token = _next_token(state, admission, row.output_index, self.vocab_size)
+        if admission.grammar is None:
+            token = _next_token(state, admission, row.output_index, self.vocab_size)
+        else:
+            token = self._constrained(row, state, admission, admission.grammar)
         self._relay[row.slot] = token
+        return token
+
+    def _constrained(self, row: Row, state: int, admission: Admission, grammar: GrammarState) -> int:
+        """The first token from the one it would have been on that the grammar allows."""
+        rows = [(0, grammar, row.kv_length)]
+        (mask,), failed = self.masks.collect(rows)
+        if failed:
+            return BAD_GRAMMAR
+        token = _next_token(state, admission, row.output_index, self.vocab_size)
+        while not mask[token // 32] >> (token % 32) & 1:
+            token = (token + 1) % self.vocab_size
+        self.masks.advance(rows, [token])
         return token
 
 
@@ -245,8 +263,35 @@ class ToyTokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self._pieces[token] for token in ids)
 
+    def for_grammars(self) -> Any:
+        import llguidance
+
+        return llguidance.TokenizerWrapper(_ToyVocabulary(self._pieces))
+
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> _ToyDetokenizer:
         return _ToyDetokenizer(self._pieces)
+
+
+class _ToyVocabulary:
+    """What ``llguidance.TokenizerWrapper`` wraps."""
+
+    eos_token_id = 0
+    bos_token_id = None
+    special_token_ids = (0,)
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.tokens = [b"<end>", *(piece.encode() for piece in pieces[1:])]
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids, rest = [], bytes(text)
+        while rest:
+            at = max(
+                range(1, len(self.tokens)),
+                key=lambda at: rest.startswith(self.tokens[at]) * len(self.tokens[at]),
+            )
+            ids.append(at)
+            rest = rest[len(self.tokens[at]) :]
+        return ids
 
 
 class _ToyDetokenizer:
