@@ -18,6 +18,7 @@ from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Usage
 from aioinfer.params import SamplingParams
+from aioinfer.server.structured import STRUCTURED_FIELDS, parse_grammar
 
 __all__ = ["Call", "parse_body", "parse_chat", "parse_completion", "usage_body"]
 
@@ -49,19 +50,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
     "tools": (None, []),
     "functions": (None, []),
     "suffix": (None, ""),
-    "grammar": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "json_schema": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "bad_words": (None, []),
     "allowed_token_ids": (None, []),
     "use_beam_search": (None, False),
@@ -69,6 +60,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _KNOWN = {
     *_SAMPLING,
     *_UNSUPPORTED,
+    *STRUCTURED_FIELDS,
     "model",
     "messages",
     "prompt",
@@ -220,6 +212,7 @@ def _sampling(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingPara
         raise InvalidRequest("stop", "must be text or a list of texts")
     if not isinstance(values["stop_token_ids"], (list, tuple)):
         raise InvalidRequest("stop_token_ids", "must be a list of token ids")
+    values["grammar"] = parse_grammar(body)
     return SamplingParams(**values)
 
 

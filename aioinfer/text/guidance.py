@@ -17,6 +17,8 @@ __all__ = ["GuidanceBackend"]
 
 #: nesting of a JSON schema; recursion in the schema's own terms is not nesting
 _MAX_DEPTH = 64
+#: some white space between the parts, as models like to write it, but not an output full of it
+_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 
 
 class GuidanceBackend:
@@ -72,9 +74,9 @@ class GuidanceBackend:
                 if not isinstance(schema, (dict, bool)):
                     raise ValueError("a schema is an object")
                 _check_depth(schema)
-                text = library.grammar_from_json_schema(grammar.source)
+                text = library.grammar_from_json_schema(grammar.source, _JSON)
             case "json_object":
-                text = library.grammar_from_json_schema('{"type": "object"}')
+                text = library.grammar_from_json_schema('{"type": "object"}', _JSON)
             case "regex":
                 text = library.grammar_from_regex(grammar.source)
             case "choice":

@@ -223,6 +223,9 @@ class ToyDevice:
         else:
             token = self._constrained(row, state, admission, admission.grammar)
         self._relay[row.slot] = token
+        if token < 0:
+            # The request has ended with this; what is in flight for it already is junk.
+            self._doomed.add(row.request.key)
         return token
 
     def _constrained(self, row: Row, state: int, admission: Admission, grammar: GrammarState) -> int:
