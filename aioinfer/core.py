@@ -17,7 +17,7 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, Rejected, StepFailed
-from aioinfer.execution.device import DeviceInfo
+from aioinfer.execution.device import DeviceInfo, StepResult
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
@@ -171,10 +171,12 @@ class Core:
                     row.request.admitted_at = now
         return step
 
-    def resolve(self, step: Step, tokens: Sequence[int]) -> list[Request]:
+    def resolve(self, step: Step, result: StepResult) -> list[Request]:
         """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
         now = self._clock()
-        advanced = self.scheduler.resolve(step, tokens)
+        advanced = self.scheduler.resolve(step, result.tokens)
+        if result.logprobs or result.prompt_logprobs:
+            _record_logprobs(step, result)
         for request in advanced:
             if request.error is None:
                 request.token_times.append(now)
@@ -224,6 +226,20 @@ class Core:
                 request.text.finish()
             except Exception as error:
                 request.finish_reason, request.error = "abort", _step_failed(error)
+
+
+def _record_logprobs(step: Step, result: StepResult) -> None:
+    """Keep a record per token: neither more nor fewer than there are tokens."""
+    decodes = step.decodes.requests
+    for index, logprob in result.logprobs.items():
+        request = decodes[index] if index < len(decodes) else step.prefills[index - len(decodes)].request
+        if len(request.logprobs) < len(request.output_ids):
+            request.logprobs.append(logprob)
+    for index, logprobs in result.prompt_logprobs.items():
+        row = step.prefills[index - len(decodes)]
+        known = row.request.prompt_logprobs
+        if row.scores is not None and len(known) == row.scores[0]:
+            known += logprobs
 
 
 def _step_failed(cause: BaseException) -> StepFailed:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioinfer.bell import Bell
-from aioinfer.execution.device import DeviceLost
+from aioinfer.execution.device import DeviceLost, StepResult
 from aioinfer.request import Request
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Driver:
         self._moved = moved
         self._loop = asyncio.get_running_loop()
         self._bell = Bell()
-        self._flights: deque[tuple[Step, asyncio.Future[list[int]]]] = deque()
+        self._flights: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()
         self._stopping = False
         self.paused = False
         #: set while pause() waits for the steps in flight
@@ -144,12 +144,12 @@ class Driver:
             if row.admission is not None and not row.request.retractions:
                 self._admitted(row.request)
 
-    def _landed(self, future: asyncio.Future[list[int]]) -> None:
+    def _landed(self, future: asyncio.Future[StepResult]) -> None:
         if not future.cancelled():
             future.exception()  # mark as seen, should nobody be left to resolve it
         self.wake()
 
-    def _resolve(self, step: Step, future: asyncio.Future[list[int]]) -> None:
+    def _resolve(self, step: Step, future: asyncio.Future[StepResult]) -> None:
         """Commit a landed flight and tell of it."""
         self._last_progress = self._loop.time()
         error = future.exception()

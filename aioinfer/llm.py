@@ -13,7 +13,7 @@ from aioinfer import assembly
 from aioinfer.config import EngineConfig
 from aioinfer.core import Core
 from aioinfer.errors import EngineClosed
-from aioinfer.execution.device import Device, Flight
+from aioinfer.execution.device import Device, Flight, StepResult
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
@@ -111,11 +111,11 @@ class LLM:
             return finished
         step, flight = self._flights.popleft()
         try:
-            tokens = flight.wait()
+            result = flight.wait()
         except Exception as error:
             self._core.fail(step, error)
             raise
-        moved = self._core.resolve(step, tokens)
+        moved = self._core.resolve(step, result)
         ended = [request for request in moved if request.finished]
         self._finished.update((request.key, request.result()) for request in ended if not request.error)
         for request in ended:
@@ -182,7 +182,7 @@ class _Failed:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def wait(self) -> list[int]:
+    def wait(self) -> StepResult:
         raise self._error
 
 

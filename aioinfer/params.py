@@ -15,6 +15,7 @@ _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1024
 _MAX_STOP_IDS = 1024
 _SEED_LIMIT = 2**63
+_MAX_TOP_LOGPROBS = 20
 _MAX_GRAMMAR = 1 << 16
 
 
@@ -62,6 +63,8 @@ class SamplingParams:
         presence_penalty: subtracted once from tokens seen in the output, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
         skip_special_tokens: leave special tokens out of the text.
+        logprobs: report how likely each token was, and so many of the likeliest ones (0 to 20) with it.
+        prompt_logprobs: the same for the tokens of the prompt. The prefix cache is not used for them.
         grammar: what the output must look like; needs the extra ``aioinfer[structured]``.
         include_stop: keep the stop string or the text of the stop token in the output text.
     """
@@ -81,6 +84,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
     include_stop: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +106,9 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, _MAX_TOP_LOGPROBS)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest("grammar", f"must be a Grammar, got {type(self.grammar).__name__}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.cache.radix import Lock, token_key
-from aioinfer.outputs import FinishReason, RequestMetrics, Result, Usage
+from aioinfer.outputs import FinishReason, RequestMetrics, Result, TokenLogprob, Usage
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Request:
         "key",
         "last_step",
         "lock",
+        "logprobs",
         "max_length",
         "namespace",
         "output_ids",
@@ -78,9 +79,11 @@ class Request:
         "prefilled",
         "priority",
         "prompt_ids",
+        "prompt_logprobs",
         "relay_ready",
         "retractions",
         "routing_key",
+        "scored",
         "seed",
         "sent_pages",
         "slot",
@@ -129,6 +132,12 @@ class Request:
         self.parked = False
         self.output_ids: list[int] = []
         self.token_times: list[float] = []
+        #: one per output token, if they were asked for
+        self.logprobs: list[TokenLogprob] = []
+        #: of the prompt's tokens from the second on, as far as they are known
+        self.prompt_logprobs: list[TokenLogprob] = []
+        #: positions whose next token of the prompt has been scored by launched steps
+        self.scored = 0
         self._sampled = 0
         self._computed = 0
         self._committed = 0
@@ -191,6 +200,15 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def reusable(self) -> int:
+        """Positions that need not be computed if their KV is cached. The last known token always is, and
+        so is what precedes a token of the prompt whose logprob is wanted and not there yet."""
+        scored = len(self.prompt_logprobs)
+        if self.params.prompt_logprobs is not None and scored < len(self.prompt_ids) - 1:
+            return scored
+        return self.known - 1
+
+    @property
     def committed(self) -> int:
         """Positions whose KV is written by resolved steps."""
         return self.known - 1 if self.prefilled else self._committed
@@ -209,6 +227,7 @@ class Request:
         """Its KV is gone but for ``cached`` positions; the tokens stay."""
         self._computed = self._committed = cached
         self.relay_ready = self.prefilled = self.introduced = False
+        self.scored = len(self.prompt_logprobs)
         self.sent_pages = 0
 
     # -- tokens ---------------------------------------------------------------------------------
@@ -256,6 +275,8 @@ class Request:
             usage=self.usage,
             stop_reason=self.stop_reason,
             metrics=self.metrics,
+            logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )
 
     def __repr__(self) -> str:

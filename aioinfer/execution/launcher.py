@@ -18,7 +18,7 @@ import threading
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Progress
+from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Progress, StepResult
 from aioinfer.scheduling.step import Step
 
 __all__ = ["InlineLauncher", "Launcher", "ThreadLauncher"]
@@ -32,9 +32,9 @@ class Launcher(Protocol):
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         """Open the device. Raises what opening raised."""
 
-    def launch(self, step: Step) -> asyncio.Future[list[int]]:
-        """Put a step in flight behind all earlier ones. The future resolves on the loop with one entry
-        per row, or with the device's exception; ``DeviceLost`` if no later step can succeed."""
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
+        """Put a step in flight behind all earlier ones. The future resolves on the loop with the
+        step's result, or with the device's exception; ``DeviceLost`` if no later step can succeed."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         """Close the device; False if it did not come to rest within ``timeout`` seconds."""
@@ -53,7 +53,7 @@ class _Poster:
         except RuntimeError:
             _log.debug("a result came in after its loop was closed")
 
-    def land(self, flight: Flight, future: asyncio.Future[list[int]]) -> None:
+    def land(self, flight: Flight, future: asyncio.Future[StepResult]) -> None:
         """Wait for a flight and post what came of it."""
         try:
             tokens = flight.wait()
@@ -68,11 +68,11 @@ class _CompletionThread:
 
     def __init__(self, poster: _Poster) -> None:
         self._poster = poster
-        self._flights: SimpleQueue[tuple[Flight, asyncio.Future[list[int]]] | None] = SimpleQueue()
+        self._flights: SimpleQueue[tuple[Flight, asyncio.Future[StepResult]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="aioinfer-completion", daemon=True)
         self._thread.start()
 
-    def submit(self, flight: Flight, future: asyncio.Future[list[int]]) -> None:
+    def submit(self, flight: Flight, future: asyncio.Future[StepResult]) -> None:
         self._flights.put((flight, future))
 
     def join(self) -> None:
@@ -90,7 +90,7 @@ class ThreadLauncher:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._inbox: SimpleQueue[tuple[Any, asyncio.Future[list[int]]] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Any, asyncio.Future[StepResult]] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rested: asyncio.Future[None] | None = None
         self._thread: threading.Thread | None = None
@@ -109,9 +109,9 @@ class ThreadLauncher:
         self._thread.start()
         return await opened
 
-    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
         assert self._loop is not None, "not started"
-        future: asyncio.Future[list[int]] = self._loop.create_future()
+        future: asyncio.Future[StepResult] = self._loop.create_future()
         self._inbox.put((self._device.prepare(step), future))
         return future
 
@@ -135,7 +135,7 @@ class ThreadLauncher:
 
 
 def _launch_thread(
-    inbox: SimpleQueue[tuple[Any, asyncio.Future[list[int]]] | None],
+    inbox: SimpleQueue[tuple[Any, asyncio.Future[StepResult]] | None],
     poster: _Poster,
     opened: asyncio.Future[DeviceInfo],
     rested: asyncio.Future[None],
@@ -185,9 +185,9 @@ class InlineLauncher:
             self._completion = _CompletionThread(_Poster(self._device, self._loop))
         return info
 
-    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
         assert self._loop is not None, "not started"
-        future: asyncio.Future[list[int]] = self._loop.create_future()
+        future: asyncio.Future[StepResult] = self._loop.create_future()
         try:
             flight = self._device.launch(self._device.prepare(step))
             if self._completion is not None:

@@ -47,6 +47,13 @@ class Masks:
             self._thread.start()
         self._inbox.put(work)
 
+    def advance_step(
+        self, rows: Sequence[GrammarRow], sample_rows: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """The same from the tokens of all rows of a step."""
+        if rows:
+            self.advance(rows, [tokens[row] for row in sample_rows])
+
     def collect(self, rows: Sequence[GrammarRow]) -> tuple[npt.NDArray[np.int32], list[int]]:
         """Wait for the masks of ``rows``.
 

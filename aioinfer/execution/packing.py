@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.execution.device import StepResult
 from aioinfer.execution.masks import GrammarRow
+from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.scheduling.step import NO_TOKEN, Admission, Row, Step
 
@@ -34,7 +36,10 @@ class Packed:
 
     ``ints`` holds, one after the other: input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1],
     kv_len[R], slots[R], block_table[R * P], then of the sampling rows logits_rows[S], sample_slots[S],
-    sample_positions[S], seeds[S], top_k[S], and banned_rows[K], banned_ids[K].
+    sample_positions[S], seeds[S], top_k[S], banned_rows[K], banned_ids[K], and score_ids[E].
+
+    ``logits_rows`` has E entries more, of positions that do not sample and whose next token, ``score_ids``,
+    is known and to be scored.
     """
 
     ints: npt.NDArray[np.int64]
@@ -55,12 +60,39 @@ class Packed:
     penalty_resets: list[PenaltyReset]
     #: rows whose sampling waits for a mask
     grammars: list[GrammarRow]
+    #: (sampling row, how many of the likeliest tokens) where logprobs are wanted
+    logprobs: list[tuple[int, int]]
+    #: (row, number of scored positions, how many of the likeliest tokens)
+    scores: list[tuple[int, int, int]]
 
-    def spread(self, tokens: list[int]) -> list[int]:
-        """Tokens of the sampling rows, laid out over all rows."""
-        result = [NO_TOKEN] * len(self.q_lens)
+    @property
+    def top(self) -> int:
+        """Likeliest tokens wanted at most; -1 if no logprob is wanted."""
+        return max((count[-1] for count in (*self.logprobs, *self.scores)), default=-1)
+
+    def result(
+        self, tokens: list[int], logprobs: list[float], top_ids: list[list[int]], top: list[list[float]]
+    ) -> StepResult:
+        """Lay the sampling rows' tokens out over all rows, and the logprobs, those of sampled tokens first
+        and then those of scored positions."""
+        spread = [NO_TOKEN] * len(self.q_lens)
         for row, token in zip(self.sample_rows, tokens, strict=True):
-            result[row] = token
+            spread[row] = token
+        result = StepResult(spread)
+        at = 0
+
+        def entry(token: int, count: int) -> TokenLogprob:
+            nonlocal at
+            likeliest = tuple(zip(top_ids[at][:count], top[at][:count], strict=True)) if count else ()
+            found = TokenLogprob(token, logprobs[at], likeliest)
+            at += 1
+            return found
+
+        for sampled, count in self.logprobs:
+            result.logprobs[self.sample_rows[sampled]] = entry(tokens[sampled], count)
+        ids = iter(self.ints[len(self.ints) - self.sizes[-1] :].tolist())
+        for row, number, count in self.scores:
+            result.prompt_logprobs[row] = [entry(next(ids), count) for _ in range(number)]
         return result
 
 
@@ -70,6 +102,7 @@ class Packer:
     __slots__ = (
         "_constrained",
         "_floats",
+        "_logprobs",
         "_min_length",
         "_page_size",
         "_params",
@@ -88,6 +121,8 @@ class Packer:
         self._min_length = np.zeros(num_slots + 1, np.int64)
         #: slots whose tenant has a grammar
         self._constrained = np.zeros(num_slots + 1, np.bool_)
+        #: by slot, likeliest tokens wanted beside each sampled one; -1: no logprobs at all
+        self._logprobs = np.full(num_slots + 1, -1, np.int64)
         self._params: list[Admission | None] = [None] * (num_slots + 1)
 
     def pack(self, step: Step) -> Packed:
@@ -140,6 +175,7 @@ class Packer:
         sample_positions = kv_len[sampling]
         top_k = self._top_k[sample_slots]
         floats = self._floats[:, sample_slots]
+        score_rows, score_ids, scores = self._scores(step, cu_q)
         banned_rows, banned_ids = self._banned(sample_slots, sample_positions)
         sections = (
             self._input_ids(step, cu_q),
@@ -149,13 +185,14 @@ class Packer:
             kv_len,
             slots,
             tables.reshape(-1),
-            cu_q[1:][sampling] - 1,
+            np.concatenate((cu_q[1:][sampling] - 1, score_rows)),
             sample_slots,
             sample_positions,
             self._seeds[sample_slots],
             top_k,
             banned_rows,
             banned_ids,
+            score_ids,
         )
         temperature, top_p, min_p, repetition, presence, frequency = floats
         any_penalty = bool((repetition != 1).any() or presence.any() or frequency.any())
@@ -175,6 +212,11 @@ class Packer:
             any_penalty=any_penalty,
             penalty_resets=[reset for reset in resets if reset is not None],
             grammars=self._grammar_rows(sample_slots, sample_positions),
+            logprobs=[
+                (index, int(self._logprobs[sample_slots[index]]))
+                for index in np.flatnonzero(self._logprobs[sample_slots] >= 0).tolist()
+            ],
+            scores=scores,
         )
 
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -192,6 +234,7 @@ class Packer:
         params, slot = admission.params, row.slot
         self._params[slot] = admission
         self._seeds[slot] = admission.seed
+        self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._constrained[slot] = admission.grammar is not None
         self._top_k[slot] = max(params.top_k, 0)
         self._min_length[slot] = len(admission.prompt_ids) + params.min_tokens
@@ -200,6 +243,23 @@ class Packer:
         if not params.penalised:
             return None
         return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
+
+    def _scores(
+        self, step: Step, cu_q: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[tuple[int, int, int]]]:
+        """Token rows whose next token is to be scored, these tokens, and whose they are."""
+        rows: list[int] = []
+        ids: list[int] = []
+        scores: list[tuple[int, int, int]] = []
+        for index, row in enumerate(step.prefills, step.num_decodes):
+            if row.scores is None:
+                continue
+            first, last = row.scores
+            offset = int(cu_q[index]) - row.start
+            rows += range(offset + first, offset + last)
+            ids += row.request.prompt_ids[first + 1 : last + 1]
+            scores.append((index, last - first, row.request.params.prompt_logprobs or 0))
+        return np.asarray(rows, np.int64), np.asarray(ids, np.int64), scores
 
     def _grammar_rows(
         self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import torch
 
-from aioinfer.execution.device import DeviceLost, Flight, Landed
+from aioinfer.execution.device import DeviceLost, Flight, Landed, StepResult
 from aioinfer.execution.masks import Masks
 from aioinfer.execution.packing import Packed
-from aioinfer.execution.runner import Runner
+from aioinfer.execution.runner import Runner, Sampled
 
 __all__ = ["Backend", "CpuBackend", "CudaBackend"]
 
@@ -38,11 +38,10 @@ class CpuBackend:
         self._runner = runner
 
     def launch(self, packed: Packed) -> Flight:
-        result = self._runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.floats))
-        tokens = [] if result is None else result.tolist()
-        if packed.grammars:
-            self._runner.masks.advance(packed.grammars, tokens)
-        return Landed(packed.spread(tokens))
+        sampled = self._runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.floats))
+        result = sampled.result(packed, sampled.tensors())
+        self._runner.masks.advance_step(packed.grammars, packed.sample_rows, result.tokens)
+        return Landed(result)
 
     def check(self) -> None:
         """A CPU is never lost."""
@@ -99,16 +98,22 @@ class CudaBackend:
             floats = place.floats[:num_floats].to(self._device, non_blocking=True)
             # The masks of this step need the tokens of the one before, whoever gets to reading them.
             before = None if self._newest is None else self._newest.wait
-            tokens = self._runner.run(packed, ints, floats.view(packed.floats.shape), before)
+            sampled = self._runner.run(packed, ints, floats.view(packed.floats.shape), before)
         self._copy.wait_stream(self._forward)
-        host = place.tokens[: len(packed.sample_rows)]
         with torch.cuda.stream(self._copy):
-            if tokens is not None:
-                host.copy_(tokens, non_blocking=True)
+            copies = [self._to_host(place, tensor) for tensor in sampled.tensors()]
             place.done.record(self._copy)
-        # ``tokens`` is kept until the copy is done: its memory belongs to the forward stream.
-        self._newest = _CudaFlight(packed, host, place.done, tokens, self._runner.masks)
+        # ``sampled`` is kept until the copy is done: its memory belongs to the forward stream.
+        self._newest = _CudaFlight(packed, copies, place.done, sampled, self._runner.masks)
         return self._newest
+
+    def _to_host(self, place: _PinnedBuffers, tensor: torch.Tensor) -> torch.Tensor:
+        """Start a copy: tokens into the ring, logprobs, which are rare, into memory of their own."""
+        if tensor.dtype == torch.int64 and tensor.dim() == 1:
+            host = place.tokens[: len(tensor)]
+        else:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def check(self) -> None:
         try:
@@ -118,32 +123,31 @@ class CudaBackend:
 
 
 class _CudaFlight:
-    __slots__ = ("_done", "_host", "_lock", "_masks", "_packed", "_result", "_tokens")
+    __slots__ = ("_copies", "_done", "_lock", "_masks", "_packed", "_result", "_sampled")
 
     def __init__(
         self,
         packed: Packed,
-        host: torch.Tensor,
+        copies: list[torch.Tensor],
         done: torch.cuda.Event,
-        tokens: torch.Tensor | None,
+        sampled: Sampled,
         masks: Masks,
     ) -> None:
         self._masks = masks
         self._packed = packed
-        self._host = host
+        self._copies = copies
         self._done = done
-        self._tokens = tokens
+        self._sampled = sampled
         self._lock = threading.Lock()
-        self._result: list[int] | None = None
+        self._result: StepResult | None = None
 
-    def wait(self) -> list[int]:
+    def wait(self) -> StepResult:
         with self._lock:
             if self._result is None:
                 self._done.synchronize()
-                tokens = self._host.tolist()
-                if self._packed.grammars:
-                    self._masks.advance(self._packed.grammars, tokens)
-                self._result = self._packed.spread(tokens)
+                packed = self._packed
+                self._result = self._sampled.result(packed, self._copies)
+                self._masks.advance_step(packed.grammars, packed.sample_rows, self._result.tokens)
             return self._result
 
 

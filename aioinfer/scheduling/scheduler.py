@@ -21,6 +21,10 @@ from aioinfer.scheduling.step import BAD_GRAMMAR, BAD_LOGITS, Admission, Row, St
 __all__ = ["Scheduler", "SchedulerCounters"]
 
 
+#: longest prefill chunk of a request whose prompt's tokens are scored
+_MAX_SCORED = 64
+
+
 @dataclass(slots=True)
 class SchedulerCounters:
     """Monotonic counts since the start."""
@@ -250,6 +254,9 @@ class Scheduler:
     def _chunk(self, request: Request, budget: StepBudget, most: int | None = None) -> Row:
         """A prefill row of the next positions of an admitted request."""
         start = request.computed
+        if request.params.prompt_logprobs is not None:
+            # Logits of every position take room: a little at a time.
+            most = _MAX_SCORED if most is None else min(most, _MAX_SCORED)
         length = budget.chunk(start, request.length - start, most)
         budget.spend_prefill(length)
         admission = None
@@ -274,12 +281,20 @@ class Scheduler:
             first_new_page=request.sent_pages,
             admission=admission,
         )
+        if request.params.prompt_logprobs is not None:
+            row.scores = self._score(request, row.kv_length)
         request.sent_pages = len(request.pages)
         request.advance(row.kv_length, len(request.output_ids) + row.samples)
         if row.samples:
             request.relay_ready = True
             del self.prefilling[request.key]
         return row
+
+    def _score(self, request: Request, stop: int) -> tuple[int, int] | None:
+        """Positions up to ``stop`` whose next token in the prompt was not scored yet."""
+        first, last = request.scored, min(stop, len(request.prompt_ids) - 1)
+        request.scored = max(first, last)
+        return (first, last) if first < last else None
 
     # -- memory ---------------------------------------------------------------------------------
 

@@ -57,6 +57,8 @@ class Row:
     new_pages: Sequence[int]
     first_new_page: int
     admission: Admission | None
+    #: positions [first, last) of the row whose next token of the prompt is to be scored
+    scores: tuple[int, int] | None = None
 
     @property
     def kv_length(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress
+from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress, StepResult
 from aioinfer.scheduling.step import Step
 
 __all__ = ["TimedLauncher"]
@@ -27,15 +27,15 @@ class TimedLauncher:
         self._free_at = asyncio.get_running_loop().time()
         return self._device.open(progress)
 
-    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[int]] = loop.create_future()
+        future: asyncio.Future[StepResult] = loop.create_future()
         prepared = self._device.prepare(step)
         self._free_at = max(self._free_at, loop.time()) + self._step_time(step)
         loop.call_at(self._free_at, self._compute, prepared, future)
         return future
 
-    def _compute(self, prepared: Any, future: asyncio.Future[list[int]]) -> None:
+    def _compute(self, prepared: Any, future: asyncio.Future[StepResult]) -> None:
         if self.hung or future.cancelled():
             return
         try:

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from aioinfer.execution.device import DeviceInfo, DeviceLost, Landed, Progress
+from aioinfer.execution.device import DeviceInfo, DeviceLost, Landed, Progress, StepResult
 from aioinfer.execution.masks import Masks
+from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import BAD_GRAMMAR, NO_TOKEN, Admission, Row, Step
 from aioinfer.text.grammar import GrammarState
 
-__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate"]
+__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
 
 _MASK = (1 << 63) - 1
 _POISON = -7
@@ -69,6 +70,11 @@ def toy_generate(
             break
         state = _mix(state, token)
     return output
+
+
+def toy_logprob(position: int, token: int) -> TokenLogprob:
+    """What the toy reports for a token at a position: nothing of meaning, but of nobody else."""
+    return TokenLogprob(token, -(1000.0 * position + token))
 
 
 class ToyDevice:
@@ -156,7 +162,18 @@ class ToyDevice:
         # All rows write before any row samples, as in a packed forward.
         rows = prepared.rows
         states = [self._write(row, table) for row, table in zip(rows, prepared.tables, strict=True)]
-        return Landed([self._sample(row, state) for row, state in zip(rows, states, strict=True)])
+        result = StepResult([self._sample(row, state) for row, state in zip(rows, states, strict=True)])
+        for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
+            admission = self._admissions[row.slot]
+            assert admission is not None
+            if row.samples and admission.params.logprobs is not None:
+                result.logprobs[index] = toy_logprob(row.kv_length, token)
+            if row.scores is not None:
+                ids = admission.prompt_ids
+                result.prompt_logprobs[index] = [
+                    toy_logprob(at + 1, ids[at + 1]) for at in range(*row.scores)
+                ]
+        return Landed(result)
 
     def check(self) -> None:
         if self.lost:
