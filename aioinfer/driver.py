@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.bell import Bell
 from aioinfer.execution.device import DeviceLost, StepResult
+from aioinfer.observe.timeline import Timeline, now
 from aioinfer.request import Request
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Driver:
         "_moved",
         "_quiet",
         "_stopping",
+        "_timeline",
         "_window",
         "failed_checks",
         "paused",
@@ -57,7 +59,9 @@ class Driver:
         *,
         admitted: Callable[[Request], None],
         moved: Callable[[Request], None],
+        timeline: Timeline,
     ) -> None:
+        self._timeline = timeline
         self._core = core
         self._launcher = launcher
         self._window = window
@@ -79,7 +83,7 @@ class Driver:
         """Until :meth:`stop`. Raises DeviceLost, or whatever else nobody can go on after."""
         flights = self._flights
         while not self._stopping:
-            if self._may_launch and (step := self._core.plan()) is not None:
+            if self._may_launch and (step := self._plan()) is not None:
                 self._launch(step)
             elif flights and flights[0][1].done():
                 self._resolve(*flights.popleft())
@@ -136,8 +140,17 @@ class Driver:
     def _may_launch(self) -> bool:
         return len(self._flights) <= self._window and not self.paused
 
+    def _plan(self) -> Step | None:
+        start = now()
+        step = self._core.plan()
+        if step is not None:
+            self._timeline.loop.add("plan", step.id, start, now())
+        return step
+
     def _launch(self, step: Step) -> None:
+        start = now()
         future = self._launcher.launch(step)
+        self._timeline.loop.add("pack", step.id, start, now())
         future.add_done_callback(self._landed)
         self._flights.append((step, future))
         for row in step.prefills:
@@ -152,20 +165,27 @@ class Driver:
     def _resolve(self, step: Step, future: asyncio.Future[StepResult]) -> None:
         """Commit a landed flight and tell of it."""
         self._last_progress = self._loop.time()
+        start = now()
         error = future.exception()
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
-            moved = self._core.resolve(step, future.result())
+            result = future.result()
+            self._timeline.noticed(start - result.done_at)
+            moved = self._core.resolve(step, result)
         else:
             _log.error("step %d failed: %r", step.id, error)
             moved = self._core.fail(step, error)
+        resolved = now()
         for request in moved:
             self._moved(request)
+        self._timeline.loop.add("resolve", step.id, start, resolved)
+        self._timeline.loop.add("deliver", step.id, resolved, now())
 
     def _rest(self) -> None:
         """Nothing is in flight and nothing can be: a moment to look whether everything was given back."""
         self._set_quiet()
+        self._timeline.device.rest()
         if self._core.scheduler.has_unfinished:
             return
         try:

@@ -27,6 +27,7 @@ from aioinfer.errors import (
     WrongLoop,
 )
 from aioinfer.execution.device import DeviceInfo, Progress
+from aioinfer.observe.timeline import Timeline
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.stats import EngineStats
@@ -137,7 +138,12 @@ class Engine:
         self.default_params = defaults
         self._core = Core(self.config, info, tokenizer, loop.time)
         self._driver = Driver(
-            self._core, self._launcher, self.config.window, admitted=self._admitted, moved=self._moved
+            self._core,
+            self._launcher,
+            self.config.window,
+            admitted=self._admitted,
+            moved=self._moved,
+            timeline=self._launcher.timeline,
         )
         self._state = EngineState.RUNNING
         self._driving = loop.create_task(self._drive(self._driver), name="aioinfer-driver")
@@ -468,7 +474,15 @@ class Engine:
             steps_in_flight=driver.steps_in_flight,
             failed_checks=driver.failed_checks,
             stalled=driver.stalled if self._loop is not None else 0.0,
+            timeline=self.timeline,
         )
+
+    @property
+    def timeline(self) -> Timeline:
+        """What loop, launch thread and device did lately. Raises EngineClosed before the start."""
+        self._started_core()
+        assert self._launcher is not None
+        return self._launcher.timeline
 
     def _started_core(self) -> Core:
         if self._core is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.model.spec import Progress
+from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class StepResult:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     #: by row, of the prompt's tokens from position ``row.scores[0] + 1`` on
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    #: when the host had it, on the clock of the timeline
+    done_at: float = field(default_factory=now)
 
 
 class Flight(Protocol):
@@ -75,6 +78,8 @@ class Device(Protocol):
 
     #: ``launch`` returns only when the step is done, so ``wait`` never blocks
     synchronous: bool
+    #: where it tells when it did what; set before ``open``
+    lane: DeviceLane
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         """Load the model and take the memory. Raises ConfigError or OutOfMemory."""

@@ -46,6 +46,7 @@ class Packed:
     #: [len(FLOAT_FIELDS), S]
     floats: npt.NDArray[np.float32]
     sizes: tuple[int, ...]
+    step_id: int
     num_decodes: int
     num_pages: int
     q_lens: list[int]
@@ -200,6 +201,7 @@ class Packer:
             ints=np.concatenate(sections),
             floats=floats,
             sizes=tuple(len(section) for section in sections),
+            step_id=step.id,
             num_decodes=step.num_decodes,
             num_pages=tables.shape[1],
             q_lens=q_len.tolist(),

@@ -15,6 +15,7 @@ from aioinfer.execution.relay import Relay
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
+from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import Logprobs
 from aioinfer.sampling.masks import apply_masks_
@@ -52,12 +53,19 @@ class Sampled:
 class Runner:
     """Computes steps in the order of their launch. Launch thread only."""
 
-    __slots__ = ("_attention", "_model", "_relay", "_sampler", "masks")
+    __slots__ = ("_attention", "_lane", "_model", "_relay", "_sampler", "masks")
 
     def __init__(
-        self, model: CausalLM, attention: Attention, sampler: Sampler, relay: Relay, masks: Masks
+        self,
+        model: CausalLM,
+        attention: Attention,
+        sampler: Sampler,
+        relay: Relay,
+        masks: Masks,
+        lane: DeviceLane | None = None,
     ) -> None:
         self.masks = masks
+        self._lane = DeviceLane() if lane is None else lane
         self._model = model
         self._attention = attention
         self._sampler = sampler
@@ -76,14 +84,17 @@ class Runner:
         ``before_masks`` is called after the forward and before waiting for masks.
 
         """
+        start = now()
         batch, slots, sampling, score_ids = _unpack(packed, ints, floats)
         self._relay.gather(batch.input_ids, slots, batch.num_decodes)
         logits = self._model.forward(batch, self._attention)
+        forward = mask = now()
         count = len(packed.sample_rows)
         logprobs = _logprobs(logits, packed) if packed.top >= 0 else None
         if not count:
             # A first chunk of a prompt: what it says of its request must not be lost.
             self._sampler.reset(packed.penalty_resets)
+            self._lane.step(packed.step_id, start, forward, mask, now())
             return Sampled(None, logprobs, None if logprobs is None else logprobs.of(score_ids))
         logits = logits[:count]
         broken = None
@@ -91,10 +102,12 @@ class Runner:
             if before_masks is not None:
                 before_masks()
             broken = self._constrain(logits, packed.grammars)
+            mask = now()
         tokens = self._sampler.sample(logits, sampling)
         if broken is not None:
             tokens[broken] = BAD_GRAMMAR
         self._relay.scatter(sampling.slots, tokens)
+        self._lane.step(packed.step_id, start, forward, mask, now())
         if logprobs is None:
             return Sampled(tokens, None, None)
         wanted = tokens[[row for row, _ in packed.logprobs]]

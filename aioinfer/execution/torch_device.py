@@ -12,6 +12,7 @@ from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.masks import Masks
 from aioinfer.execution.packing import Packed, Packer
+from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class TorchDevice:
         self._packer: Packer | None = None
         self._backend: Backend | None = None
         self._masks = Masks()
+        self.lane = DeviceLane()
         self._threads_before: int | None = None
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
@@ -81,6 +83,7 @@ class TorchDevice:
             Sampler(config.num_slots, spec.vocab_size, device),
             Relay(config.num_slots, device),
             self._masks,
+            self.lane,
         )
         self._backend = CudaBackend(runner, device) if device.type == "cuda" else CpuBackend(runner)
         self.synchronous = device.type == "cpu"

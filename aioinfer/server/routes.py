@@ -52,6 +52,7 @@ class Routes:
         router.add_get(f"{prefix}/models/{{model}}", self._guarded(self.model))
         if health is not None:
             router.add_get(health, self.health)
+            router.add_get(health.rsplit("/", 1)[0] + "/debug/trace", self._guarded(self.trace))
 
     # -- endpoints ------------------------------------------------------------------------------
 
@@ -75,6 +76,11 @@ class Routes:
             stalled = self._engine.stats().stalled > self._config.stall_timeout
             status = "stalled" if stalled else "ok"
         return web.json_response({"status": status}, status=200 if status == "ok" else 503)
+
+    async def trace(self, request: web.Request) -> web.StreamResponse:
+        """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
+        trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
+        return web.Response(text=trace, content_type="application/json")
 
     def _model_body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"id": self._model, "object": "model", "created": 0, "owned_by": "aioinfer"}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress, StepResult
+from aioinfer.observe.timeline import Timeline
 from aioinfer.scheduling.step import Step
 
 __all__ = ["TimedLauncher"]
@@ -17,7 +18,9 @@ class TimedLauncher:
     the host did meanwhile to memory that the step uses shows up as a wrong result."""
 
     def __init__(self, device: Device, step_time: Callable[[Step], float]) -> None:
+        self.timeline = Timeline()
         self._device = device
+        self._device.lane = self.timeline.device
         self._step_time = step_time
         self._free_at = 0.0
         #: a device that hangs: steps are accepted and never end

@@ -15,6 +15,7 @@ import numpy as np
 
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Landed, Progress, StepResult
 from aioinfer.execution.masks import Masks
+from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import BAD_GRAMMAR, NO_TOKEN, Admission, Row, Step
@@ -104,6 +105,7 @@ class ToyDevice:
         self._max_model_len = capacity if max_model_len is None else min(max_model_len, capacity)
         self._num_slots = num_slots
         self.masks = Masks(threaded=False)
+        self.lane = DeviceLane()
         self.steps = 0
         self._reset()
 
@@ -153,6 +155,7 @@ class ToyDevice:
             raise TaintError(f"step {step.id} was launched after step {self._last_step}")
         self._last_step = step.id
         self.steps += 1
+        start = now()
         try:
             if self.fault is not None:
                 self.fault(step)
@@ -173,6 +176,7 @@ class ToyDevice:
                 result.prompt_logprobs[index] = [
                     toy_logprob(at + 1, ids[at + 1]) for at in range(*row.scores)
                 ]
+        self.lane.step(step.id, start, start, start, now())
         return Landed(result)
 
     def check(self) -> None:
