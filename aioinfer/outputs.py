@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,5 +85,7 @@ class Result:
     metrics: RequestMetrics | None = field(default=None, compare=False)
     #: one entry per id, if logprobs were asked for
     logprobs: list[TokenLogprob] | None = None
+    #: the prompt as the model read it
+    prompt_token_ids: Sequence[int] = field(default=(), compare=False)
     #: one entry per token of the prompt, the first being None, if they were asked for
     prompt_logprobs: list[TokenLogprob | None] | None = None

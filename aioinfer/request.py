@@ -275,6 +275,7 @@ class Request:
             usage=self.usage,
             stop_reason=self.stop_reason,
             metrics=self.metrics,
+            prompt_token_ids=self.prompt_ids,
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
             prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )
