@@ -115,6 +115,8 @@ class Core:
         info = self.info
         _check_ids("prompt", prompt_ids, info.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
+        _check_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
         if len(prompt_ids) >= info.max_model_len:
             raise InvalidRequest(
                 "prompt",

@@ -6,6 +6,7 @@ launch thread then makes one tensor of each buffer (one host-to-device copy on C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,8 @@ class Packed:
 
     ``ints`` holds, one after the other: input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1],
     kv_len[R], slots[R], block_table[R * P], then of the sampling rows logits_rows[S], sample_slots[S],
-    sample_positions[S], seeds[S], top_k[S], banned_rows[K], banned_ids[K], and score_ids[E].
+    sample_positions[S], seeds[S], top_k[S], banned_rows[K], banned_ids[K], score_ids[E], and
+    bias_rows[B], bias_ids[B] and bias_bits[B], the bits of a float32.
 
     ``logits_rows`` has E entries more, of positions that do not sample and whose next token, ``score_ids``,
     is known and to be scored.
@@ -61,6 +63,8 @@ class Packed:
     penalty_resets: list[PenaltyReset]
     #: rows whose sampling waits for a mask
     grammars: list[GrammarRow]
+    #: (sampling row, mask) where only some tokens are allowed; masks as of grammars
+    allowed: list[tuple[int, npt.NDArray[np.int32]]]
     #: (sampling row, how many of the likeliest tokens) where logprobs are wanted
     logprobs: list[tuple[int, int]]
     #: (row, number of scored positions, how many of the likeliest tokens)
@@ -91,16 +95,22 @@ class Packed:
 
         for sampled, count in self.logprobs:
             result.logprobs[self.sample_rows[sampled]] = entry(tokens[sampled], count)
-        ids = iter(self.ints[len(self.ints) - self.sizes[-1] :].tolist())
+        end = len(self.ints) - sum(self.sizes[-3:])
+        ids = iter(self.ints[end - self.sizes[-4] : end].tolist())
         for row, number, count in self.scores:
             result.prompt_logprobs[row] = [entry(next(ids), count) for _ in range(number)]
         return result
+
+
+_NONE = np.empty(0, np.int64)
 
 
 class Packer:
     """Keeps, by slot, what rows do not repeat: page tables and sampling parameters."""
 
     __slots__ = (
+        "_allowed",
+        "_bias",
         "_constrained",
         "_floats",
         "_logprobs",
@@ -122,6 +132,10 @@ class Packer:
         self._min_length = np.zeros(num_slots + 1, np.int64)
         #: slots whose tenant has a grammar
         self._constrained = np.zeros(num_slots + 1, np.bool_)
+        #: by slot, of the few whose tenants have them: biased ids with the bits of their bias, and the mask
+        #: of allowed tokens
+        self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._allowed: dict[int, npt.NDArray[np.int32]] = {}
         #: by slot, likeliest tokens wanted beside each sampled one; -1: no logprobs at all
         self._logprobs = np.full(num_slots + 1, -1, np.int64)
         self._params: list[Admission | None] = [None] * (num_slots + 1)
@@ -194,6 +208,7 @@ class Packer:
             banned_rows,
             banned_ids,
             score_ids,
+            *self._biases(sample_slots),
         )
         temperature, top_p, min_p, repetition, presence, frequency = floats
         any_penalty = bool((repetition != 1).any() or presence.any() or frequency.any())
@@ -214,6 +229,13 @@ class Packer:
             any_penalty=any_penalty,
             penalty_resets=[reset for reset in resets if reset is not None],
             grammars=self._grammar_rows(sample_slots, sample_positions),
+            allowed=[
+                (index, self._allowed[slot])
+                for index, slot in enumerate(sample_slots.tolist())
+                if slot in self._allowed
+            ]
+            if self._allowed
+            else [],
             logprobs=[
                 (index, int(self._logprobs[sample_slots[index]]))
                 for index in np.flatnonzero(self._logprobs[sample_slots] >= 0).tolist()
@@ -237,6 +259,14 @@ class Packer:
         self._params[slot] = admission
         self._seeds[slot] = admission.seed
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._bias.pop(slot, None)
+        self._allowed.pop(slot, None)
+        if params.logit_bias:
+            values = np.fromiter(params.logit_bias.values(), np.float32)
+            ids = np.fromiter(params.logit_bias, np.int64)
+            self._bias[slot] = (ids, values.view(np.int32).astype(np.int64))
+        if params.allowed_token_ids is not None:
+            self._allowed[slot] = _mask(params.allowed_token_ids)
         self._constrained[slot] = admission.grammar is not None
         self._top_k[slot] = max(params.top_k, 0)
         self._min_length[slot] = len(admission.prompt_ids) + params.min_tokens
@@ -245,6 +275,19 @@ class Packer:
         if not params.penalised:
             return None
         return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
+
+    def _biases(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Rows, ids and bits of all biases of a step."""
+        if not self._bias:
+            return _NONE, _NONE, _NONE
+        found = [
+            (np.full(len(bias[0]), index), *bias)
+            for index, slot in enumerate(slots.tolist())
+            if (bias := self._bias.get(slot)) is not None
+        ]
+        if not found:
+            return _NONE, _NONE, _NONE
+        return tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
 
     def _scores(
         self, step: Step, cu_q: npt.NDArray[np.int64]
@@ -286,6 +329,14 @@ class Packer:
             rows += [index] * len(admission.stop_ids)
             ids += sorted(admission.stop_ids)
         return np.asarray(rows, np.int64), np.asarray(ids, np.int64)
+
+
+def _mask(ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Bits of these tokens; as long as the largest needs."""
+    words = np.zeros(max(ids) // 32 + 1, np.uint32)
+    tokens = np.asarray(ids, np.int64)
+    np.bitwise_or.at(words, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
+    return words.view(np.int32)
 
 
 def _columns(decodes: npt.NDArray[np.int64], prefills: list[int]) -> npt.NDArray[np.int64]:

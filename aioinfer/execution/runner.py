@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from aioinfer.execution.device import StepResult
@@ -18,7 +20,7 @@ from aioinfer.model.spec import CausalLM
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import Logprobs
-from aioinfer.sampling.masks import apply_masks_
+from aioinfer.sampling.masks import add_biases_, apply_masks_
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import BAD_GRAMMAR
 
@@ -85,7 +87,7 @@ class Runner:
 
         """
         start = now()
-        batch, slots, sampling, score_ids = _unpack(packed, ints, floats)
+        batch, slots, sampling, score_ids, biases = _unpack(packed, ints, floats)
         self._relay.gather(batch.input_ids, slots, batch.num_decodes)
         logits = self._model.forward(batch, self._attention)
         forward = mask = now()
@@ -97,6 +99,10 @@ class Runner:
             self._lane.step(packed.step_id, start, forward, mask, now())
             return Sampled(None, logprobs, None if logprobs is None else logprobs.of(score_ids))
         logits = logits[:count]
+        if len(biases[0]):
+            add_biases_(logits, *biases)
+        for row, words in packed.allowed:
+            _allow(logits, row, words)
         broken = None
         if packed.grammars:
             if before_masks is not None:
@@ -122,6 +128,11 @@ class Runner:
         return torch.tensor(failed, device=logits.device) if failed else None
 
 
+def _allow(logits: torch.Tensor, row: int, words: npt.NDArray[np.int32]) -> None:
+    mask = torch.from_numpy(words).unsqueeze(0).to(logits.device)
+    apply_masks_(logits, torch.tensor([row], device=logits.device), mask)
+
+
 def _logprobs(logits: torch.Tensor, packed: Packed) -> Logprobs:
     """Of the sampling rows that want them, then of the scored positions."""
     rows = [row for row, _ in packed.logprobs]
@@ -131,12 +142,13 @@ def _logprobs(logits: torch.Tensor, packed: Packed) -> Logprobs:
 
 def _unpack(
     packed: Packed, ints: torch.Tensor, floats: torch.Tensor
-) -> tuple[Batch, torch.Tensor, SamplingBatch, torch.Tensor]:
+) -> tuple[Batch, torch.Tensor, SamplingBatch, torch.Tensor, list[torch.Tensor]]:
     """Views of the buffers' sections; see :class:`~aioinfer.execution.packing.Packed`."""
     bounds = list(itertools.accumulate(packed.sizes, initial=0))
     parts = [ints[start:stop] for start, stop in itertools.pairwise(bounds)]
     input_ids, positions, slot_mapping, cu_q, kv_len, slots, tables = parts[:7]
-    logits_rows, sample_slots, sample_positions, seeds, top_k, banned_rows, banned_ids, score_ids = parts[7:]
+    logits_rows, sample_slots, sample_positions, seeds, top_k, banned_rows, banned_ids = parts[7:14]
+    score_ids, *biases = parts[14:]
     batch = Batch(
         input_ids=input_ids,
         positions=positions,
@@ -170,4 +182,4 @@ def _unpack(
         banned_ids=banned_ids if len(banned_ids) else None,
         penalty_resets=packed.penalty_resets,
     )
-    return batch, slots, sampling, score_ids
+    return batch, slots, sampling, score_ids, biases

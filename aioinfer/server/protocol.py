@@ -43,15 +43,15 @@ _SAMPLING = {
     "frequency_penalty": "frequency_penalty",
     "skip_special_tokens": "skip_special_tokens",
     "include_stop_str_in_output": "include_stop",
+    "logit_bias": "logit_bias",
+    "allowed_token_ids": "allowed_token_ids",
 }
 #: Fields that constrain the output, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logit_bias": (None, {}),
     "tools": (None, []),
     "functions": (None, []),
     "suffix": (None, ""),
     "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
     "use_beam_search": (None, False),
 }
 _KNOWN = {
@@ -215,7 +215,7 @@ def _sampling(body: Mapping[str, Any], defaults: SamplingParams, logprobs: int |
     for name, field in _SAMPLING.items():
         if body.get(name) is None:
             continue
-        values[field] = body[name]
+        values[field] = _bias(body[name]) if name == "logit_bias" else body[name]
     if isinstance(values["stop"], (dict, int, float)):
         raise InvalidRequest("stop", "must be text or a list of texts")
     if not isinstance(values["stop_token_ids"], (list, tuple)):
@@ -225,6 +225,16 @@ def _sampling(body: Mapping[str, Any], defaults: SamplingParams, logprobs: int |
     if logprobs is not None and _flag(body, "echo"):
         values["prompt_logprobs"] = logprobs
     return SamplingParams(**values)
+
+
+def _bias(value: Any) -> Any:
+    """JSON's keys are text."""
+    if not isinstance(value, dict):
+        raise InvalidRequest("logit_bias", "must be an object")
+    try:
+        return {int(token): bias for token, bias in value.items()}
+    except ValueError:
+        raise InvalidRequest("logit_bias", "has keys that are no token ids") from None
 
 
 def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
