@@ -15,6 +15,7 @@ from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
+    from aioinfer.text.grammar import Compiler
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -90,6 +91,20 @@ def timeout(field: str, value: float | None, default: float | None) -> float | N
     ):
         raise InvalidRequest(field, f"must be a positive number of seconds, got {value!r}")
     return value
+
+
+def grammar_compiler(tokenizer: Tokenizer | None, info: DeviceInfo) -> Compiler:
+    """What compiles grammars for a model; takes a second for a large vocabulary.
+
+    Raises ConfigError if the extra is missing, InvalidRequest if the model cannot have grammars.
+    """
+    from aioinfer.text.grammar import Compiler
+    from aioinfer.text.guidance import GuidanceBackend
+
+    if tokenizer is None:
+        raise InvalidRequest("grammar", "the engine has no tokenizer, so there is no text to constrain")
+    backend = GuidanceBackend(tokenizer.for_grammars(), info.vocab_size, sorted(info.eos_token_ids))
+    return Compiler(backend, info.vocab_size)
 
 
 def max_lag(value: int | None) -> int | None:

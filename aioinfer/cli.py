@@ -1,4 +1,4 @@
-"""The command line: ``aioinfer serve`` and ``aioinfer generate``.
+"""The command line: ``aioinfer serve``, ``aioinfer generate`` and ``aioinfer trace``.
 
 The only place of the package that handles signals, configures logging and chooses an event loop. Flags
 are made from the fields of the config dataclasses; ``--help`` imports no torch.
@@ -120,6 +120,29 @@ async def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+async def _trace(options: argparse.Namespace) -> int:
+    import urllib.error
+    import urllib.request
+
+    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
+    request = urllib.request.Request(f"{options.url.rstrip('/')}/debug/trace", headers=headers)
+
+    def fetch() -> bytes:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            body: bytes = response.read()
+            return body
+
+    try:
+        trace = await asyncio.to_thread(fetch)
+    except (urllib.error.URLError, ValueError) as error:
+        print(f"aioinfer: {options.url}: {error}", file=sys.stderr)
+        return 1
+    options.output.write_bytes(trace)
+    events = sum(event["ph"] == "X" for event in json.loads(trace)["traceEvents"])
+    print(f"{events} events in {options.output}; open it at https://ui.perfetto.dev")
+    return 0
+
+
 def _banner(
     description: str, seconds: float, url: str, config: ServerConfig, engine_config: EngineConfig
 ) -> None:
@@ -177,6 +200,13 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(generate, EngineConfig)
     _add_common(generate)
     generate.set_defaults(command=_generate)
+
+    trace = commands.add_parser("trace", help="save what a running server did lately, step by step")
+    trace.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
+    trace.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
+    trace.add_argument("--key", help="API key of the server")
+    trace.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
+    trace.set_defaults(command=_trace)
     return parser
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from aioinfer import assembly
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, Rejected, StepFailed
-from aioinfer.execution.device import DeviceInfo
+from aioinfer.execution.device import DeviceInfo, StepResult
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
@@ -26,6 +28,7 @@ from aioinfer.scheduling.step import Step
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
+    from aioinfer.text.grammar import Compiler, GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Core"]
@@ -34,7 +37,17 @@ __all__ = ["Core"]
 class Core:
     """Owns all scheduling state. Never called from two threads."""
 
-    __slots__ = ("_clock", "_config", "_next_key", "_seeds", "info", "scheduler", "tokenizer")
+    __slots__ = (
+        "_clock",
+        "_compiler",
+        "_compiler_lock",
+        "_config",
+        "_next_key",
+        "_seeds",
+        "info",
+        "scheduler",
+        "tokenizer",
+    )
 
     def __init__(
         self,
@@ -57,6 +70,8 @@ class Core:
         self._clock = clock
         self._seeds = random.Random(config.seed)
         self._next_key = 0
+        self._compiler: Compiler | None = None
+        self._compiler_lock = threading.Lock()
 
     def now(self) -> float:
         """The engine's clock in seconds."""
@@ -73,12 +88,25 @@ class Core:
         if queued and queued + tokens > self._config.max_queued_tokens:
             raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
 
+    def compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
+        """The grammar of an output that continues a prompt. May take long: off the loop, on any thread.
+
+        Raises InvalidRequest; ConfigError if the extra for grammars is missing.
+        """
+        if params.grammar is None:
+            return None
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = assembly.grammar_compiler(self.tokenizer, self.info)
+        return self._compiler.start(params.grammar, len(prompt_ids))
+
     def new_request(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         arrival: float | None = None,
         *,
+        grammar: GrammarState | None = None,
         priority: int = 0,
         cache_salt: str = "",
         routing_key: str | None = None,
@@ -87,6 +115,8 @@ class Core:
         info = self.info
         _check_ids("prompt", prompt_ids, info.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
+        _check_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
         if len(prompt_ids) >= info.max_model_len:
             raise InvalidRequest(
                 "prompt",
@@ -99,8 +129,11 @@ class Core:
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop", "the engine has no tokenizer, so there is no text to match")
         stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        # Where a grammar is complete, only an end token can follow.
+        if not params.ignore_eos or grammar is not None:
             stop_ids |= info.eos_token_ids
+        if grammar is not None and params.min_tokens:
+            raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
         self._next_key += 1
         return Request(
             self._next_key,
@@ -111,6 +144,7 @@ class Core:
             max_length=max_length,
             arrival=self._clock() if arrival is None else arrival,
             text=self._output_text(prompt_ids, params),
+            grammar=grammar,
             priority=priority,
             namespace=cache_salt,
             routing_key=routing_key,
@@ -139,10 +173,12 @@ class Core:
                     row.request.admitted_at = now
         return step
 
-    def resolve(self, step: Step, tokens: Sequence[int]) -> list[Request]:
+    def resolve(self, step: Step, result: StepResult) -> list[Request]:
         """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
         now = self._clock()
-        advanced = self.scheduler.resolve(step, tokens)
+        advanced = self.scheduler.resolve(step, result.tokens)
+        if result.logprobs or result.prompt_logprobs:
+            _record_logprobs(step, result)
         for request in advanced:
             if request.error is None:
                 request.token_times.append(now)
@@ -192,6 +228,20 @@ class Core:
                 request.text.finish()
             except Exception as error:
                 request.finish_reason, request.error = "abort", _step_failed(error)
+
+
+def _record_logprobs(step: Step, result: StepResult) -> None:
+    """Keep a record per token: neither more nor fewer than there are tokens."""
+    decodes = step.decodes.requests
+    for index, logprob in result.logprobs.items():
+        request = decodes[index] if index < len(decodes) else step.prefills[index - len(decodes)].request
+        if len(request.logprobs) < len(request.output_ids):
+            request.logprobs.append(logprob)
+    for index, logprobs in result.prompt_logprobs.items():
+        row = step.prefills[index - len(decodes)]
+        known = row.request.prompt_logprobs
+        if row.scores is not None and len(known) == row.scores[0]:
+            known += logprobs
 
 
 def _step_failed(cause: BaseException) -> StepFailed:

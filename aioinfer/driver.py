@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioinfer.bell import Bell
-from aioinfer.execution.device import DeviceLost
+from aioinfer.execution.device import DeviceLost, StepResult
+from aioinfer.observe.timeline import Timeline, now
 from aioinfer.request import Request
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Driver:
         "_moved",
         "_quiet",
         "_stopping",
+        "_timeline",
         "_window",
         "failed_checks",
         "paused",
@@ -57,7 +59,9 @@ class Driver:
         *,
         admitted: Callable[[Request], None],
         moved: Callable[[Request], None],
+        timeline: Timeline,
     ) -> None:
+        self._timeline = timeline
         self._core = core
         self._launcher = launcher
         self._window = window
@@ -65,7 +69,7 @@ class Driver:
         self._moved = moved
         self._loop = asyncio.get_running_loop()
         self._bell = Bell()
-        self._flights: deque[tuple[Step, asyncio.Future[list[int]]]] = deque()
+        self._flights: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()
         self._stopping = False
         self.paused = False
         #: set while pause() waits for the steps in flight
@@ -79,7 +83,7 @@ class Driver:
         """Until :meth:`stop`. Raises DeviceLost, or whatever else nobody can go on after."""
         flights = self._flights
         while not self._stopping:
-            if self._may_launch and (step := self._core.plan()) is not None:
+            if self._may_launch and (step := self._plan()) is not None:
                 self._launch(step)
             elif flights and flights[0][1].done():
                 self._resolve(*flights.popleft())
@@ -136,36 +140,52 @@ class Driver:
     def _may_launch(self) -> bool:
         return len(self._flights) <= self._window and not self.paused
 
+    def _plan(self) -> Step | None:
+        start = now()
+        step = self._core.plan()
+        if step is not None:
+            self._timeline.loop.add("plan", step.id, start, now())
+        return step
+
     def _launch(self, step: Step) -> None:
+        start = now()
         future = self._launcher.launch(step)
+        self._timeline.loop.add("pack", step.id, start, now())
         future.add_done_callback(self._landed)
         self._flights.append((step, future))
         for row in step.prefills:
             if row.admission is not None and not row.request.retractions:
                 self._admitted(row.request)
 
-    def _landed(self, future: asyncio.Future[list[int]]) -> None:
+    def _landed(self, future: asyncio.Future[StepResult]) -> None:
         if not future.cancelled():
             future.exception()  # mark as seen, should nobody be left to resolve it
         self.wake()
 
-    def _resolve(self, step: Step, future: asyncio.Future[list[int]]) -> None:
+    def _resolve(self, step: Step, future: asyncio.Future[StepResult]) -> None:
         """Commit a landed flight and tell of it."""
         self._last_progress = self._loop.time()
+        start = now()
         error = future.exception()
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
-            moved = self._core.resolve(step, future.result())
+            result = future.result()
+            self._timeline.noticed(start - result.done_at)
+            moved = self._core.resolve(step, result)
         else:
             _log.error("step %d failed: %r", step.id, error)
             moved = self._core.fail(step, error)
+        resolved = now()
         for request in moved:
             self._moved(request)
+        self._timeline.loop.add("resolve", step.id, start, resolved)
+        self._timeline.loop.add("deliver", step.id, resolved, now())
 
     def _rest(self) -> None:
         """Nothing is in flight and nothing can be: a moment to look whether everything was given back."""
         self._set_quiet()
+        self._timeline.device.rest()
         if self._core.scheduler.has_unfinished:
             return
         try:

@@ -27,6 +27,7 @@ from aioinfer.errors import (
     WrongLoop,
 )
 from aioinfer.execution.device import DeviceInfo, Progress
+from aioinfer.observe.timeline import Timeline
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.stats import EngineStats
@@ -35,6 +36,7 @@ from aioinfer.stream import Stream, StreamCell
 if TYPE_CHECKING:
     from aioinfer.core import Core
     from aioinfer.execution.launcher import Launcher
+    from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
@@ -43,6 +45,9 @@ _log = logging.getLogger("aioinfer")
 
 #: text, token ids, or chat messages (mappings with "role" and "content")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+_Prepared = tuple[list[int], "GrammarState | None"]
 
 
 class EngineState(Enum):
@@ -88,6 +93,7 @@ class Engine:
         self._state = state
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: ThreadPoolExecutor | None = None
+        self._compilers: ThreadPoolExecutor | None = None
         self._launcher: Launcher | None = None
         self._core: Core | None = None
         self._driver: Driver | None = None
@@ -115,6 +121,8 @@ class Engine:
         self._reset(EngineState.STARTING)
         self._loop = loop = asyncio.get_running_loop()
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text")
+        # Apart, so that no grammar, however large, keeps plain prompts waiting.
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text-grammar")
         self._launcher = self._make_launcher(self.config)
         try:
             info = await self._launcher.start(progress)
@@ -124,12 +132,18 @@ class Engine:
         except BaseException:
             await self._launcher.aclose()
             self._workers.shutdown(wait=False)
+            self._compilers.shutdown(wait=False)
             self._reset(EngineState.CLOSED)
             raise
         self.default_params = defaults
         self._core = Core(self.config, info, tokenizer, loop.time)
         self._driver = Driver(
-            self._core, self._launcher, self.config.window, admitted=self._admitted, moved=self._moved
+            self._core,
+            self._launcher,
+            self.config.window,
+            admitted=self._admitted,
+            moved=self._moved,
+            timeline=self._launcher.timeline,
         )
         self._state = EngineState.RUNNING
         self._driving = loop.create_task(self._drive(self._driver), name="aioinfer-driver")
@@ -183,6 +197,8 @@ class Engine:
             self._driving.cancel()
         await asyncio.wait([self._driving])
         self._workers.shutdown(wait=False, cancel_futures=True)
+        if self._compilers is not None:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
         self._state = EngineState.CLOSED
         self._loop = None
 
@@ -238,22 +254,30 @@ class Engine:
             routing_key=assembly.label("routing_key", routing_key),
         )
         cell = StreamCell(running, lag)
-        if encode is None:
-            self._submit(cell, make(prompt))  # type: ignore[arg-type]
+        if params.grammar is not None:
+            self._prepare(
+                cell, self._compilers, functools.partial(_compile, core, params, prompt, encode), make
+            )
+        elif encode is not None:
+            self._prepare(cell, self._workers, lambda: (encode(), None), make)
         else:
-            self._tokenize(cell, encode, make)
+            self._submit(cell, make(prompt))  # type: ignore[arg-type]
         if waiting is not None:
             assert self._loop is not None
             cell.timer = self._loop.call_later(waiting, self._expire, cell, "waiting", waiting)
         return Stream(self, cell)
 
-    def _tokenize(
-        self, cell: StreamCell, encode: Callable[[], list[int]], make: Callable[[list[int]], Request]
+    def _prepare(
+        self,
+        cell: StreamCell,
+        workers: ThreadPoolExecutor | None,
+        prepare: Callable[[], _Prepared],
+        make: Callable[..., Request],
     ) -> None:
-        """Tokenize on a worker thread, then submit."""
+        """Tokenize and compile on a worker thread, then submit."""
         assert self._loop is not None
 
-        def tokenized(future: asyncio.Future[list[int]]) -> None:
+        def prepared(future: asyncio.Future[_Prepared]) -> None:
             error = asyncio.CancelledError() if future.cancelled() else future.exception()
             if cell not in self._arriving:
                 return
@@ -261,7 +285,8 @@ class Engine:
             try:
                 if error is not None:
                     raise error
-                self._submit(cell, make(future.result()))
+                ids, grammar = future.result()
+                self._submit(cell, make(ids, grammar=grammar))
             except RequestError as refused:
                 cell.error = refused
             except (Exception, asyncio.CancelledError) as other:
@@ -271,7 +296,7 @@ class Engine:
                 self._ended(cell)
 
         self._arriving.add(cell)
-        self._loop.run_in_executor(self._workers, encode).add_done_callback(tokenized)
+        self._loop.run_in_executor(workers, prepare).add_done_callback(prepared)
 
     def _submit(self, cell: StreamCell, request: Request) -> None:
         assert self._core is not None
@@ -449,7 +474,15 @@ class Engine:
             steps_in_flight=driver.steps_in_flight,
             failed_checks=driver.failed_checks,
             stalled=driver.stalled if self._loop is not None else 0.0,
+            timeline=self.timeline,
         )
+
+    @property
+    def timeline(self) -> Timeline:
+        """What loop, launch thread and device did lately. Raises EngineClosed before the start."""
+        self._started_core()
+        assert self._launcher is not None
+        return self._launcher.timeline
 
     def _started_core(self) -> Core:
         if self._core is None:
@@ -476,6 +509,14 @@ class Engine:
             running = None
         if self._loop is not None and running is not self._loop:
             raise WrongLoop("the engine belongs to the event loop that started it, and this is not it")
+
+
+def _compile(
+    core: Core, params: SamplingParams, prompt: Prompt, encode: Callable[[], list[int]] | None
+) -> _Prepared:
+    """On a worker thread: the prompt's ids and the grammar of what follows them."""
+    ids: list[int] = list(prompt) if encode is None else encode()  # type: ignore[arg-type]
+    return ids, core.compile(params, ids)
 
 
 def _cell(request: Request) -> StreamCell:

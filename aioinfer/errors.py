@@ -57,6 +57,7 @@ class InvalidRequest(RequestError, ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 class Rejected(RequestError):

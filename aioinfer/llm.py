@@ -13,7 +13,7 @@ from aioinfer import assembly
 from aioinfer.config import EngineConfig
 from aioinfer.core import Core
 from aioinfer.errors import EngineClosed
-from aioinfer.execution.device import Device, Flight
+from aioinfer.execution.device import Device, Flight, StepResult
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
@@ -80,9 +80,11 @@ class LLM:
             raise EngineClosed("the LLM is closed")
         encode = assembly.encoder(self._core.tokenizer, prompt, chat_template_kwargs)
         ids = prompt if encode is None else encode()
+        params = params or self.default_params
         request = self._core.new_request(
             ids,  # type: ignore[arg-type]
-            params or self.default_params,
+            params,
+            grammar=self._core.compile(params, ids),  # type: ignore[arg-type]
             priority=assembly.priority(priority),
             cache_salt=assembly.label("cache_salt", cache_salt) or "",
             routing_key=assembly.label("routing_key", routing_key),
@@ -109,11 +111,11 @@ class LLM:
             return finished
         step, flight = self._flights.popleft()
         try:
-            tokens = flight.wait()
+            result = flight.wait()
         except Exception as error:
             self._core.fail(step, error)
             raise
-        moved = self._core.resolve(step, tokens)
+        moved = self._core.resolve(step, result)
         ended = [request for request in moved if request.finished]
         self._finished.update((request.key, request.result()) for request in ended if not request.error)
         for request in ended:
@@ -180,7 +182,7 @@ class _Failed:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def wait(self) -> list[int]:
+    def wait(self) -> StepResult:
         raise self._error
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Chunk", "FinishReason", "RequestMetrics", "Result", "Usage"]
+__all__ = ["Chunk", "FinishReason", "RequestMetrics", "Result", "TokenLogprob", "Usage"]
 
 #: Why an output ended: an end token, stop token or stop string; the length; or an abort.
 FinishReason = Literal["stop", "length", "abort"]
@@ -43,6 +44,17 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was: natural logarithm of the model's own probability, before temperature,
+    filters, penalties and grammars."""
+
+    token_id: int
+    logprob: float
+    #: the likeliest tokens in order, as (id, logprob); as many as were asked for
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """What became available since the last chunk of the same stream.
 
@@ -56,6 +68,8 @@ class Chunk:
     #: the stop string or stop token id that ended the output, if one did
     stop_reason: str | int | None = None
     usage: Usage | None = None
+    #: one entry per id, if logprobs were asked for
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +83,9 @@ class Result:
     usage: Usage
     stop_reason: str | int | None = None
     metrics: RequestMetrics | None = field(default=None, compare=False)
+    #: one entry per id, if logprobs were asked for
+    logprobs: list[TokenLogprob] | None = None
+    #: the prompt as the model read it
+    prompt_token_ids: Sequence[int] = field(default=(), compare=False)
+    #: one entry per token of the prompt, the first being None, if they were asked for
+    prompt_logprobs: list[TokenLogprob | None] | None = None

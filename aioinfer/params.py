@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from aioinfer.errors import InvalidRequest
 
-__all__ = ["SamplingParams"]
+__all__ = ["Grammar", "SamplingParams"]
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1024
 _MAX_STOP_IDS = 1024
+_MAX_BIASES = 1024
+_MAX_ALLOWED_IDS = 1 << 17
 _SEED_LIMIT = 2**63
+_MAX_TOP_LOGPROBS = 20
+_MAX_GRAMMAR = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like.
+
+    ``source`` is a JSON schema (``json_schema``, as text), a regular expression for the whole output
+    (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark (``lark``), or
+    nothing at all (``json_object``: any JSON object). Whether it is well-formed is found out when it is
+    compiled, off the event loop.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "json_object", "regex", "choice", "lark"):
+            raise InvalidRequest("grammar", f"{self.kind!r} is not a kind of grammar")
+        if not isinstance(self.source, str):
+            raise InvalidRequest("grammar", "must be given as text")
+        if len(self.source) > _MAX_GRAMMAR:
+            raise InvalidRequest("grammar", f"may have {_MAX_GRAMMAR} characters, got {len(self.source)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +65,11 @@ class SamplingParams:
         presence_penalty: subtracted once from tokens seen in the output, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
         skip_special_tokens: leave special tokens out of the text.
+        logit_bias: added to the logits of these token ids, in [-100, 100], before anything else.
+        allowed_token_ids: nothing but these can be sampled, end tokens included; ``None`` allows all.
+        logprobs: report how likely each token was, and so many of the likeliest ones (0 to 20) with it.
+        prompt_logprobs: the same for the tokens of the prompt. The prefix cache is not used for them.
+        grammar: what the output must look like; needs the extra ``aioinfer[structured]``.
         include_stop: keep the stop string or the text of the stop token in the output text.
     """
 
@@ -57,6 +88,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
     include_stop: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -76,8 +112,22 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, _MAX_ALLOWED_IDS)
+            if not allowed:
+                raise InvalidRequest("allowed_token_ids", "allows no token")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, _MAX_TOP_LOGPROBS)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequest("grammar", f"must be a Grammar, got {type(self.grammar).__name__}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(
+            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, _MAX_STOP_IDS)
+        )
 
     @property
     def greedy(self) -> bool:
@@ -117,10 +167,21 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return strings
 
 
-def _token_ids(ids: Any) -> tuple[int, ...]:
+def _token_ids(field: str, ids: Any, most: int) -> tuple[int, ...]:
     tokens: tuple[int, ...] = tuple(ids or ())
-    if len(tokens) > _MAX_STOP_IDS:
-        raise InvalidRequest("stop_token_ids", f"at most {_MAX_STOP_IDS} ids, got {len(tokens)}")
+    if len(tokens) > most:
+        raise InvalidRequest(field, f"at most {most} ids, got {len(tokens)}")
     for token in tokens:
-        _integer("stop_token_ids", token, 0, 2**31 - 1)
+        _integer(field, token, 0, 2**31 - 1)
     return tokens
+
+
+def _logit_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest("logit_bias", f"must map token ids to numbers, got {type(bias).__name__}")
+    if len(bias) > _MAX_BIASES:
+        raise InvalidRequest("logit_bias", f"at most {_MAX_BIASES} ids, got {len(bias)}")
+    for token, value in bias.items():
+        _integer("logit_bias", token, 0, 2**31 - 1)
+        _number("logit_bias", value, -100.0, 100.0)
+    return {int(token): float(value) for token, value in bias.items()}

@@ -7,11 +7,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.cache.radix import Lock, token_key
-from aioinfer.outputs import FinishReason, RequestMetrics, Result, Usage
+from aioinfer.outputs import FinishReason, RequestMetrics, Result, TokenLogprob, Usage
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
+    from aioinfer.text.grammar import GrammarState
 
 __all__ = ["Request", "RequestState"]
 
@@ -61,11 +62,13 @@ class Request:
         "error",
         "finish_reason",
         "finished_at",
+        "grammar",
         "hit",
         "introduced",
         "key",
         "last_step",
         "lock",
+        "logprobs",
         "max_length",
         "namespace",
         "output_ids",
@@ -76,9 +79,11 @@ class Request:
         "prefilled",
         "priority",
         "prompt_ids",
+        "prompt_logprobs",
         "relay_ready",
         "retractions",
         "routing_key",
+        "scored",
         "seed",
         "sent_pages",
         "slot",
@@ -100,6 +105,7 @@ class Request:
         max_length: int,
         arrival: float = 0.0,
         text: OutputText | None = None,
+        grammar: GrammarState | None = None,
         priority: int = 0,
         namespace: str = "",
         routing_key: str | None = None,
@@ -110,6 +116,7 @@ class Request:
         self.params = params
         self.seed = seed
         self.stop_ids = stop_ids
+        self.grammar = grammar
         #: prompt and output together never exceed this
         self.max_length = max_length
         #: larger goes first, where the policy looks at it
@@ -125,6 +132,12 @@ class Request:
         self.parked = False
         self.output_ids: list[int] = []
         self.token_times: list[float] = []
+        #: one per output token, if they were asked for
+        self.logprobs: list[TokenLogprob] = []
+        #: of the prompt's tokens from the second on, as far as they are known
+        self.prompt_logprobs: list[TokenLogprob] = []
+        #: positions whose next token of the prompt has been scored by launched steps
+        self.scored = 0
         self._sampled = 0
         self._computed = 0
         self._committed = 0
@@ -187,6 +200,15 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def reusable(self) -> int:
+        """Positions that need not be computed if their KV is cached. The last known token always is, and
+        so is what precedes a token of the prompt whose logprob is wanted and not there yet."""
+        scored = len(self.prompt_logprobs)
+        if self.params.prompt_logprobs is not None and scored < len(self.prompt_ids) - 1:
+            return scored
+        return self.known - 1
+
+    @property
     def committed(self) -> int:
         """Positions whose KV is written by resolved steps."""
         return self.known - 1 if self.prefilled else self._committed
@@ -205,6 +227,7 @@ class Request:
         """Its KV is gone but for ``cached`` positions; the tokens stay."""
         self._computed = self._committed = cached
         self.relay_ready = self.prefilled = self.introduced = False
+        self.scored = len(self.prompt_logprobs)
         self.sent_pages = 0
 
     # -- tokens ---------------------------------------------------------------------------------
@@ -252,6 +275,9 @@ class Request:
             usage=self.usage,
             stop_reason=self.stop_reason,
             metrics=self.metrics,
+            prompt_token_ids=self.prompt_ids,
+            logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aioinfer.observe.timeline import Timeline
     from aioinfer.scheduling.scheduler import Scheduler
 
 __all__ = ["EngineStats"]
@@ -66,6 +67,13 @@ class EngineStats:
     failed_checks: int
     #: seconds since a step last resolved; 0 while there is nothing to do
     stalled: float
+    #: share of the time in which the device computes while there is something to compute
+    overlap_ratio: float
+    #: seconds of idle device per step, meanwhile
+    host_gap: float
+    #: seconds until the loop reads a result that is there: smoothed, and the worst
+    loop_lag: float
+    loop_lag_worst: float
 
     @property
     def pages_in_use(self) -> int:
@@ -88,6 +96,7 @@ class EngineStats:
         steps_in_flight: int,
         failed_checks: int,
         stalled: float,
+        timeline: Timeline,
     ) -> EngineStats:
         """What the scheduler says, and what only the engine knows."""
         counters, memory, admitter = scheduler.counters, scheduler.memory, scheduler.admitter
@@ -128,4 +137,8 @@ class EngineStats:
             new_token_ratio=scheduler.ratio.value,
             failed_checks=failed_checks,
             stalled=stalled,
+            overlap_ratio=timeline.overlap().ratio,
+            host_gap=timeline.overlap().gap_per_step,
+            loop_lag=timeline.lag,
+            loop_lag_worst=timeline.lag_worst,
         )

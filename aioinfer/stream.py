@@ -135,10 +135,13 @@ class StreamCell:
         ended = request.finished and request.error is None
         if not (ended or text or (token_ids and (request.finished or not request.text.enabled))):
             return None
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = request.logprobs[self.taken_ids :]
         self.taken_pieces, self.taken_ids = len(pieces), len(ids)
         if not ended:
-            return Chunk(text, token_ids)
-        return Chunk(text, token_ids, request.finish_reason, request.stop_reason, request.usage)
+            return Chunk(text, token_ids, logprobs=logprobs)
+        return Chunk(text, token_ids, request.finish_reason, request.stop_reason, request.usage, logprobs)
 
 
 class Stream:

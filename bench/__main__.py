@@ -9,6 +9,7 @@ BENCHES = {
     "serving": "a load on any OpenAI endpoint or on an engine in this process",
     "scheduler": "microseconds of planning and resolving a step, without a device",
     "admission": "fifo against packing where long prompts stand before short ones",
+    "overlap": "how much of the time the device works, by window and launch mode",
     "prefix": "the prefix cache with shared, growing and unrelated prompts",
 }
 

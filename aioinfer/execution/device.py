@@ -6,15 +6,17 @@ device of :mod:`aioinfer.twin.toy`, which needs no torch at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.model.spec import Progress
+from aioinfer.observe.timeline import DeviceLane, now
+from aioinfer.outputs import TokenLogprob
 
 if TYPE_CHECKING:
     from aioinfer.scheduling.step import Step
 
-__all__ = ["Device", "DeviceInfo", "DeviceLost", "Flight", "Landed", "Progress"]
+__all__ = ["Device", "DeviceInfo", "DeviceLost", "Flight", "Landed", "Progress", "StepResult"]
 
 
 class DeviceLost(Exception):
@@ -34,27 +36,37 @@ class DeviceInfo:
     description: str
 
 
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought."""
+
+    #: one entry per row: the sampled token, ``NO_TOKEN``, ``BAD_LOGITS`` or ``BAD_GRAMMAR``
+    tokens: list[int]
+    #: by row, of sampled tokens, where they were asked for
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    #: by row, of the prompt's tokens from position ``row.scores[0] + 1`` on
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    #: when the host had it, on the clock of the timeline
+    done_at: float = field(default_factory=now)
+
+
 class Flight(Protocol):
     """A launched step whose result has not been read."""
 
-    def wait(self) -> list[int]:
-        """Block until the step is done, without holding the GIL meanwhile.
-
-        Returns one entry per row: the sampled token, ``NO_TOKEN`` or ``BAD_LOGITS``. Raises what the
-        device raised.
-        """
+    def wait(self) -> StepResult:
+        """Block until the step is done, without holding the GIL meanwhile. Raises what the device raised."""
 
 
 class Landed:
     """A flight that is done already, as those of synchronous devices are."""
 
-    __slots__ = ("_tokens",)
+    __slots__ = ("_result",)
 
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
 
-    def wait(self) -> list[int]:
-        return self._tokens
+    def wait(self) -> StepResult:
+        return self._result
 
 
 class Device(Protocol):
@@ -66,6 +78,8 @@ class Device(Protocol):
 
     #: ``launch`` returns only when the step is done, so ``wait`` never blocks
     synchronous: bool
+    #: where it tells when it did what; set before ``open``
+    lane: DeviceLane
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         """Load the model and take the memory. Raises ConfigError or OutOfMemory."""

@@ -18,7 +18,8 @@ import threading
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Progress
+from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Progress, StepResult
+from aioinfer.observe.timeline import Lane, Timeline, now
 from aioinfer.scheduling.step import Step
 
 __all__ = ["InlineLauncher", "Launcher", "ThreadLauncher"]
@@ -29,12 +30,15 @@ _log = logging.getLogger("aioinfer")
 class Launcher(Protocol):
     """Runs a device for one event loop."""
 
+    #: when what was done; the engine adds what the loop does
+    timeline: Timeline
+
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         """Open the device. Raises what opening raised."""
 
-    def launch(self, step: Step) -> asyncio.Future[list[int]]:
-        """Put a step in flight behind all earlier ones. The future resolves on the loop with one entry
-        per row, or with the device's exception; ``DeviceLost`` if no later step can succeed."""
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
+        """Put a step in flight behind all earlier ones. The future resolves on the loop with the
+        step's result, or with the device's exception; ``DeviceLost`` if no later step can succeed."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         """Close the device; False if it did not come to rest within ``timeout`` seconds."""
@@ -53,7 +57,7 @@ class _Poster:
         except RuntimeError:
             _log.debug("a result came in after its loop was closed")
 
-    def land(self, flight: Flight, future: asyncio.Future[list[int]]) -> None:
+    def land(self, flight: Flight, future: asyncio.Future[StepResult]) -> None:
         """Wait for a flight and post what came of it."""
         try:
             tokens = flight.wait()
@@ -68,11 +72,11 @@ class _CompletionThread:
 
     def __init__(self, poster: _Poster) -> None:
         self._poster = poster
-        self._flights: SimpleQueue[tuple[Flight, asyncio.Future[list[int]]] | None] = SimpleQueue()
+        self._flights: SimpleQueue[tuple[Flight, asyncio.Future[StepResult]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="aioinfer-completion", daemon=True)
         self._thread.start()
 
-    def submit(self, flight: Flight, future: asyncio.Future[list[int]]) -> None:
+    def submit(self, flight: Flight, future: asyncio.Future[StepResult]) -> None:
         self._flights.put((flight, future))
 
     def join(self) -> None:
@@ -89,30 +93,39 @@ class ThreadLauncher:
     """Launches on one dedicated thread, so that the loop never waits for a forward."""
 
     def __init__(self, device: Device) -> None:
+        self.timeline = Timeline()
         self._device = device
-        self._inbox: SimpleQueue[tuple[Any, asyncio.Future[list[int]]] | None] = SimpleQueue()
+        self._inbox: _Inbox = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rested: asyncio.Future[None] | None = None
         self._thread: threading.Thread | None = None
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._loop = loop = asyncio.get_running_loop()
+        self._device.lane = self.timeline.device
         opened: asyncio.Future[DeviceInfo] = loop.create_future()
         self._rested = loop.create_future()
         # A daemon: a device that hangs must not keep the interpreter from exiting. aclose() joins it.
         self._thread = threading.Thread(
             target=_launch_thread,
-            args=(self._inbox, _Poster(self._device, loop), opened, self._rested, progress),
+            args=(
+                self._inbox,
+                _Poster(self._device, loop),
+                opened,
+                self._rested,
+                progress,
+                self.timeline.launch,
+            ),
             name="aioinfer-launch",
             daemon=True,
         )
         self._thread.start()
         return await opened
 
-    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
         assert self._loop is not None, "not started"
-        future: asyncio.Future[list[int]] = self._loop.create_future()
-        self._inbox.put((self._device.prepare(step), future))
+        future: asyncio.Future[StepResult] = self._loop.create_future()
+        self._inbox.put((step.id, self._device.prepare(step), future))
         return future
 
     async def aclose(self, timeout: float = 10.0) -> bool:
@@ -135,11 +148,12 @@ class ThreadLauncher:
 
 
 def _launch_thread(
-    inbox: SimpleQueue[tuple[Any, asyncio.Future[list[int]]] | None],
+    inbox: _Inbox,
     poster: _Poster,
     opened: asyncio.Future[DeviceInfo],
     rested: asyncio.Future[None],
     progress: Progress | None,
+    lane: Lane,
 ) -> None:
     """The launch thread, from opening the device to closing it. Knows nothing of its launcher."""
     device = poster.device
@@ -149,9 +163,11 @@ def _launch_thread(
         poster.post(opened, None, error)
     completion = None if device.synchronous else _CompletionThread(poster)
     while (item := inbox.get()) is not None:
-        prepared, future = item
+        step, prepared, future = item
+        start = now()
         try:
             flight = device.launch(prepared)
+            lane.add("launch", step, start, now())
         except BaseException as error:
             poster.post(future, None, _diagnose(device, error))
         else:
@@ -166,6 +182,10 @@ def _launch_thread(
     poster.post(rested, None)
 
 
+#: step id, what the device prepared, and whom to tell
+_Inbox = SimpleQueue[tuple[int, Any, "asyncio.Future[StepResult]"] | None]
+
+
 class InlineLauncher:
     """Launches on the loop's own thread: for study, for comparison, and for tiny models.
 
@@ -174,22 +194,27 @@ class InlineLauncher:
     """
 
     def __init__(self, device: Device) -> None:
+        self.timeline = Timeline()
         self._device = device
         self._loop: asyncio.AbstractEventLoop | None = None
         self._completion: _CompletionThread | None = None
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._loop = asyncio.get_running_loop()
+        self._device.lane = self.timeline.device
         info = self._device.open(progress)
         if not self._device.synchronous:
             self._completion = _CompletionThread(_Poster(self._device, self._loop))
         return info
 
-    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
         assert self._loop is not None, "not started"
-        future: asyncio.Future[list[int]] = self._loop.create_future()
+        future: asyncio.Future[StepResult] = self._loop.create_future()
+        prepared = self._device.prepare(step)
+        start = now()
         try:
-            flight = self._device.launch(self._device.prepare(step))
+            flight = self._device.launch(prepared)
+            self.timeline.launch.add("launch", step.id, start, now())
             if self._completion is not None:
                 self._completion.submit(flight, future)
             else:

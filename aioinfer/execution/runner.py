@@ -3,57 +3,152 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from aioinfer.execution.device import StepResult
+from aioinfer.execution.masks import GrammarRow, Masks
 from aioinfer.execution.packing import Packed
 from aioinfer.execution.relay import Relay
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
+from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.logprobs import Logprobs
+from aioinfer.sampling.masks import add_biases_, apply_masks_
 from aioinfer.sampling.sampler import Sampler
+from aioinfer.scheduling.step import BAD_GRAMMAR
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "Sampled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step leaves on the device for the host to read."""
+
+    #: int64 [S], or None if no row samples
+    tokens: torch.Tensor | None
+    #: of the rows and positions that asked for them, with ``chosen``, float32 [N]
+    logprobs: Logprobs | None
+    chosen: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that has to be copied; read back by :meth:`result` in the same order."""
+        found = [] if self.tokens is None else [self.tokens]
+        if self.logprobs is not None and self.chosen is not None:
+            found += [self.chosen, self.logprobs.top_ids, self.logprobs.top]
+        return found
+
+    def result(self, packed: Packed, copies: Sequence[torch.Tensor]) -> StepResult:
+        """The step's result from host copies of :meth:`tensors`."""
+        values = [copy.tolist() for copy in copies]
+        tokens = [] if self.tokens is None else values.pop(0)
+        chosen, top_ids, top = values or ([], [], [])
+        return packed.result(tokens, chosen, top_ids, top)
 
 
 class Runner:
     """Computes steps in the order of their launch. Launch thread only."""
 
-    __slots__ = ("_attention", "_model", "_relay", "_sampler")
+    __slots__ = ("_attention", "_lane", "_model", "_relay", "_sampler", "masks")
 
-    def __init__(self, model: CausalLM, attention: Attention, sampler: Sampler, relay: Relay) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: Attention,
+        sampler: Sampler,
+        relay: Relay,
+        masks: Masks,
+        lane: DeviceLane | None = None,
+    ) -> None:
+        self.masks = masks
+        self._lane = DeviceLane() if lane is None else lane
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._relay = relay
 
     @torch.inference_mode()
-    def run(self, packed: Packed, ints: torch.Tensor, floats: torch.Tensor) -> torch.Tensor | None:
+    def run(
+        self,
+        packed: Packed,
+        ints: torch.Tensor,
+        floats: torch.Tensor,
+        before_masks: Callable[[], object] | None = None,
+    ) -> Sampled:
         """One step; ``ints`` and ``floats`` are ``packed``'s buffers on the device.
 
-        Returns the sampled tokens, int64 [S], or None if no row samples.
+        ``before_masks`` is called after the forward and before waiting for masks.
+
         """
-        batch, slots, sampling = _unpack(packed, ints, floats)
+        start = now()
+        batch, slots, sampling, score_ids, biases = _unpack(packed, ints, floats)
         self._relay.gather(batch.input_ids, slots, batch.num_decodes)
         logits = self._model.forward(batch, self._attention)
-        if not packed.sample_rows:
+        forward = mask = now()
+        count = len(packed.sample_rows)
+        logprobs = _logprobs(logits, packed) if packed.top >= 0 else None
+        if not count:
             # A first chunk of a prompt: what it says of its request must not be lost.
             self._sampler.reset(packed.penalty_resets)
-            return None
+            self._lane.step(packed.step_id, start, forward, mask, now())
+            return Sampled(None, logprobs, None if logprobs is None else logprobs.of(score_ids))
+        logits = logits[:count]
+        if len(biases[0]):
+            add_biases_(logits, *biases)
+        for row, words in packed.allowed:
+            _allow(logits, row, words)
+        broken = None
+        if packed.grammars:
+            if before_masks is not None:
+                before_masks()
+            broken = self._constrain(logits, packed.grammars)
+            mask = now()
         tokens = self._sampler.sample(logits, sampling)
+        if broken is not None:
+            tokens[broken] = BAD_GRAMMAR
         self._relay.scatter(sampling.slots, tokens)
-        return tokens
+        self._lane.step(packed.step_id, start, forward, mask, now())
+        if logprobs is None:
+            return Sampled(tokens, None, None)
+        wanted = tokens[[row for row, _ in packed.logprobs]]
+        return Sampled(tokens, logprobs, logprobs.of(torch.cat((wanted, score_ids))))
+
+    def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow]) -> torch.Tensor | None:
+        """Apply the masks of this step, which were made while its forward ran; returns the rows that
+        cannot go on, if there are any."""
+        table, failed = self.masks.collect(grammars)
+        rows = torch.tensor([row for row, _, _ in grammars])
+        apply_masks_(logits, rows.to(logits.device), torch.from_numpy(table).to(logits.device))
+        return torch.tensor(failed, device=logits.device) if failed else None
+
+
+def _allow(logits: torch.Tensor, row: int, words: npt.NDArray[np.int32]) -> None:
+    mask = torch.from_numpy(words).unsqueeze(0).to(logits.device)
+    apply_masks_(logits, torch.tensor([row], device=logits.device), mask)
+
+
+def _logprobs(logits: torch.Tensor, packed: Packed) -> Logprobs:
+    """Of the sampling rows that want them, then of the scored positions."""
+    rows = [row for row, _ in packed.logprobs]
+    rows += range(len(packed.sample_rows), len(logits))
+    return Logprobs(logits[rows], packed.top)
 
 
 def _unpack(
     packed: Packed, ints: torch.Tensor, floats: torch.Tensor
-) -> tuple[Batch, torch.Tensor, SamplingBatch]:
+) -> tuple[Batch, torch.Tensor, SamplingBatch, torch.Tensor, list[torch.Tensor]]:
     """Views of the buffers' sections; see :class:`~aioinfer.execution.packing.Packed`."""
     bounds = list(itertools.accumulate(packed.sizes, initial=0))
     parts = [ints[start:stop] for start, stop in itertools.pairwise(bounds)]
     input_ids, positions, slot_mapping, cu_q, kv_len, slots, tables = parts[:7]
-    logits_rows, sample_slots, sample_positions, seeds, top_k, banned_rows, banned_ids = parts[7:]
+    logits_rows, sample_slots, sample_positions, seeds, top_k, banned_rows, banned_ids = parts[7:14]
+    score_ids, *biases = parts[14:]
     batch = Batch(
         input_ids=input_ids,
         positions=positions,
@@ -87,4 +182,4 @@ def _unpack(
         banned_ids=banned_ids if len(banned_ids) else None,
         penalty_resets=packed.penalty_resets,
     )
-    return batch, slots, sampling
+    return batch, slots, sampling, score_ids, biases

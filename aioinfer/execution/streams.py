@@ -10,13 +10,15 @@ CUDA, per step::
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 import torch
 
-from aioinfer.execution.device import DeviceLost, Flight, Landed
+from aioinfer.execution.device import DeviceLost, Flight, Landed, StepResult
+from aioinfer.execution.masks import Masks
 from aioinfer.execution.packing import Packed
-from aioinfer.execution.runner import Runner
+from aioinfer.execution.runner import Runner, Sampled
 
 __all__ = ["Backend", "CpuBackend", "CudaBackend"]
 
@@ -36,8 +38,10 @@ class CpuBackend:
         self._runner = runner
 
     def launch(self, packed: Packed) -> Flight:
-        tokens = self._runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.floats))
-        return Landed(packed.spread([] if tokens is None else tokens.tolist()))
+        sampled = self._runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.floats))
+        result = sampled.result(packed, sampled.tensors())
+        self._runner.masks.advance_step(packed.grammars, packed.sample_rows, result.tokens)
+        return Landed(result)
 
     def check(self) -> None:
         """A CPU is never lost."""
@@ -79,6 +83,7 @@ class CudaBackend:
         self._forward.wait_stream(torch.cuda.current_stream(device))
         self._ring = [_PinnedBuffers() for _ in range(self.RING)]
         self._next = 0
+        self._newest: _CudaFlight | None = None
 
     def launch(self, packed: Packed) -> Flight:
         place = self._ring[self._next]
@@ -91,15 +96,24 @@ class CudaBackend:
         with torch.cuda.stream(self._forward):
             ints = place.ints[:num_ints].to(self._device, non_blocking=True)
             floats = place.floats[:num_floats].to(self._device, non_blocking=True)
-            tokens = self._runner.run(packed, ints, floats.view(packed.floats.shape))
+            # The masks of this step need the tokens of the one before, whoever gets to reading them.
+            before = None if self._newest is None else self._newest.wait
+            sampled = self._runner.run(packed, ints, floats.view(packed.floats.shape), before)
         self._copy.wait_stream(self._forward)
-        host = place.tokens[: len(packed.sample_rows)]
         with torch.cuda.stream(self._copy):
-            if tokens is not None:
-                host.copy_(tokens, non_blocking=True)
+            copies = [self._to_host(place, tensor) for tensor in sampled.tensors()]
             place.done.record(self._copy)
-        # ``tokens`` is kept until the copy is done: its memory belongs to the forward stream.
-        return _CudaFlight(packed, host, place.done, tokens)
+        # ``sampled`` is kept until the copy is done: its memory belongs to the forward stream.
+        self._newest = _CudaFlight(packed, copies, place.done, sampled, self._runner.masks)
+        return self._newest
+
+    def _to_host(self, place: _PinnedBuffers, tensor: torch.Tensor) -> torch.Tensor:
+        """Start a copy: tokens into the ring, logprobs, which are rare, into memory of their own."""
+        if tensor.dtype == torch.int64 and tensor.dim() == 1:
+            host = place.tokens[: len(tensor)]
+        else:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def check(self) -> None:
         try:
@@ -109,19 +123,32 @@ class CudaBackend:
 
 
 class _CudaFlight:
-    __slots__ = ("_done", "_host", "_packed", "_tokens")
+    __slots__ = ("_copies", "_done", "_lock", "_masks", "_packed", "_result", "_sampled")
 
     def __init__(
-        self, packed: Packed, host: torch.Tensor, done: torch.cuda.Event, tokens: torch.Tensor | None
+        self,
+        packed: Packed,
+        copies: list[torch.Tensor],
+        done: torch.cuda.Event,
+        sampled: Sampled,
+        masks: Masks,
     ) -> None:
+        self._masks = masks
         self._packed = packed
-        self._host = host
+        self._copies = copies
         self._done = done
-        self._tokens = tokens
+        self._sampled = sampled
+        self._lock = threading.Lock()
+        self._result: StepResult | None = None
 
-    def wait(self) -> list[int]:
-        self._done.synchronize()
-        return self._packed.spread(self._host.tolist())
+    def wait(self) -> StepResult:
+        with self._lock:
+            if self._result is None:
+                self._done.synchronize()
+                packed = self._packed
+                self._result = self._sampled.result(packed, self._copies)
+                self._masks.advance_step(packed.grammars, packed.sample_rows, self._result.tokens)
+            return self._result
 
 
 def _round_up(size: int) -> int:

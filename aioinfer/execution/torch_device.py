@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
+from aioinfer.execution.masks import Masks
 from aioinfer.execution.packing import Packed, Packer
+from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class TorchDevice:
         self._config = config
         self._packer: Packer | None = None
         self._backend: Backend | None = None
+        self._masks = Masks()
+        self.lane = DeviceLane()
         self._threads_before: int | None = None
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
@@ -78,6 +82,8 @@ class TorchDevice:
             SDPAAttention(pool),
             Sampler(config.num_slots, spec.vocab_size, device),
             Relay(config.num_slots, device),
+            self._masks,
+            self.lane,
         )
         self._backend = CudaBackend(runner, device) if device.type == "cuda" else CpuBackend(runner)
         self.synchronous = device.type == "cpu"
@@ -107,6 +113,7 @@ class TorchDevice:
     def close(self) -> None:
         self._backend = None
         self._packer = None
+        self._masks.close()
         if self._threads_before is not None:
             import torch
 

@@ -174,7 +174,7 @@ class Memory:
 
     def _key(self, request: Request) -> bytes:
         size = self.pages.page_size
-        return request.token_key(0, (request.known - 1) // size * size)
+        return request.token_key(0, request.reusable // size * size)
 
     def _take(self, count: int) -> list[int] | None:
         """Free pages, cached ones if there are not enough; None if some are still being read."""

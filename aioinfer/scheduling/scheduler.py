@@ -16,9 +16,13 @@ from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, Prefi
 from aioinfer.scheduling.decodes import NO_DECODES, DecodeBatch, Decodes
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Fcfs, Policy
-from aioinfer.scheduling.step import BAD_LOGITS, Admission, Row, Step
+from aioinfer.scheduling.step import BAD_GRAMMAR, BAD_LOGITS, Admission, Row, Step
 
 __all__ = ["Scheduler", "SchedulerCounters"]
+
+
+#: longest prefill chunk of a request whose prompt's tokens are scored
+_MAX_SCORED = 64
 
 
 @dataclass(slots=True)
@@ -261,13 +265,21 @@ class Scheduler:
     def _chunk(self, request: Request, budget: StepBudget, most: int | None = None) -> Row:
         """A prefill row of the next positions of an admitted request."""
         start = request.computed
+        if request.params.prompt_logprobs is not None:
+            # Logits of every position take room: a little at a time.
+            most = _MAX_SCORED if most is None else min(most, _MAX_SCORED)
         length = budget.chunk(start, request.length - start, most)
         budget.spend_prefill(length)
         admission = None
         if not request.introduced:
             request.introduced = True
             admission = Admission(
-                request.params, request.seed, request.stop_ids, request.prompt_ids, tuple(request.output_ids)
+                request.params,
+                request.seed,
+                request.stop_ids,
+                request.prompt_ids,
+                tuple(request.output_ids),
+                request.grammar,
             )
         row = Row(
             request=request,
@@ -280,12 +292,20 @@ class Scheduler:
             first_new_page=request.sent_pages,
             admission=admission,
         )
+        if request.params.prompt_logprobs is not None:
+            row.scores = self._score(request, row.kv_length)
         request.sent_pages = len(request.pages)
         request.advance(row.kv_length, len(request.output_ids) + row.samples)
         if row.samples:
             request.relay_ready = True
             del self.prefilling[request.key]
         return row
+
+    def _score(self, request: Request, stop: int) -> tuple[int, int] | None:
+        """Positions up to ``stop`` whose next token in the prompt was not scored yet."""
+        first, last = request.scored, min(stop, len(request.prompt_ids) - 1)
+        request.scored = max(first, last)
+        return (first, last) if first < last else None
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -472,6 +492,10 @@ class Scheduler:
             request.output_ids.pop()
             self.memory.distrust(request)
             self.finish(request, "abort", FloatingPointError("the model gave no finite logits"))
+        elif token == BAD_GRAMMAR:
+            request.output_ids.pop()
+            reason = None if request.grammar is None else request.grammar.failed
+            self.finish(request, "abort", ValueError(reason or "its grammar allows no token"))
         else:
             request.stop_reason = token
             self.finish(request, "stop")

@@ -11,13 +11,16 @@ from aioinfer.scheduling.decodes import Decodes
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
     from aioinfer.request import Request
+    from aioinfer.text.grammar import GrammarState
 
-__all__ = ["BAD_LOGITS", "NO_TOKEN", "Admission", "Row", "Step"]
+__all__ = ["BAD_GRAMMAR", "BAD_LOGITS", "NO_TOKEN", "Admission", "Row", "Step"]
 
 #: In a step's result: this row does not sample.
 NO_TOKEN = -1
 #: In a step's result: the row's logits were not finite; its request fails, alone.
 BAD_LOGITS = -2
+#: In a step's result: the row's grammar allows no token, or failed; so does its request, alone.
+BAD_GRAMMAR = -3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Admission:
     stop_ids: frozenset[int]
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    #: what the output must look like
+    grammar: GrammarState | None = None
 
 
 @dataclass(slots=True)
@@ -52,6 +57,8 @@ class Row:
     new_pages: Sequence[int]
     first_new_page: int
     admission: Admission | None
+    #: positions [first, last) of the row whose next token of the prompt is to be scored
+    scores: tuple[int, int] | None = None
 
     @property
     def kv_length(self) -> int:

@@ -18,6 +18,7 @@ from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Usage
 from aioinfer.params import SamplingParams
+from aioinfer.server.structured import STRUCTURED_FIELDS, parse_grammar
 
 __all__ = ["Call", "parse_body", "parse_chat", "parse_completion", "usage_body"]
 
@@ -42,33 +43,24 @@ _SAMPLING = {
     "frequency_penalty": "frequency_penalty",
     "skip_special_tokens": "skip_special_tokens",
     "include_stop_str_in_output": "include_stop",
+    "logit_bias": "logit_bias",
+    "allowed_token_ids": "allowed_token_ids",
 }
 #: Fields that constrain the output, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
     "tools": (None, []),
     "functions": (None, []),
     "suffix": (None, ""),
-    "grammar": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "json_schema": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
     "use_beam_search": (None, False),
 }
 _KNOWN = {
     *_SAMPLING,
     *_UNSUPPORTED,
+    *STRUCTURED_FIELDS,
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
     "model",
     "messages",
     "prompt",
@@ -139,7 +131,11 @@ def parse_chat(body: Mapping[str, Any], defaults: SamplingParams, model: str) ->
         raise InvalidRequest("chat_template_kwargs", "must be an object")
     if kwargs is not None and {"tokenize", "chat_template", "conversation", "tools"} & kwargs.keys():
         raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
-    return _call("chatcmpl", body, [messages], defaults, model, kwargs)
+    top = body.get("top_logprobs")
+    if top is not None and not _flag(body, "logprobs"):
+        raise InvalidRequest("top_logprobs", "needs logprobs")
+    logprobs = (0 if top is None else top) if _flag(body, "logprobs") else None
+    return _call("chatcmpl", body, [messages], defaults, model, kwargs, logprobs)
 
 
 def parse_completion(body: Mapping[str, Any], defaults: SamplingParams, model: str) -> Call:
@@ -156,7 +152,10 @@ def parse_completion(body: Mapping[str, Any], defaults: SamplingParams, model: s
         raise InvalidRequest("best_of", "other than n is not supported")
     if body.get("max_tokens") is None:
         body = {**body, "max_tokens": 16}
-    return _call("cmpl", body, prompts, defaults, model, None)
+    logprobs = body.get("logprobs")
+    if logprobs is not None and _flag(body, "echo") and _flag(body, "stream"):
+        raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
+    return _call("cmpl", body, prompts, defaults, model, None, logprobs)
 
 
 def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:
@@ -178,6 +177,7 @@ def _call(
     defaults: SamplingParams,
     model: str,
     chat_template_kwargs: Mapping[str, Any] | None,
+    logprobs: int | None,
 ) -> Call:
     for name, neutral in _UNSUPPORTED.items():
         if name in body and body[name] not in neutral:
@@ -195,7 +195,7 @@ def _call(
         created=int(time.time()),
         model=model,
         prompts=prompts,
-        params=_sampling(body, defaults),
+        params=_sampling(body, defaults, logprobs),
         n=n,
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
@@ -209,18 +209,32 @@ def _call(
     )
 
 
-def _sampling(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+def _sampling(body: Mapping[str, Any], defaults: SamplingParams, logprobs: int | None) -> SamplingParams:
     """The model's own defaults, overridden by what the body says; null says nothing."""
     values = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
     for name, field in _SAMPLING.items():
         if body.get(name) is None:
             continue
-        values[field] = body[name]
+        values[field] = _bias(body[name]) if name == "logit_bias" else body[name]
     if isinstance(values["stop"], (dict, int, float)):
         raise InvalidRequest("stop", "must be text or a list of texts")
     if not isinstance(values["stop_token_ids"], (list, tuple)):
         raise InvalidRequest("stop_token_ids", "must be a list of token ids")
+    values["grammar"] = parse_grammar(body)
+    values["logprobs"] = logprobs
+    if logprobs is not None and _flag(body, "echo"):
+        values["prompt_logprobs"] = logprobs
     return SamplingParams(**values)
+
+
+def _bias(value: Any) -> Any:
+    """JSON's keys are text."""
+    if not isinstance(value, dict):
+        raise InvalidRequest("logit_bias", "must be an object")
+    try:
+        return {int(token): bias for token, bias in value.items()}
+    except ValueError:
+        raise InvalidRequest("logit_bias", "has keys that are no token ids") from None
 
 
 def _reseeded(params: SamplingParams, number: int) -> SamplingParams:

@@ -52,6 +52,7 @@ class Routes:
         router.add_get(f"{prefix}/models/{{model}}", self._guarded(self.model))
         if health is not None:
             router.add_get(health, self.health)
+            router.add_get(health.rsplit("/", 1)[0] + "/debug/trace", self._guarded(self.trace))
 
     # -- endpoints ------------------------------------------------------------------------------
 
@@ -75,6 +76,11 @@ class Routes:
             stalled = self._engine.stats().stalled > self._config.stall_timeout
             status = "stalled" if stalled else "ok"
         return web.json_response({"status": status}, status=200 if status == "ok" else 503)
+
+    async def trace(self, request: web.Request) -> web.StreamResponse:
+        """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
+        trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
+        return web.Response(text=trace, content_type="application/json")
 
     def _model_body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"id": self._model, "object": "model", "created": 0, "owned_by": "aioinfer"}
@@ -131,7 +137,7 @@ class Routes:
             if call.stream:
                 return await self._stream(request, call, shape, streams)
             results = await _unless_gone(request, _gather(streams))
-            return _whole(call, shape, results, await self._echoes(call))
+            return self._whole(call, shape, results, await self._echoes(call))
 
     async def _stream(
         self, request: web.Request, call: Call, shape: Shape, streams: Sequence[Stream]
@@ -163,7 +169,7 @@ class Routes:
                     await events.send(shape.first(call, index, echo))
             async with asyncio.TaskGroup() as group:
                 sending = [
-                    group.create_task(_send_choice(call, shape, index, stream, events))
+                    group.create_task(self._send_choice(call, shape, index, stream, events))
                     for index, stream in enumerate(streams)
                 ]
         except BaseExceptionGroup as failed:
@@ -175,6 +181,43 @@ class Routes:
             if call.include_usage:
                 await events.send(shape.usage(call, usage_body([task.result() for task in sending], call.n)))
         await events.close()
+
+    async def _send_choice(
+        self, call: Call, shape: Shape, index: int, stream: Stream, events: EventStream
+    ) -> Usage:
+        last: Chunk | None = None
+        writer = None if call.params.logprobs is None else shape.logprobs(self._spell)
+        async for chunk in stream:
+            logprobs = writer.write(chunk.logprobs) if writer is not None and chunk.logprobs else None
+            await events.send(shape.delta(call, index, chunk, logprobs))
+            last = chunk
+        assert last is not None
+        assert last.usage is not None
+        return last.usage
+
+    def _whole(
+        self, call: Call, shape: Shape, results: Sequence[Result], echoes: Sequence[str]
+    ) -> web.Response:
+        choices = []
+        for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
+            logprobs = None
+            if result.logprobs is not None:
+                entries = [*(result.prompt_logprobs or []), *result.logprobs]
+                logprobs = shape.logprobs(self._spell).write(entries, result.prompt_token_ids[0])
+            choices.append(shape.choice(index, echo + result.text, result.finish_reason, logprobs))
+        body = {
+            "id": call.id,
+            "object": shape.whole_object,
+            "created": call.created,
+            "model": call.model,
+            "choices": choices,
+            "usage": usage_body([result.usage for result in results], call.n),
+        }
+        return web.json_response(body)
+
+    def _spell(self, token: int) -> str:
+        tokenizer = self._engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
     async def _echoes(self, call: Call) -> list[str]:
         """The prompt of every choice, where it is to be echoed."""
@@ -211,16 +254,6 @@ async def _read(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise web.HTTPRequestTimeout(reason="the body did not arrive in time") from None
-
-
-async def _send_choice(call: Call, shape: Shape, index: int, stream: Stream, events: EventStream) -> Usage:
-    last: Chunk | None = None
-    async for chunk in stream:
-        await events.send(shape.delta(call, index, chunk))
-        last = chunk
-    assert last is not None
-    assert last.usage is not None
-    return last.usage
 
 
 async def _gather(streams: Sequence[Stream]) -> list[Result]:
@@ -267,18 +300,3 @@ async def _unless_raises(watch: asyncio.Task[None], work: Coroutine[Any, Any, No
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-def _whole(call: Call, shape: Shape, results: Sequence[Result], echoes: Sequence[str]) -> web.Response:
-    body = {
-        "id": call.id,
-        "object": shape.whole_object,
-        "created": call.created,
-        "model": call.model,
-        "choices": [
-            shape.choice(index, echo + result.text, result.finish_reason)
-            for index, (echo, result) in enumerate(zip(echoes, results, strict=True))
-        ],
-        "usage": usage_body([result.usage for result in results], call.n),
-    }
-    return web.json_response(body)

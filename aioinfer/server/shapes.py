@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from aioinfer.outputs import Chunk
+from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs
 from aioinfer.server.protocol import Call
 
 __all__ = ["CHAT", "COMPLETION", "Shape"]
@@ -25,9 +27,15 @@ class Shape:
         self.opening = opening
         self._chat = chat
 
-    def choice(self, index: int, text: str, finish_reason: str) -> dict[str, Any]:
+    def logprobs(self, spell: Callable[[int], str]) -> ChatLogprobs | CompletionLogprobs:
+        """What writes the logprobs of one choice."""
+        return ChatLogprobs(spell) if self._chat else CompletionLogprobs(spell)
+
+    def choice(
+        self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """A whole choice."""
-        body: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+        body: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": logprobs}
         if self._chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
@@ -39,19 +47,20 @@ class Shape:
         delta = self.opening if self.opening is not None else self._delta % json.dumps(echo)
         return self._event(call, index, delta, "null")
 
-    def delta(self, call: Call, index: int, chunk: Chunk) -> str:
+    def delta(self, call: Call, index: int, chunk: Chunk, logprobs: dict[str, Any] | None = None) -> str:
         """The event for a chunk; the last one carries the finish reason."""
         reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
-        return self._event(call, index, self._delta % json.dumps(chunk.text), reason)
+        written = "null" if logprobs is None else json.dumps(logprobs)
+        return self._event(call, index, self._delta % json.dumps(chunk.text), reason, written)
 
     def usage(self, call: Call, usage: dict[str, Any]) -> str:
         """The event after all choices."""
         return f'{self._head(call)},"choices":[],"usage":{json.dumps(usage)}}}'
 
-    def _event(self, call: Call, index: int, delta: str, reason: str) -> str:
+    def _event(self, call: Call, index: int, delta: str, reason: str, logprobs: str = "null") -> str:
         usage = ',"usage":null' if call.include_usage else ""
         return (
-            f'{self._head(call)},"choices":[{{"index":{index},{delta},"logprobs":null,'
+            f'{self._head(call)},"choices":[{{"index":{index},{delta},"logprobs":{logprobs},'
             f'"finish_reason":{reason}}}]{usage}}}'
         )
 

@@ -53,6 +53,10 @@ class Tokenizer(Protocol):
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """For an output that continues ``prompt_ids``."""
 
+    def for_grammars(self) -> Any:
+        """The vocabulary as llguidance takes it: the JSON of a tokenizers file, or a TokenizerWrapper.
+        Raises InvalidRequest if there is no such thing."""
+
 
 class HFTokenizer:
     """The tokenizer of a model directory, through transformers. Its methods may be called from any thread.
@@ -147,6 +151,13 @@ class HFTokenizer:
         return OffsetDetokenizer(
             lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), prompt_ids
         )
+
+    def for_grammars(self) -> str:
+        """The JSON of the fast tokenizer."""
+        if self._fast is None:
+            raise InvalidRequest("grammar", "needs a model with a fast tokenizer")
+        text: str = self._fast.to_str()
+        return text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int]

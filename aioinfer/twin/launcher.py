@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress
+from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress, StepResult
+from aioinfer.observe.timeline import Timeline
 from aioinfer.scheduling.step import Step
 
 __all__ = ["TimedLauncher"]
@@ -17,7 +18,9 @@ class TimedLauncher:
     the host did meanwhile to memory that the step uses shows up as a wrong result."""
 
     def __init__(self, device: Device, step_time: Callable[[Step], float]) -> None:
+        self.timeline = Timeline()
         self._device = device
+        self._device.lane = self.timeline.device
         self._step_time = step_time
         self._free_at = 0.0
         #: a device that hangs: steps are accepted and never end
@@ -27,15 +30,15 @@ class TimedLauncher:
         self._free_at = asyncio.get_running_loop().time()
         return self._device.open(progress)
 
-    def launch(self, step: Step) -> asyncio.Future[list[int]]:
+    def launch(self, step: Step) -> asyncio.Future[StepResult]:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[int]] = loop.create_future()
+        future: asyncio.Future[StepResult] = loop.create_future()
         prepared = self._device.prepare(step)
         self._free_at = max(self._free_at, loop.time()) + self._step_time(step)
         loop.call_at(self._free_at, self._compute, prepared, future)
         return future
 
-    def _compute(self, prepared: Any, future: asyncio.Future[list[int]]) -> None:
+    def _compute(self, prepared: Any, future: asyncio.Future[StepResult]) -> None:
         if self.hung or future.cancelled():
             return
         try:

@@ -13,11 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from aioinfer.execution.device import DeviceInfo, DeviceLost, Landed, Progress
+from aioinfer.execution.device import DeviceInfo, DeviceLost, Landed, Progress, StepResult
+from aioinfer.execution.masks import Masks
+from aioinfer.observe.timeline import DeviceLane, now
+from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.step import NO_TOKEN, Admission, Row, Step
+from aioinfer.scheduling.step import BAD_GRAMMAR, NO_TOKEN, Admission, Row, Step
+from aioinfer.text.grammar import GrammarState
 
-__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate"]
+__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
 
 _MASK = (1 << 63) - 1
 _POISON = -7
@@ -69,6 +73,11 @@ def toy_generate(
     return output
 
 
+def toy_logprob(position: int, token: int) -> TokenLogprob:
+    """What the toy reports for a token at a position: nothing of meaning, but of nobody else."""
+    return TokenLogprob(token, -(1000.0 * position + token))
+
+
 class ToyDevice:
     """A device without a model. Synchronous; needs numpy only.
 
@@ -95,6 +104,8 @@ class ToyDevice:
         capacity = num_pages * page_size
         self._max_model_len = capacity if max_model_len is None else min(max_model_len, capacity)
         self._num_slots = num_slots
+        self.masks = Masks(threaded=False)
+        self.lane = DeviceLane()
         self.steps = 0
         self._reset()
 
@@ -144,6 +155,7 @@ class ToyDevice:
             raise TaintError(f"step {step.id} was launched after step {self._last_step}")
         self._last_step = step.id
         self.steps += 1
+        start = now()
         try:
             if self.fault is not None:
                 self.fault(step)
@@ -153,7 +165,19 @@ class ToyDevice:
         # All rows write before any row samples, as in a packed forward.
         rows = prepared.rows
         states = [self._write(row, table) for row, table in zip(rows, prepared.tables, strict=True)]
-        return Landed([self._sample(row, state) for row, state in zip(rows, states, strict=True)])
+        result = StepResult([self._sample(row, state) for row, state in zip(rows, states, strict=True)])
+        for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
+            admission = self._admissions[row.slot]
+            assert admission is not None
+            if row.samples and admission.params.logprobs is not None:
+                result.logprobs[index] = toy_logprob(row.kv_length, token)
+            if row.scores is not None:
+                ids = admission.prompt_ids
+                result.prompt_logprobs[index] = [
+                    toy_logprob(at + 1, ids[at + 1]) for at in range(*row.scores)
+                ]
+        self.lane.step(step.id, start, start, start, now())
+        return Landed(result)
 
     def check(self) -> None:
         if self.lost:
@@ -215,8 +239,26 @@ class ToyDevice:
         admission = self._admissions[row.slot]
         if admission is None:
             raise TaintError(f"{row.request}: its slot was never admitted")
-        token = _next_token(state, admission, row.output_index, self.vocab_size)
+        if admission.grammar is None:
+            token = _next_token(state, admission, row.output_index, self.vocab_size)
+        else:
+            token = self._constrained(row, state, admission, admission.grammar)
         self._relay[row.slot] = token
+        if token < 0:
+            # The request has ended with this; what is in flight for it already is junk.
+            self._doomed.add(row.request.key)
+        return token
+
+    def _constrained(self, row: Row, state: int, admission: Admission, grammar: GrammarState) -> int:
+        """The first token from the one it would have been on that the grammar allows."""
+        rows = [(0, grammar, row.kv_length)]
+        (mask,), failed = self.masks.collect(rows)
+        if failed:
+            return BAD_GRAMMAR
+        token = _next_token(state, admission, row.output_index, self.vocab_size)
+        while not mask[token // 32] >> (token % 32) & 1:
+            token = (token + 1) % self.vocab_size
+        self.masks.advance(rows, [token])
         return token
 
 
@@ -245,8 +287,35 @@ class ToyTokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self._pieces[token] for token in ids)
 
+    def for_grammars(self) -> Any:
+        import llguidance
+
+        return llguidance.TokenizerWrapper(_ToyVocabulary(self._pieces))
+
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> _ToyDetokenizer:
         return _ToyDetokenizer(self._pieces)
+
+
+class _ToyVocabulary:
+    """What ``llguidance.TokenizerWrapper`` wraps."""
+
+    eos_token_id = 0
+    bos_token_id = None
+    special_token_ids = (0,)
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.tokens = [b"<end>", *(piece.encode() for piece in pieces[1:])]
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids, rest = [], bytes(text)
+        while rest:
+            at = max(
+                range(1, len(self.tokens)),
+                key=lambda at: rest.startswith(self.tokens[at]) * len(self.tokens[at]),
+            )
+            ids.append(at)
+            rest = rest[len(self.tokens[at]) :]
+        return ids
 
 
 class _ToyDetokenizer:

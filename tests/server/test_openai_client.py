@@ -10,6 +10,7 @@ import pytest
 
 from aioinfer.params import SamplingParams
 from aioinfer.twin import ToyTokenizer, toy_generate
+from aioinfer.twin.toy import toy_logprob
 from tests.server.conftest import Serving
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
@@ -139,9 +140,11 @@ async def test_models_are_listed(serving: Serving) -> None:
         ({"stop": ["a"] * 99}, "stop"),
         ({"n": 1000}, "n"),
         ({"messages": []}, "messages"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"extra_body": {"guided_json": "{}"}}, "guided_json"),
+        ({"logprobs": True, "top_logprobs": 50}, "logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"logit_bias": {"5": 300}}, "logit_bias"),
+        ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
+        ({"extra_body": {"guided_json": 7}}, "guided_json"),
         ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt"),
     ],
@@ -201,3 +204,73 @@ async def test_cached_tokens_are_reported_and_salts_keep_tenants_apart(serving: 
         assert await cached(cache_salt="mine", priority=1, prompt_cache_key="x") > 0
         with pytest.raises(openai.BadRequestError, match="priority"):
             await cached(priority="high")
+
+
+async def test_logprobs_come_with_every_token_of_a_chat(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        ask: Any = {"model": "toy", "messages": CHAT, "temperature": 0, "max_tokens": 8, "logprobs": True}
+        answer = await client.chat.completions.create(**ask)
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert answer.usage is not None
+        assert len(logprobs.content) == answer.usage.completion_tokens
+        assert [entry.bytes for entry in logprobs.content] == [
+            list(entry.token.encode()) for entry in logprobs.content
+        ]
+        streamed: list[Any] = []
+        async for chunk in await client.chat.completions.create(**ask, stream=True):
+            for choice in chunk.choices:
+                streamed += (choice.logprobs.content or []) if choice.logprobs else []
+        assert [entry.logprob for entry in streamed] == [entry.logprob for entry in logprobs.content]
+        with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+            await client.chat.completions.create(**{**ask, "logprobs": False}, top_logprobs=3)
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            await client.chat.completions.create(**ask, top_logprobs=21)
+
+
+async def test_logprobs_of_an_echoed_prompt(serving: Serving) -> None:
+    # The type has no null for the first token, which OpenAI itself sends.
+    async with serving() as served, served.client(strict=False) as client:
+        answer = await client.completions.create(
+            model="toy", prompt=[4, 5, 6], temperature=0, max_tokens=4, logprobs=0, echo=True
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens is not None
+        assert logprobs.token_logprobs is not None
+        assert "".join(logprobs.tokens).startswith(answer.choices[0].text)
+        assert logprobs.token_logprobs[0] is None
+        assert logprobs.token_logprobs[1:3] == [toy_logprob(1, 5).logprob, toy_logprob(2, 6).logprob]
+        assert logprobs.text_offset is not None
+        assert logprobs.text_offset[:3] == [0, 1, 2]
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            await client.completions.create(model="toy", prompt=[4], logprobs=0, echo=True, stream=True)
+
+
+async def test_response_formats_constrain_the_answer(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+
+        async def text(**extra: Any) -> str:
+            answer = await client.chat.completions.create(
+                model="toy", messages=CHAT, max_tokens=40, seed=1, **extra
+            )
+            return answer.choices[0].message.content or ""
+
+        assert await text(extra_body={"guided_choice": ["bcd", "dcb"]}) in ("bcd", "dcb")
+        assert set(await text(extra_body={"structured_outputs": {"regex": "[bc]{7}"}})) <= set("bc")
+        schema = {"name": "x", "schema": {"enum": ["b"]}}
+        for bad in (
+            {"type": "xml"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"schema": 3}},
+        ):
+            with pytest.raises(openai.BadRequestError, match="response_format"):
+                await text(response_format=bad)
+        with pytest.raises(openai.BadRequestError, match="grammar"):
+            await text(extra_body={"guided_regex": "("})
+        with pytest.raises(openai.BadRequestError, match="combined"):
+            await text(
+                response_format={"type": "json_schema", "json_schema": schema},
+                extra_body={"guided_regex": "a"},
+            )

@@ -1,0 +1,146 @@
+"""Timeline: what the loop, the launch thread and the device did lately, step by step.
+
+Always on. Each lane is written by one thread and is a bounded deque, so that an event costs one append of
+one tuple. :meth:`Timeline.chrome_trace` makes a file of it that Perfetto and chrome://tracing open::
+
+    loop      plan 7 │pack│   resolve 6 │deliver│ plan 8 ...
+    launch           │ launch 7 ────────────────│ launch 8 ...
+    device             │ forward 7 ─│mask│sample│  forward 8 ...
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Lane", "Overlap", "Timeline"]
+
+#: events kept per lane: some minutes of a busy engine
+_EVENTS = 1 << 14
+
+now = time.perf_counter
+
+
+class Lane:
+    """Events of one thread: what, of which step, from when to when (seconds of ``perf_counter``)."""
+
+    __slots__ = ("events", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.events: deque[tuple[str, int, float, float]] = deque(maxlen=_EVENTS)
+
+    def add(self, what: str, step: int, start: float, end: float) -> None:
+        self.events.append((what, step, start, end))
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How well scheduling hides behind the device, over all steps that followed another without a rest."""
+
+    steps: int
+    #: seconds that the device computed, and that it waited for the host between two such steps
+    busy: float
+    gap: float
+
+    @property
+    def ratio(self) -> float:
+        """Share of the time in which the device computed; 1 is perfect."""
+        total = self.busy + self.gap
+        return self.busy / total if total else 1.0
+
+    @property
+    def gap_per_step(self) -> float:
+        """Seconds of idle device per step."""
+        return self.gap / self.steps if self.steps else 0.0
+
+
+class DeviceLane(Lane):
+    """The device's lane also adds up how long the device computed and waited."""
+
+    __slots__ = ("_ended", "_rested", "busy", "gap", "steps")
+
+    def __init__(self) -> None:
+        super().__init__("device")
+        self.steps = 0
+        self.busy = 0.0
+        self.gap = 0.0
+        self._ended = 0.0
+        self._rested = True
+
+    def rest(self) -> None:
+        """There is nothing to compute: what passes until the next step is nobody's fault."""
+        self._rested = True
+
+    def step(self, step: int, start: float, forward: float, mask: float, end: float) -> None:
+        """One step from ``start`` to ``end``; the forward ended at ``forward``, waiting for masks at
+        ``mask``."""
+        self.add("forward", step, start, forward)
+        if mask > forward:
+            self.add("mask", step, forward, mask)
+        self.add("sample", step, mask, end)
+        if not self._rested:
+            self.steps += 1
+            self.gap += max(0.0, start - self._ended)
+            self.busy += end - start
+        self._rested = False
+        self._ended = end
+
+
+class Timeline:
+    """The three lanes of one engine, and how late the loop reads results."""
+
+    __slots__ = ("device", "lag", "lag_worst", "launch", "loop")
+
+    def __init__(self) -> None:
+        self.loop = Lane("loop")
+        self.launch = Lane("launch")
+        self.device = DeviceLane()
+        #: seconds between the end of a step and the loop taking notice: smoothed, and the worst
+        self.lag = 0.0
+        self.lag_worst = 0.0
+
+    def noticed(self, seconds: float) -> None:
+        """The loop read a result so many seconds after it was there."""
+        self.lag += (seconds - self.lag) / 64
+        self.lag_worst = max(self.lag_worst, seconds)
+
+    def overlap(self) -> Overlap:
+        device = self.device
+        return Overlap(device.steps, device.busy, device.gap)
+
+    def chrome_trace(self) -> str:
+        """JSON in Chrome's trace event format; times in microseconds from the first event."""
+        lanes: tuple[Lane, ...] = (self.loop, self.launch, self.device)
+        kept = [(lane, list(lane.events)) for lane in lanes]
+        origin = min((events[0][2] for _, events in kept if events), default=0.0)
+        trace: list[dict[str, Any]] = []
+        for number, (lane, events) in enumerate(kept, 1):
+            trace.append(_named("thread_name", number, {"name": lane.name}))
+            trace.append(_named("thread_sort_index", number, {"sort_index": number}))
+            trace.extend(_events(number, events, origin))
+        return json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"})
+
+
+def _named(what: str, lane: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": lane, "name": what, "args": arguments}
+
+
+def _events(
+    lane: int, events: Iterable[tuple[str, int, float, float]], origin: float
+) -> Iterable[dict[str, Any]]:
+    for what, step, start, end in events:
+        yield {
+            "ph": "X",
+            "pid": 1,
+            "tid": lane,
+            "name": f"{what} {step}",
+            "cat": what,
+            "ts": round(1e6 * (start - origin), 3),
+            "dur": round(1e6 * (end - start), 3),
+            "args": {"step": step},
+        }

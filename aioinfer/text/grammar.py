@@ -1,0 +1,127 @@
+"""Grammars: which tokens may come next, whoever works it out.
+
+A backend compiles a :class:`~aioinfer.params.Grammar` once and gives every request a :class:`Matcher` of its
+own. :class:`GrammarState` is a matcher together with the mask it is ready for::
+
+    sampled token ──► accept ──► mask for the position after it ──► sampler of the next step
+
+Backends: :mod:`aioinfer.text.guidance`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.params import Grammar
+
+__all__ = ["Compiler", "GrammarBackend", "GrammarState", "Matcher"]
+
+_KNOWN_GRAMMARS = 256
+
+
+class Matcher(Protocol):
+    """One output's place in a grammar. Used by one thread at a time; its methods never raise."""
+
+    def accept(self, token: int) -> bool:
+        """The output goes on with ``token``. False if the grammar does not allow that, now and ever after."""
+
+    @property
+    def stopped(self) -> bool:
+        """The output is complete and nothing but an end token may follow, or there was an error."""
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, if something did: a token that was not allowed, a limit that was reached."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as far as there is no choice."""
+
+    def copy(self) -> Matcher:
+        """The same place in the same grammar, for another output."""
+
+
+class GrammarBackend(Protocol):
+    """Compiles grammars for one vocabulary. Its methods may be called from several threads."""
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher at the start. Raises InvalidRequest for what is no grammar, or too large a one."""
+
+    def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Write the mask of each matcher: bit ``token % 32`` of word ``token // 32`` is set if the token
+        may come next. One call for all, which lets other threads run meanwhile."""
+
+
+class GrammarState:
+    """A request's matcher, and the mask of the one position that it is ready for.
+
+    Written and read under the lock of :class:`~aioinfer.execution.masks.Masks`.
+    """
+
+    __slots__ = ("backend", "failed", "mask", "matcher", "position")
+
+    def __init__(self, backend: GrammarBackend, matcher: Matcher, position: int, vocab_size: int) -> None:
+        self.backend = backend
+        self.matcher = matcher
+        #: why the output cannot go on
+        self.failed: str | None = None
+        #: position in the sequence of the token that ``mask`` is for
+        self.position = position
+        self.mask: npt.NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
+
+
+class Compiler:
+    """Compiles on whatever thread it is called, each grammar once, however many ask for it at a time.
+
+    What was compiled is kept, and so is what was refused: a bad grammar costs its sender's time only once.
+    """
+
+    def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
+        self.backend = backend
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Grammar, Matcher | InvalidRequest] = OrderedDict()
+        self._under_way: dict[Grammar, threading.Event] = {}
+
+    def start(self, grammar: Grammar, position: int) -> GrammarState:
+        """The state of a new output whose first token is at ``position``. Raises InvalidRequest."""
+        compiled = self._compiled(grammar)
+        if isinstance(compiled, InvalidRequest):
+            raise InvalidRequest(compiled.field, compiled.message)
+        state = GrammarState(self.backend, compiled.copy(), position, self._vocab_size)
+        self.backend.fill([state.matcher], [state.mask])
+        if state.matcher.error is not None or not state.mask.any():
+            raise InvalidRequest("grammar", state.matcher.error or "allows no output")
+        return state
+
+    def _compiled(self, grammar: Grammar) -> Matcher | InvalidRequest:
+        while True:
+            with self._lock:
+                if (known := self._known.get(grammar)) is not None:
+                    self._known.move_to_end(grammar)
+                    return known
+                other = self._under_way.get(grammar)
+                if other is None:
+                    self._under_way[grammar] = done = threading.Event()
+                    break
+            other.wait()
+        result: Matcher | InvalidRequest | None = None
+        try:
+            result = self.backend.compile(grammar)
+        except InvalidRequest as refused:
+            result = refused
+        finally:
+            with self._lock:
+                del self._under_way[grammar]
+                if result is not None:
+                    self._known[grammar] = result
+                    if len(self._known) > _KNOWN_GRAMMARS:
+                        self._known.popitem(last=False)
+            done.set()
+        return result

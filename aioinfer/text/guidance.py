@@ -1,0 +1,137 @@
+"""Grammars through llguidance (the extra ``aioinfer[structured]``): masks in microseconds, in Rust."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.params import Grammar
+from aioinfer.text.grammar import Matcher
+
+__all__ = ["GuidanceBackend"]
+
+#: nesting of a JSON schema; recursion in the schema's own terms is not nesting
+_MAX_DEPTH = 64
+#: some white space between the parts, as models like to write it, but not an output full of it
+_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+
+
+class GuidanceBackend:
+    """llguidance for one tokenizer. Limits on fuel and size bound the time of every call."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """``tokenizer``: the JSON of a Hugging Face tokenizer, or a ``llguidance.TokenizerWrapper``.
+        Raises ConfigError if the extra is not installed."""
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ConfigError("grammars need llguidance: pip install 'aioinfer[structured]'") from error
+        self._library = llguidance
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+        )
+        self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=200_000,
+            step_max_items=50_000,
+            max_lexer_states=50_000,
+            max_grammar_size=200_000,
+            verbose_errors=False,
+        )
+        self._executor = llguidance.LLExecutor(1)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        try:
+            text = self._text(grammar)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest("grammar", f"is not a {grammar.kind}: {error}") from None
+        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise InvalidRequest("grammar", _first_line(matcher.get_error()))
+        return _GuidanceMatcher(matcher)
+
+    def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
+        if not matchers:
+            return
+        table = np.zeros((len(matchers), len(masks[0])), np.int32)
+        places = [(matcher.library, at) for at, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
+        self._executor.unsafe_compute_mask_ptr(places, table.ctypes.data, table.shape[1] * 4, len(table))
+        for mask, row in zip(masks, table, strict=True):
+            mask[:] = row
+
+    def _text(self, grammar: Grammar) -> str:
+        """llguidance's own form. Raises ValueError."""
+        library = self._library.LLMatcher
+        text: str
+        match grammar.kind:
+            case "json_schema":
+                schema = json.loads(grammar.source)
+                if not isinstance(schema, (dict, bool)):
+                    raise ValueError("a schema is an object")
+                _check_depth(schema)
+                text = library.grammar_from_json_schema(grammar.source, _JSON)
+            case "json_object":
+                text = library.grammar_from_json_schema('{"type": "object"}', _JSON)
+            case "regex":
+                text = library.grammar_from_regex(grammar.source)
+            case "choice":
+                choices = json.loads(grammar.source)
+                if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
+                    raise ValueError("choices are a non-empty list of non-empty texts")
+                text = library.grammar_from_lark("start: " + " | ".join(map(_lark_literal, choices)))
+            case "lark":
+                text = library.grammar_from_lark(grammar.source)
+        return text
+
+
+class _GuidanceMatcher:
+    __slots__ = ("library",)
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def accept(self, token: int) -> bool:
+        accepted: bool = self.library.consume_token(token)
+        return accepted
+
+    @property
+    def stopped(self) -> bool:
+        stopped: bool = self.library.is_stopped()
+        return stopped
+
+    @property
+    def error(self) -> str | None:
+        return _first_line(self.library.get_error()) if self.library.is_error() else None
+
+    def forced(self) -> list[int]:
+        tokens: list[int] = self.library.compute_ff_tokens()
+        return tokens
+
+    def copy(self) -> Matcher:
+        return _GuidanceMatcher(self.library.deep_copy())
+
+
+def _check_depth(value: Any, depth: int = 0) -> None:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"is nested more than {_MAX_DEPTH} levels deep")
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        _check_depth(child, depth + 1)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _lark_literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _first_line(message: str) -> str:
+    """Of llguidance's errors, which go on with the state of the parser."""
+    return message.split("\n", 1)[0][:300]

@@ -1,0 +1,225 @@
+"""Structured output: every output obeys its grammar, whatever the window, and a bad grammar hurts nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.llm import LLM
+from aioinfer.params import Grammar, SamplingParams
+from aioinfer.text.grammar import Compiler
+from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.conftest import MakeEngine
+from tests.engine.simulation import settle
+from tests.engine.test_transparency import retract_every
+
+SCHEMAS_PER_RUN = 40
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema whose instances are bounded in length, so that a short output can complete one."""
+    kind = rng.choice(
+        ["string", "integer", "boolean", "enum", "array", "object", "null", "anyOf"][: 8 if depth < 2 else 4]
+    )
+    match kind:
+        case "string":
+            return {"type": "string", "maxLength": rng.randint(0, 6)}
+        case "integer":
+            low = rng.randint(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 200)}
+        case "enum":
+            return {"enum": rng.sample(["red", "green", 7, True, None, "a b", "ü"], rng.randint(1, 4))}
+        case "array":
+            return {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": rng.randint(0, 3)}
+        case "object":
+            names = rng.sample(["name", "age", "x", "tags", "é"], rng.randint(0, 3))
+            return {
+                "type": "object",
+                "properties": {name: random_schema(rng, depth + 1) for name in names},
+                "required": names[: rng.randint(0, len(names))],
+                "additionalProperties": False,
+            }
+        case "anyOf":
+            return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+    return {"type": kind}
+
+
+def replay(compiler: Compiler, grammar: Grammar, ids: list[int], *, ended: bool) -> None:
+    """A fresh matcher accepts every token, and nothing but the end comes after the end."""
+    state = compiler.start(grammar, 0)
+    for at, token in enumerate(ids):
+        assert not (state.matcher.stopped and at < len(ids) - 1)
+        assert state.matcher.accept(token), (at, state.matcher.error)
+    assert state.matcher.error is None
+    assert state.matcher.stopped or not ended
+
+
+@pytest.mark.parametrize("every", [0, 6])
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_outputs_of_the_bundled_model_always_validate(window: int, every: int) -> None:
+    rng = random.Random(100 * window + every)
+    schemas = [random_schema(rng) for _ in range(SCHEMAS_PER_RUN)]
+    async with Engine(EngineConfig(window=window, threads=1)) as engine:
+        retract_every(engine, every)
+
+        async def one(number: int, schema: dict[str, Any]) -> bool:
+            grammar = Grammar("json_schema", json.dumps(schema))
+            temperature = rng.choice([0.0, 0.7, 1.0, 2.0])
+            params = SamplingParams(temperature=temperature, seed=number, max_tokens=300, grammar=grammar)
+            result = await engine.generate([{"role": "user", "content": "Answer in JSON."}], params)
+            assert engine._core is not None
+            assert engine._core._compiler is not None
+            ended = result.finish_reason == "stop"
+            replay(engine._core._compiler, grammar, result.token_ids, ended=ended)
+            if ended:
+                jsonschema.validate(json.loads(result.text), schema)
+            return ended
+
+        ended = await asyncio.gather(*[one(number, schema) for number, schema in enumerate(schemas)])
+        assert sum(ended) > 0.9 * len(ended)
+        assert not every or engine.stats().retractions > 0
+        await settle(engine)
+
+
+@pytest.mark.parametrize("mode", ["thread", "inline"])
+async def test_the_window_does_not_change_constrained_outputs(mode: Any) -> None:
+    schema = json.dumps({"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}})
+    outputs = []
+    for window in (0, 1, 2):
+        config = EngineConfig(window=window, threads=1, dtype="float32", launch_mode=mode)
+        async with Engine(config) as engine:
+            params = [
+                SamplingParams(
+                    temperature=1.2, seed=seed, max_tokens=60, grammar=Grammar("json_schema", schema)
+                )
+                for seed in range(6)
+            ]
+            streams = [engine.generate("Hello", each) for each in params]
+            outputs.append([(await stream).token_ids for stream in streams])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "wanted"),
+    [
+        (Grammar("choice", '["bcd", "dcb"]'), {"bcd", "dcb"}),
+        (Grammar("regex", "[ab]{3}"), {a + b + c for a in "ab" for b in "ab" for c in "ab"}),
+        (Grammar("lark", 'start: "x" ("y" | "z")'), {"xy", "xz"}),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Grammar) else "",
+)
+async def test_every_kind_of_grammar_constrains(
+    make_engine: MakeEngine, grammar: Grammar, wanted: set[str]
+) -> None:
+    async with make_engine() as engine:
+        for seed in range(10):
+            params = SamplingParams(seed=seed, max_tokens=20, grammar=grammar, ignore_eos=True)
+            result = await engine.generate([1, 2, 3], params)
+            assert result.text in wanted
+            assert result.finish_reason == "stop"
+
+
+async def test_rows_without_a_grammar_are_none_the_wiser(make_engine: MakeEngine) -> None:
+    async with make_engine(window=2, num_pages=24) as engine:
+        free = SamplingParams(temperature=0, max_tokens=30)
+        bound = SamplingParams(max_tokens=30, grammar=Grammar("regex", "[a-d]{5,9}"))
+        streams = [engine.generate([number] * 5, bound if number % 2 else free) for number in range(1, 13)]
+        results = [await stream for stream in streams]
+        for number, result in enumerate(results, 1):
+            if number % 2:
+                assert set(result.text) <= set("abcd")
+            else:
+                assert result.token_ids == toy_generate([number] * 5, free)
+        await settle(engine)
+
+
+BAD = {
+    "no regex": Grammar("regex", "("),
+    "no JSON": Grammar("json_schema", '{"type": '),
+    "no schema": Grammar("json_schema", "[1]"),
+    "no type": Grammar("json_schema", '{"type": "nope"}'),
+    "unsatisfiable": Grammar("json_schema", '{"type": "integer", "minimum": 3, "maximum": 2}'),
+    "deep": Grammar("json_schema", '{"not": ' * 5000 + "{}" + "}" * 5000),
+    "nested": Grammar("json_schema", '{"properties": {"a": ' * 100 + "{}" + "}}" * 100),
+    "no lark": Grammar("lark", "start: a"),
+    "endless lark": Grammar("lark", "start: start"),
+    "no choice": Grammar("choice", "[]"),
+    "huge": Grammar("regex", "(" + "|".join(f"[a-z]{{{number}}}" for number in range(1, 4000)) + ")"),
+    "catastrophic": Grammar("regex", "((a{1,900}){1,900}){1,900}(b{1,900}){1,900}c{50000}"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_a_bad_grammar_is_one_clean_error(make_engine: MakeEngine, name: str) -> None:
+    """Refused when compiled, or failed while it runs; in no case does another stream notice."""
+    async with make_engine() as engine:
+        free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        other = engine.generate([1, 2, 3], free)
+        stream = engine.generate([1, 2], SamplingParams(max_tokens=10, grammar=BAD[name]))
+        if name in ("huge", "catastrophic"):
+            # Large ones may be within the limits; then they do constrain.
+            try:
+                assert set((await stream).text) <= set("abcdefghijklmnopqrstuvwxyz")
+            except (errors.InvalidRequest, errors.StepFailed):
+                pass
+        else:
+            with pytest.raises(errors.InvalidRequest, match="grammar"):
+                await stream
+        assert (await other).token_ids == toy_generate([1, 2, 3], free)
+        await settle(engine)
+
+
+async def test_a_grammar_that_runs_into_a_wall_fails_its_own_request(make_engine: MakeEngine) -> None:
+    """The toy's vocabulary has no capital letters: after the first one nothing can follow."""
+    async with make_engine() as engine:
+        bound = SamplingParams(max_tokens=20, grammar=Grammar("regex", "bcdX"))
+        other = engine.generate([4, 5], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        with pytest.raises((errors.StepFailed, errors.InvalidRequest), match="grammar"):
+            await engine.generate([1, 2], bound)
+        assert len((await other).token_ids) == 20
+        await settle(engine)
+
+
+async def test_what_cannot_be_combined_is_refused(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        params = SamplingParams(max_tokens=5, min_tokens=2, grammar=Grammar("regex", "a*"))
+        with pytest.raises(errors.InvalidRequest, match="min_tokens"):
+            await engine.generate([1, 2], params)
+    with pytest.raises(errors.InvalidRequest, match="grammar"):
+        Grammar("xml", "")  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidRequest, match="grammar"):
+        Grammar("regex", "a" * 70_000)
+    async with make_engine(tokenizer=None) as engine:
+        with pytest.raises(errors.InvalidRequest, match="tokenizer"):
+            await engine.generate([1, 2], SamplingParams(grammar=Grammar("regex", "a")))
+
+
+async def test_one_compilation_serves_all_who_ask_at_a_time(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        params = SamplingParams(max_tokens=5, grammar=Grammar("regex", "[ab]{4}"))
+        await engine.generate([1], params)
+        assert engine._core is not None
+        compiler = engine._core._compiler
+        assert compiler is not None
+        calls = []
+        compile_once = compiler.backend.compile
+        compiler.backend.compile = lambda grammar: (calls.append(grammar), compile_once(grammar))[1]  # type: ignore[method-assign,func-returns-value]
+        params = SamplingParams(max_tokens=5, grammar=Grammar("regex", "[cd]{4}"))
+        streams = [engine.generate([number], params) for number in range(1, 9)]
+        for stream in streams:
+            assert set((await stream).text) <= set("cd")
+        assert len(calls) == 1
+
+
+def test_the_synchronous_twin_is_constrained_too() -> None:
+    with LLM(device=lambda _: ToyDevice(page_size=16), tokenizer=lambda _: ToyTokenizer()) as llm:
+        params = SamplingParams(max_tokens=9, grammar=Grammar("choice", '["bccb"]'))
+        assert llm.generate([[1, 2]], params)[0].text == "bccb"
