@@ -240,8 +240,12 @@ def _record_logprobs(step: Step, result: StepResult) -> None:
     for index, logprobs in result.prompt_logprobs.items():
         row = step.prefills[index - len(decodes)]
         known = row.request.prompt_logprobs
-        if row.scores is not None and len(known) == row.scores[0]:
-            known += logprobs
+        if row.scores is None:
+            continue
+        # A step from before a retraction may have brought the first of them already.
+        there = len(known) - row.scores[0]
+        if there >= 0:
+            known += logprobs[there:]
 
 
 def _step_failed(cause: BaseException) -> StepFailed:

@@ -127,7 +127,7 @@ class PrefixLeaders:
             hit, node = request.cached_pages, request.lock.node
         size = self._memory.pages.page_size
         stop = (hit + self._pages) * size
-        if stop >= request.known or (node is not None and node.detached):
+        if stop > request.reusable or (node is not None and node.detached):
             return None
         # The root of a namespace comes and goes while nothing is cached there.
         return (node if hit else request.namespace, hit, request.token_key(hit * size, stop))

@@ -59,11 +59,11 @@ class Memory:
         """
         if self.tree is None:
             return 0, None
-        known = request.known
+        reusable = request.reusable
         version, length, pages, node = request.hit
-        if version != self.tree.version or length != known:
+        if version != self.tree.version or length != reusable:
             pages, node = self.tree.find(self._key(request), request.namespace)
-            request.hit = (self.tree.version, known, pages, node)
+            request.hit = (self.tree.version, reusable, pages, node)
         return pages, node  # type: ignore[return-value]
 
     def uncached(self, request: Request) -> int:

@@ -168,7 +168,8 @@ class ToyDevice:
         result = StepResult([self._sample(row, state) for row, state in zip(rows, states, strict=True)])
         for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             admission = self._admissions[row.slot]
-            assert admission is not None
+            if admission is None or row.request.key in self._doomed:
+                continue
             if row.samples and admission.params.logprobs is not None:
                 result.logprobs[index] = toy_logprob(row.kv_length, token)
             if row.scores is not None:

@@ -23,6 +23,7 @@ from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.step import Row, Step
 from aioinfer.stream import Stream
 from aioinfer.twin import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop, toy_generate
+from aioinfer.twin.toy import toy_logprob
 
 VOCAB = 64
 
@@ -240,6 +241,8 @@ def random_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=rng.choice([(), (), (3, 4, 5)]),
         ignore_eos=rng.random() < 0.3,
         include_stop=rng.random() < 0.2,
+        logprobs=rng.choice([None, None, 0]),
+        prompt_logprobs=rng.choice([None, None, None, 0]),
     )
 
 
@@ -332,6 +335,13 @@ async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, .
         assert metrics is not None
         assert len(metrics.token_times) == len(result.token_ids) == result.usage.completion_tokens
         assert list(metrics.token_times) == sorted(metrics.token_times)
+        start = len(result.prompt_token_ids)
+        for at, logprob in enumerate(result.logprobs or ()):
+            assert logprob == toy_logprob(start + at, result.token_ids[at])
+        assert result.logprobs is None or len(result.logprobs) == len(result.token_ids)
+        for at, logprob in enumerate((result.prompt_logprobs or ())[1:], 1):
+            assert logprob == toy_logprob(at, result.prompt_token_ids[at])
+        assert result.prompt_logprobs is None or len(result.prompt_logprobs) == start
         return "finished", result.token_ids, result.text, result.finish_reason
     if behaviour == "drop":
         del stream
