@@ -90,6 +90,10 @@ class EngineConfig:
     new_token_ratio_decay: float = _option(0.002, "decay of the ratio per step")
     clip_new_tokens: int = _option(4096, "possible output of one request counted at most")
     window: Literal[0, 1, 2] = _option(1, "steps launched ahead of the one being read; 0 is sequential")
+    fast_forward: bool = _option(True, "take tokens that a grammar forces without computing them one by one")
+    grammar_patience: float = _option(
+        0.01, "seconds that a step waits for late grammar masks before it goes on without their rows"
+    )
     launch_mode: Literal["thread", "inline"] = _option("thread", "where steps are launched")
     threads: int | None = _option(None, "CPU threads of the device; by default all cores")
     seed: int | None = _option(None, "seed of the seeds of requests that bring none")
@@ -113,8 +117,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be positive, got {value!r}")
-        if not (math.isfinite(self.drain_timeout) and self.drain_timeout >= 0):
-            raise ConfigError(f"drain_timeout must not be negative, got {self.drain_timeout!r}")
+        for name in ("drain_timeout", "grammar_patience"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}")
         for name in ("new_token_ratio", "min_new_token_ratio", "new_token_ratio_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)!r}")

@@ -98,7 +98,10 @@ class Core:
         with self._compiler_lock:
             if self._compiler is None:
                 self._compiler = assembly.grammar_compiler(self.tokenizer, self.info)
-        return self._compiler.start(params.grammar, len(prompt_ids))
+        # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
+        # must be more than these would have brought.
+        least_forced = self._config.window + 2 if self._config.fast_forward and params.logprobs is None else 0
+        return self._compiler.start(params.grammar, len(prompt_ids), least_forced)
 
     def new_request(
         self,
@@ -176,18 +179,18 @@ class Core:
     def resolve(self, step: Step, result: StepResult) -> list[Request]:
         """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
         now = self._clock()
-        advanced = self.scheduler.resolve(step, result.tokens)
+        advanced = self.scheduler.resolve(step, result.tokens, result.forced)
         if result.logprobs or result.prompt_logprobs:
             _record_logprobs(step, result)
         for request in advanced:
             if request.error is None:
-                request.token_times.append(now)
                 try:
-                    self._append_text(request)
+                    self._append_text(request, now)
                 except Exception as error:
                     # A detokenizer that stumbles over this output must not stop the others.
                     self.scheduler.finish(request, "abort", error)
                     request.finish_reason, request.error = "abort", error
+                    del request.output_ids[len(request.token_times) :]
             if request.error is not None:
                 request.error = _step_failed(request.error)
             if request.finished:
@@ -209,16 +212,21 @@ class Core:
         self._close_text(request, self._clock())
         return True
 
-    def _append_text(self, request: Request) -> None:
-        token = request.output_ids[-1]
-        if request.finish_reason == "stop" and not request.params.include_stop:
-            return
-        stop = request.text.push(token)
-        if stop is not None:
-            # A stop string completed by the very last token still counts as a stop.
-            self.scheduler.finish(request, "stop")
-            request.finish_reason = "stop"
-            request.stop_reason = stop
+    def _append_text(self, request: Request, now: float) -> None:
+        """The text of the newest tokens; one, or as many as the grammar forced."""
+        ids = request.output_ids
+        for at in range(len(request.token_times), len(ids)):
+            request.token_times.append(now)
+            if at == len(ids) - 1 and request.finish_reason == "stop" and not request.params.include_stop:
+                return
+            stop = request.text.push(ids[at])
+            if stop is not None:
+                # A stop string completed by the very last token still counts as a stop.
+                self.scheduler.finish(request, "stop")
+                request.finish_reason = "stop"
+                request.stop_reason = stop
+                del ids[at + 1 :]
+                return
 
     def _close_text(self, request: Request, now: float) -> None:
         request.finished_at = now

@@ -92,6 +92,7 @@ class Request:
         "stop_reason",
         "text",
         "token_times",
+        "void_until",
     )
 
     def __init__(
@@ -162,6 +163,8 @@ class Request:
         self.last_step = 0
         #: the relay cell of ``slot`` holds (or will hold) this request's newest token
         self.relay_ready = False
+        #: rows of launched steps up to this one sampled nothing that counts
+        self.void_until = 0
         #: the decode batch and the row there, while it decodes
         self.batch: Columns | None = None
         self.batch_index = -1
@@ -225,9 +228,14 @@ class Request:
 
     def restart(self, cached: int = 0) -> None:
         """Its KV is gone but for ``cached`` positions; the tokens stay."""
-        self._computed = self._committed = cached
-        self.relay_ready = self.prefilled = self.introduced = False
         self.scored = len(self.prompt_logprobs)
+        self.rewind(cached, self._sampled)
+
+    def rewind(self, computed: int, sampled: int) -> None:
+        """Go on from ``computed`` positions of known tokens, as if it had just taken its slot."""
+        self._computed = self._committed = computed
+        self._sampled = sampled
+        self.relay_ready = self.prefilled = self.introduced = False
         self.sent_pages = 0
 
     # -- tokens ---------------------------------------------------------------------------------

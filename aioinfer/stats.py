@@ -50,6 +50,10 @@ class EngineStats:
     decode_tokens: int
     #: tokens computed for requests that had ended meanwhile
     late_tokens: int
+    #: rows that sampled nothing because a grammar was late or left no choice
+    deferred_rows: int
+    #: output tokens that a grammar forced, taken without sampling
+    forced_tokens: int
     #: tokens of admitted requests, and how many of them needed no computing
     queried_tokens: int
     cached_tokens: int
@@ -127,6 +131,8 @@ class EngineStats:
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,
             late_tokens=counters.late_tokens,
+            deferred_rows=counters.deferred_rows,
+            forced_tokens=counters.forced_tokens,
             queried_tokens=memory.queried_tokens,
             cached_tokens=memory.hit_tokens,
             policy=scheduler.waiting.name,

@@ -40,8 +40,10 @@ class DeviceInfo:
 class StepResult:
     """What a step brought."""
 
-    #: one entry per row: the sampled token, ``NO_TOKEN``, ``BAD_LOGITS`` or ``BAD_GRAMMAR``
+    #: one entry per row: the sampled token, or one of the negative values of :mod:`aioinfer.scheduling.step`
     tokens: list[int]
+    #: by row, the tokens that follow without having been sampled
+    forced: dict[int, list[int]] = field(default_factory=dict)
     #: by row, of sampled tokens, where they were asked for
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     #: by row, of the prompt's tokens from position ``row.scores[0] + 1`` on

@@ -5,47 +5,86 @@
     launch thread   ── sample N ──┐                 forward N+1 ──── collect ─ sample N+1 ─►
     mask thread                   └─ accept, fill the masks of all rows ─┘
 
-Sampling waits for the mask of exactly that request and position, and only steps with such rows wait.
+Sampling waits for the mask of exactly that request and position, and only steps with such rows wait. It
+does not wait for ever: a row whose mask is late is left out (``DEFERRED``), and comes again as soon as the
+scheduler has heard of it. A grammar that leaves no choice for several tokens has them taken at once
+(``FORCED``). Either way the rows launched behind have nothing to go on from and are void.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.scheduling.step import BAD_GRAMMAR, DEFERRED, FORCED
 from aioinfer.text.grammar import GrammarState
 
-__all__ = ["GrammarRow", "Masks"]
+__all__ = ["Constraints", "GrammarRow", "Masks"]
 
-#: row among those that sample, state, position of the token to sample
-GrammarRow = tuple[int, GrammarState, int]
+#: a grammar's state and the token it goes on with
+_Token = tuple[GrammarState, int]
+#: threads at most; so many grammars may hang before others notice
+_MOST_THREADS = 4
+
+
+class GrammarRow(NamedTuple):
+    """A row of a step whose request has a grammar."""
+
+    #: among the rows that sample
+    at: int
+    state: GrammarState
+    #: of the token to sample
+    position: int
+    #: the row's own tokens come from the host and not from a row before it
+    known: bool
+
+
+@dataclass(slots=True)
+class Constraints:
+    """What the grammars of a step say."""
+
+    #: int32 [rows, words]; those of rows that do not sample allow everything
+    masks: npt.NDArray[np.int32]
+    #: among the rows that sample: what stands for their token
+    outcomes: dict[int, int] = field(default_factory=dict)
+    #: the tokens of those that are ``FORCED``
+    forced: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Masks:
-    """One worker for all grammars of a device. Its thread starts with the first grammar."""
+    """The grammars of one device. Threads start with the first grammar.
 
-    def __init__(self, *, threaded: bool = True) -> None:
-        self._threaded = threaded
+    ``patience``: seconds that a step waits, after its forward, for masks that are late. A grammar that
+    takes longer is slow: until it has been quick again it works apart from the others, and nobody waits for
+    it.
+    """
+
+    def __init__(self, patience: float = 0.01, *, threaded: bool = True) -> None:
+        self._patience = patience
         self._changed = threading.Condition()
-        self._inbox: SimpleQueue[list[tuple[GrammarState, int, int]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threaded = threaded
+        self._workers = _Workers("aioinfer-masks", self._work)
 
     def advance(self, rows: Sequence[GrammarRow], tokens: Sequence[int]) -> None:
         """These rows sampled these ``tokens`` (of all sampling rows): prepare the masks that follow."""
-        work = [(state, position, tokens[at]) for at, state, position in rows if tokens[at] >= 0]
-        if not work:
-            return
+        work = [(row.state, tokens[row.at]) for row in rows if tokens[row.at] >= 0]
+        for state, _ in work:
+            state.at_work = True
         if not self._threaded:
             self._work(work)
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="aioinfer-masks", daemon=True)
-            self._thread.start()
-        self._inbox.put(work)
+        if quick := [token for token in work if not token[0].slow]:
+            self._workers.put(quick)
+        for token in work:
+            if token[0].slow:
+                self._workers.put([token])
 
     def advance_step(
         self, rows: Sequence[GrammarRow], sample_rows: Sequence[int], tokens: Sequence[int]
@@ -54,60 +93,112 @@ class Masks:
         if rows:
             self.advance(rows, [tokens[row] for row in sample_rows])
 
-    def collect(self, rows: Sequence[GrammarRow]) -> tuple[npt.NDArray[np.int32], list[int]]:
-        """Wait for the masks of ``rows``.
-
-        Returns:
-            int32 [len(rows), words], and the sampling rows whose outputs cannot go on; their masks allow
-            everything.
-        """
-        table = np.empty((len(rows), len(rows[0][1].mask)), np.int32)
-        failed = []
+    def collect(self, rows: Sequence[GrammarRow], sampling: int) -> Constraints:
+        """The masks of ``rows``, for a step of which ``sampling`` rows sample; waits for them, in reason."""
+        found = Constraints(np.full((len(rows), len(rows[0].state.mask)), -1, np.int32))
         with self._changed:
-            for index, (at, state, position) in enumerate(rows):
-                while not (state.failed is not None or state.position >= position):
-                    self._changed.wait()
-                if state.failed is None and state.position != position:
-                    state.failed = f"its grammar is at position {state.position}, not {position}"
-                if state.failed is None:
-                    table[index] = state.mask
-                else:
-                    table[index] = -1
-                    failed.append(at)
-        return table, failed
+            valid = [row for row in rows if row.known or not row.state.unsampled]
+            self._wait(valid, alone=len(valid) == sampling)
+            for index, row in enumerate(rows):
+                self._decide(row, index, found)
+        return found
 
     def close(self) -> None:
-        """Let the thread end. Idempotent."""
-        if self._thread is not None:
+        """Let the threads end. Idempotent."""
+        self._workers.close()
+
+    def _wait(self, rows: list[GrammarRow], *, alone: bool) -> None:
+        """Until the masks of ``rows`` are there, or one has waited long enough for them."""
+        late = [row.state for row in rows if row.state.at_work]
+        prompt = [state for state in late if not state.slow]
+        if prompt and not self._changed.wait_for(
+            lambda: not any(state.at_work for state in prompt), self._patience
+        ):
+            for state in prompt:
+                state.slow = state.at_work
+        if alone and late and len(late) == len(rows):
+            # Without any of them the step would be for nothing. But others may have come by now.
+            self._changed.wait_for(lambda: not all(state.at_work for state in late), self._patience)
+
+    def _decide(self, row: GrammarRow, index: int, found: Constraints) -> None:
+        state = row.state
+        void = state.unsampled and not row.known
+        state.unsampled = False
+        if state.failed is not None and not void:
+            found.outcomes[row.at] = BAD_GRAMMAR
+        elif void or state.at_work or state.position < row.position:
+            found.outcomes[row.at] = DEFERRED
+            state.unsampled = True
+        elif state.forced and state.position == row.position + len(state.forced):
+            found.outcomes[row.at], found.forced[row.at] = FORCED, state.forced
+            state.forced, state.unsampled = [], True
+        elif state.position > row.position:
+            state.failed = f"its grammar is at position {state.position}, not {row.position}"
+            found.outcomes[row.at] = BAD_GRAMMAR
+        else:
+            found.masks[index] = state.mask
+
+    def _work(self, work: list[_Token]) -> None:
+        """Accept tokens and fill masks, one call for all rows of a step with the same backend."""
+        start = time.monotonic()
+        groups: dict[int, list[GrammarState]] = {}
+        for state, token in work:
+            state.accept(token)
+            if state.failed is None:
+                groups.setdefault(id(state.backend), []).append(state)
+        masks: dict[int, npt.NDArray[np.int32]] = {}
+        for states in groups.values():
+            fresh = [np.zeros_like(state.mask) for state in states]
+            try:
+                states[0].backend.fill([state.matcher for state in states], fresh)
+            except Exception as error:
+                for state in states:
+                    state.failed = f"its grammar failed: {error}"
+            masks.update((id(state), mask) for state, mask in zip(states, fresh, strict=True))
+        slow = time.monotonic() - start > self._patience * len(work)
+        with self._changed:
+            for state, _ in work:
+                if state.failed is None:
+                    state.mask = masks[id(state)]
+                    if not state.mask.any():
+                        state.failed = state.matcher.error or "its grammar allows no token here"
+                state.slow = slow
+                state.at_work = False
+            self._changed.notify_all()
+
+
+class _Workers:
+    """Daemon threads over one queue: one, and more while work is stuck, up to a few."""
+
+    def __init__(self, name: str, work: Callable[[list[_Token]], None]) -> None:
+        self._name = name
+        self._work = work
+        self._inbox: SimpleQueue[list[_Token] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        #: pieces of work that nobody has finished
+        self._open = 0
+
+    def put(self, work: list[_Token]) -> None:
+        with self._lock:
+            self._open += 1
+            if len(self._threads) < min(self._open, _MOST_THREADS):
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._inbox.put(work)
+
+    def close(self) -> None:
+        """Let the threads end. Idempotent."""
+        for _ in self._threads:
             self._inbox.put(None)
-            self._thread.join()
-            self._thread = None
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
 
     def _run(self) -> None:
         while (work := self._inbox.get()) is not None:
             self._work(work)
             del work
-
-    def _work(self, work: list[tuple[GrammarState, int, int]]) -> None:
-        """Accept tokens and fill masks, one call for all rows of a step with the same backend."""
-        groups: dict[int, list[GrammarState]] = {}
-        for state, position, token in work:
-            if state.failed is None and state.position == position and not state.matcher.accept(token):
-                state.failed = state.matcher.error or f"its grammar does not allow token {token}"
-            groups.setdefault(id(state.backend), []).append(state)
-        for states in groups.values():
-            going = [state for state in states if state.failed is None]
-            masks = [np.zeros_like(state.mask) for state in going]
-            try:
-                if going:
-                    going[0].backend.fill([state.matcher for state in going], masks)
-            except Exception as error:
-                for state in going:
-                    state.failed = f"its grammar failed: {error}"
-            with self._changed:
-                for state, mask in zip(going, masks, strict=True):
-                    state.mask = mask
-                    if state.failed is None and not mask.any():
-                        state.failed = state.matcher.error or "its grammar allows no token here"
-                    state.position += 1
-                self._changed.notify_all()
+            with self._lock:
+                self._open -= 1

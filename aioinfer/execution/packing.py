@@ -76,14 +76,19 @@ class Packed:
         return max((count[-1] for count in (*self.logprobs, *self.scores)), default=-1)
 
     def result(
-        self, tokens: list[int], logprobs: list[float], top_ids: list[list[int]], top: list[list[float]]
+        self,
+        tokens: list[int],
+        forced: dict[int, list[int]],
+        logprobs: list[float],
+        top_ids: list[list[int]],
+        top: list[list[float]],
     ) -> StepResult:
-        """Lay the sampling rows' tokens out over all rows, and the logprobs, those of sampled tokens first
-        and then those of scored positions."""
+        """Lay what the sampling rows brought out over all rows, and the logprobs, those of sampled tokens
+        first and then those of scored positions."""
         spread = [NO_TOKEN] * len(self.q_lens)
         for row, token in zip(self.sample_rows, tokens, strict=True):
             spread[row] = token
-        result = StepResult(spread)
+        result = StepResult(spread, {self.sample_rows[at]: ids for at, ids in forced.items()})
         at = 0
 
         def entry(token: int, count: int) -> TokenLogprob:
@@ -228,7 +233,7 @@ class Packer:
             any_min_p=bool(min_p.any()),
             any_penalty=any_penalty,
             penalty_resets=[reset for reset in resets if reset is not None],
-            grammars=self._grammar_rows(sample_slots, sample_positions),
+            grammars=self._grammar_rows(sample_slots, sample_positions, step.num_decodes),
             allowed=[
                 (index, self._allowed[slot])
                 for index, slot in enumerate(sample_slots.tolist())
@@ -307,14 +312,15 @@ class Packer:
         return np.asarray(rows, np.int64), np.asarray(ids, np.int64), scores
 
     def _grammar_rows(
-        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], num_decodes: int
     ) -> list[GrammarRow]:
         rows: list[GrammarRow] = []
         for index in np.flatnonzero(self._constrained[slots]).tolist():
             admission = self._params[slots[index]]
             assert admission is not None
             assert admission.grammar is not None
-            rows.append((index, admission.grammar, int(positions[index])))
+            known = index >= num_decodes
+            rows.append(GrammarRow(index, admission.grammar, int(positions[index]), known))
         return rows
 
     def _banned(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from aioinfer.execution.device import StepResult
-from aioinfer.execution.masks import GrammarRow, Masks
+from aioinfer.execution.masks import Constraints, GrammarRow, Masks
 from aioinfer.execution.packing import Packed
 from aioinfer.execution.relay import Relay
 from aioinfer.model.attention.base import Attention
@@ -22,7 +22,6 @@ from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import Logprobs
 from aioinfer.sampling.masks import add_biases_, apply_masks_
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.step import BAD_GRAMMAR
 
 __all__ = ["Runner", "Sampled"]
 
@@ -36,6 +35,8 @@ class Sampled:
     #: of the rows and positions that asked for them, with ``chosen``, float32 [N]
     logprobs: Logprobs | None
     chosen: torch.Tensor | None
+    #: by sampling row, tokens that follow without having been sampled
+    forced: dict[int, list[int]] = field(default_factory=dict)
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything that has to be copied; read back by :meth:`result` in the same order."""
@@ -49,7 +50,7 @@ class Sampled:
         values = [copy.tolist() for copy in copies]
         tokens = [] if self.tokens is None else values.pop(0)
         chosen, top_ids, top = values or ([], [], [])
-        return packed.result(tokens, chosen, top_ids, top)
+        return packed.result(tokens, self.forced, chosen, top_ids, top)
 
 
 class Runner:
@@ -84,7 +85,6 @@ class Runner:
         """One step; ``ints`` and ``floats`` are ``packed``'s buffers on the device.
 
         ``before_masks`` is called after the forward and before waiting for masks.
-
         """
         start = now()
         batch, slots, sampling, score_ids, biases = _unpack(packed, ints, floats)
@@ -103,29 +103,30 @@ class Runner:
             add_biases_(logits, *biases)
         for row, words in packed.allowed:
             _allow(logits, row, words)
-        broken = None
+        constraints = None
         if packed.grammars:
             if before_masks is not None:
                 before_masks()
-            broken = self._constrain(logits, packed.grammars)
+            constraints = self._constrain(logits, packed.grammars)
             mask = now()
         tokens = self._sampler.sample(logits, sampling)
-        if broken is not None:
-            tokens[broken] = BAD_GRAMMAR
+        forced = {} if constraints is None else constraints.forced
+        if constraints is not None and constraints.outcomes:
+            at, outcomes = torch.tensor([*constraints.outcomes.items()], device=tokens.device).T
+            tokens[at] = outcomes
         self._relay.scatter(sampling.slots, tokens)
         self._lane.step(packed.step_id, start, forward, mask, now())
         if logprobs is None:
-            return Sampled(tokens, None, None)
+            return Sampled(tokens, None, None, forced)
         wanted = tokens[[row for row, _ in packed.logprobs]]
-        return Sampled(tokens, logprobs, logprobs.of(torch.cat((wanted, score_ids))))
+        return Sampled(tokens, logprobs, logprobs.of(torch.cat((wanted, score_ids))), forced)
 
-    def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow]) -> torch.Tensor | None:
-        """Apply the masks of this step, which were made while its forward ran; returns the rows that
-        cannot go on, if there are any."""
-        table, failed = self.masks.collect(grammars)
-        rows = torch.tensor([row for row, _, _ in grammars])
-        apply_masks_(logits, rows.to(logits.device), torch.from_numpy(table).to(logits.device))
-        return torch.tensor(failed, device=logits.device) if failed else None
+    def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow]) -> Constraints:
+        """Apply the masks of this step, which were made while its forward ran."""
+        found = self.masks.collect(grammars, len(logits))
+        rows = torch.tensor([row.at for row in grammars])
+        apply_masks_(logits, rows.to(logits.device), torch.from_numpy(found.masks).to(logits.device))
+        return found
 
 
 def _allow(logits: torch.Tensor, row: int, words: npt.NDArray[np.int32]) -> None:

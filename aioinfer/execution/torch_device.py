@@ -36,7 +36,7 @@ class TorchDevice:
         self._config = config
         self._packer: Packer | None = None
         self._backend: Backend | None = None
-        self._masks = Masks()
+        self._masks = Masks(config.grammar_patience)
         self.lane = DeviceLane()
         self._threads_before: int | None = None
 

@@ -7,41 +7,24 @@ touches a device; the same object runs under the engine, the synchronous twin an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from aioinfer.outputs import FinishReason
 from aioinfer.request import Request, RequestState
 from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, PrefixLeaders, StepBudget
+from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.decodes import NO_DECODES, DecodeBatch, Decodes
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Fcfs, Policy
-from aioinfer.scheduling.step import BAD_GRAMMAR, BAD_LOGITS, Admission, Row, Step
+from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Admission, Row, Step
 
-__all__ = ["Scheduler", "SchedulerCounters"]
+__all__ = ["Scheduler"]
 
 
 #: longest prefill chunk of a request whose prompt's tokens are scored
 _MAX_SCORED = 64
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Monotonic counts since the start."""
-
-    steps: int = 0
-    admitted: int = 0
-    finished: int = 0
-    #: requests that lost their pages and queued up again, for whatever reason
-    retractions: int = 0
-    #: of these, to make room for a request of higher priority
-    preemptions: int = 0
-    #: times a request was parked because its consumer lagged
-    parkings: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    #: tokens computed for a request that had ended meanwhile
-    late_tokens: int = 0
+_NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -63,6 +46,7 @@ class Scheduler:
         "admitter",
         "batch",
         "counters",
+        "growing",
         "leaders",
         "limits",
         "memory",
@@ -81,6 +65,8 @@ class Scheduler:
         #: requests with slot and pages, in the order of admission
         self.running: dict[int, Request] = {}
         self.prefilling: dict[int, Request] = {}
+        #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
+        self.growing: dict[int, Request] = {}
         self.batch = DecodeBatch(limits.max_running_requests, memory.pages.page_size)
         #: retracted requests that are parked
         self.shelved: dict[int, Request] = {}
@@ -141,7 +127,7 @@ class Scheduler:
             del self.shelved[request.key]
             self._enqueue(request)
         elif not request.relay_ready:
-            self.prefilling[request.key] = request
+            self._prefill_rest(request)
             self.leaders.lead(request)
         elif request.length < request.max_length:
             self.batch.add(request)
@@ -167,7 +153,7 @@ class Scheduler:
         budget = StepBudget(limits, self.memory.pages.page_size)
         self._short = False
         self._preempt()
-        starved = self._grow_decodes()
+        starved = self._grow()
         # Decodes and prefill share a step if they may mix. If not, decode-first lets them take turns.
         if limits.first == "decode" and (limits.mixed or self._prefilled_last):
             decodes = self._decode(budget, starved)
@@ -209,7 +195,8 @@ class Scheduler:
         for request in list(self.prefilling.values()):
             if budget.room() <= 0:
                 return rows
-            rows.append(self._chunk(request, budget))
+            if request.key not in self.growing:
+                rows.append(self._chunk(request, budget))
         if not self._short:
             rows += self._admissions(budget, running, reserve)
         return rows
@@ -324,15 +311,21 @@ class Scheduler:
             return 0
         return max(running, self.memory.pages.pages_for(int(tokens * self.ratio.value)))
 
-    def _grow_decodes(self) -> list[Request]:
-        """Make sure that everybody's next position has its page; returns those who have to skip a step.
+    def _grow(self) -> list[Request]:
+        """Make sure that everybody's next positions have their pages; returns those who have to skip a step.
 
         Out of pages, somebody is retracted. Not before pages that come back by themselves are counted:
         retracting for those would empty the engine for nothing.
         """
         starved = []
-        for request in self.batch.out_of_pages():
-            while request.batch is not None and not self.memory.grow(request):
+        short = self.batch.out_of_pages()
+        if self.growing:
+            short = sorted([*short, *self.growing.values()], key=lambda request: request.key)
+        for request in short:
+            pages = self.memory.pages.pages_for(request.length)
+            while self._wants_pages(request) and len(request.pages) < pages:
+                if self.memory.grow(request):
+                    continue
                 victim = None if self.memory.returning else self._victim()
                 if victim is None:
                     self._short = True
@@ -342,9 +335,13 @@ class Scheduler:
                 self._short = True
                 self.ratio.rise()
             else:
+                self.growing.pop(request.key, None)
                 if request.batch is not None:
                     self.batch.changed_pages(request)
         return [request for request in starved if request.batch is not None]
+
+    def _wants_pages(self, request: Request) -> bool:
+        return request.batch is not None or request.key in self.growing
 
     def _victim(self) -> Request | None:
         return next(self._victims(), None)
@@ -422,8 +419,14 @@ class Scheduler:
         self.waiting.remove(request)
         self.queued_tokens -= request.length
 
+    def _prefill_rest(self, request: Request) -> None:
+        self.prefilling[request.key] = request
+        if len(request.pages) < self.memory.pages.pages_for(request.length):
+            self.growing[request.key] = request
+
     def _stop_computing(self, request: Request) -> None:
         self.prefilling.pop(request.key, None)
+        self.growing.pop(request.key, None)
         self.leaders.leave(request)
         if request.batch is not None:
             self.batch.remove(request)
@@ -436,45 +439,55 @@ class Scheduler:
 
     # -- resolve --------------------------------------------------------------------------------
 
-    def resolve(self, step: Step, tokens: Sequence[int]) -> list[Request]:
-        """Commit a step's tokens (one entry per row); returns the requests that got one, in row order.
+    def resolve(
+        self, step: Step, tokens: Sequence[int], forced: Mapping[int, Sequence[int]] = _NOTHING
+    ) -> list[Request]:
+        """Commit a step's tokens (one entry per row); returns the requests that moved, in row order.
 
-        A token for a request that ended meanwhile is dropped and counted.
+        ``forced`` has the tokens of rows that got more than one, by row. What comes for a request that
+        ended meanwhile is dropped and counted.
         """
         self.memory.resolved(step.id)
         advanced: list[Request] = []
-        for request, token in zip(step.decodes.requests, tokens, strict=False):
+        for index, (request, token) in enumerate(zip(step.decodes.requests, tokens, strict=False)):
             if request.state is RequestState.FINISHED:
                 self.counters.late_tokens += 1
-                continue
-            advanced.append(request)
-            request.output_ids.append(token)
-            if token < 0 or token in request.stop_ids:
-                self._end(request, token)
+            elif token < 0:
+                advanced += self._unsampled(request, step, token, forced.get(index, ()))
+            else:
+                advanced.append(request)
+                request.output_ids.append(token)
+                if token in request.stop_ids:
+                    self._stop(request, token)
         for request in step.decodes.ending:
-            self.finish(request, "length")
-        for row, token in zip(step.prefills, tokens[len(step.decodes) :], strict=True):
-            self._resolve_prefill(row, token, advanced)
+            if request.known >= request.max_length:
+                self.finish(request, "length")
+        for index, row in enumerate(step.prefills, len(step.decodes)):
+            if row.request.finished:
+                self.counters.late_tokens += row.samples
+            else:
+                advanced += self._resolve_prefill(step, row, tokens[index], forced.get(index, ()))
         return advanced
 
-    def _resolve_prefill(self, row: Row, token: int, advanced: list[Request]) -> None:
+    def _resolve_prefill(self, step: Step, row: Row, token: int, forced: Sequence[int]) -> Sequence[Request]:
         request = row.request
-        if request.finished:
-            self.counters.late_tokens += row.samples
-            return
-        if row.samples:
-            advanced.append(request)
+        moved: Sequence[Request] = (request,) if row.samples else ()
+        if row.samples and token >= 0:
             request.output_ids.append(token)
         # A request that was retracted meanwhile has lost this slot, and cannot have it again yet.
         stayed = row.slot == request.slot
         if stayed:
             request.commit_prefill(row.kv_length, last=row.samples)
-        if row.samples and (token < 0 or token in request.stop_ids):
-            self._end(request, token)
+        if row.samples and token < 0:
+            moved = self._unsampled(request, step, token, forced)
+        elif row.samples and token in request.stop_ids:
+            self._stop(request, token)
         elif row.samples and request.known >= request.max_length:
             self.finish(request, "length")
-        elif stayed:
+        # It may have been retracted just now.
+        if stayed and request.state is RequestState.RUNNING:
             self._share(request)
+        return moved
 
     def _share(self, request: Request) -> None:
         """A prefill chunk has resolved: offer its pages to others."""
@@ -486,19 +499,61 @@ class Scheduler:
         else:
             self.leaders.lead(request)
 
-    def _end(self, request: Request, token: int) -> None:
+    def _stop(self, request: Request, token: int) -> None:
         """The newest token of a request ends it."""
-        if token == BAD_LOGITS:
-            request.output_ids.pop()
-            self.memory.distrust(request)
-            self.finish(request, "abort", FloatingPointError("the model gave no finite logits"))
-        elif token == BAD_GRAMMAR:
-            request.output_ids.pop()
-            reason = None if request.grammar is None else request.grammar.failed
-            self.finish(request, "abort", ValueError(reason or "its grammar allows no token"))
+        request.stop_reason = token
+        self.finish(request, "stop")
+
+    def _unsampled(
+        self, request: Request, step: Step, token: int, forced: Sequence[int]
+    ) -> Sequence[Request]:
+        """A row sampled no token: its request ends, or goes on from tokens that the host knows."""
+        if token > DEFERRED:
+            if token == BAD_LOGITS:
+                self.memory.distrust(request)
+                error: Exception = FloatingPointError("the model gave no finite logits")
+            else:
+                reason = None if request.grammar is None else request.grammar.failed
+                error = ValueError(reason or "its grammar allows no token")
+            self.finish(request, "abort", error)
+            return (request,)
+        if step.id <= request.void_until:
+            return ()
+        self.counters.deferred_rows += 1
+        computed = request.known
+        ended = self._append(request, forced)
+        self.counters.forced_tokens += request.known - computed
+        self._rewind(request, min(computed, request.known - 1))
+        if ended is not None:
+            self.finish(request, ended)
+        return (request,) if forced else ()
+
+    def _append(self, request: Request, tokens: Sequence[int]) -> FinishReason | None:
+        """Tokens that nobody sampled, up to the one that ends the output, if one does."""
+        for token in tokens:
+            request.output_ids.append(token)
+            if token in request.stop_ids:
+                request.stop_reason = token
+                return "stop"
+            if request.known >= request.max_length:
+                return "length"
+        return None
+
+    def _rewind(self, request: Request, computed: int) -> None:
+        """Plan a request again from position ``computed``; what is in flight for it is void."""
+        request.void_until = self._last_step
+        sampled = len(request.output_ids)
+        if request.state is RequestState.RUNNING:
+            self._stop_computing(request)
+            request.rewind(computed, sampled)
+            if not request.parked:
+                self._prefill_rest(request)
+        elif request.key in self.shelved:
+            request.rewind(0, sampled)
         else:
-            request.stop_reason = token
-            self.finish(request, "stop")
+            self._dequeue(request)
+            request.rewind(0, sampled)
+            self._enqueue(request)
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         """A step raised: its own requests end with ``error``, all others go on."""
@@ -538,6 +593,7 @@ class Scheduler:
             row = [int(column[index]) for column in (self.batch.slots, self.batch.capacity, self.batch.limit)]
             assert row == [request.slot, len(request.pages) * size, request.max_length], request
         for request in self.running.values():
+            assert request.key in self.prefilling or request.key not in self.growing
             places = (request.batch is not None) + (request.key in self.prefilling)
             assert places <= 1
             assert not (places and request.parked)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aioinfer.request import Request
     from aioinfer.text.grammar import GrammarState
 
-__all__ = ["BAD_GRAMMAR", "BAD_LOGITS", "NO_TOKEN", "Admission", "Row", "Step"]
+__all__ = ["BAD_GRAMMAR", "BAD_LOGITS", "DEFERRED", "FORCED", "NO_TOKEN", "Admission", "Row", "Step"]
 
 #: In a step's result: this row does not sample.
 NO_TOKEN = -1
@@ -21,6 +21,12 @@ NO_TOKEN = -1
 BAD_LOGITS = -2
 #: In a step's result: the row's grammar allows no token, or failed; so does its request, alone.
 BAD_GRAMMAR = -3
+#: In a step's result: the row was computed, but could not sample yet. Rows launched behind it are void, and
+#: so marked too, until one comes whose tokens the host knows.
+DEFERRED = -4
+#: In a step's result: the row sampled nothing, for its grammar leaves no choice: ``StepResult.forced`` has
+#: what follows. Rows behind it are void as above.
+FORCED = -5
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from aioinfer.params import Grammar
 __all__ = ["Compiler", "GrammarBackend", "GrammarState", "Matcher"]
 
 _KNOWN_GRAMMARS = 256
+#: tokens taken at once; more of them come after the next one that is sampled
+_MOST_FORCED = 256
 
 
 class Matcher(Protocol):
@@ -64,9 +66,27 @@ class GrammarState:
     Written and read under the lock of :class:`~aioinfer.execution.masks.Masks`.
     """
 
-    __slots__ = ("backend", "failed", "mask", "matcher", "position")
+    __slots__ = (
+        "at_work",
+        "backend",
+        "failed",
+        "forced",
+        "least_forced",
+        "mask",
+        "matcher",
+        "position",
+        "slow",
+        "unsampled",
+    )
 
-    def __init__(self, backend: GrammarBackend, matcher: Matcher, position: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        matcher: Matcher,
+        position: int,
+        vocab_size: int,
+        least_forced: int = 0,
+    ) -> None:
         self.backend = backend
         self.matcher = matcher
         #: why the output cannot go on
@@ -74,6 +94,43 @@ class GrammarState:
         #: position in the sequence of the token that ``mask`` is for
         self.position = position
         self.mask: npt.NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
+        #: tokens before ``position`` that the output must have and nobody samples
+        self.forced: list[int] = []
+        #: fewer forced tokens than this are sampled like any others; 0: all are
+        self.least_forced = least_forced
+        #: a token was sampled whose mask is not made yet
+        self.at_work = False
+        #: its masks take long: nobody waits for them
+        self.slow = False
+        #: its newest row sampled nothing, so that rows launched behind it have no token to go on from
+        self.unsampled = False
+
+    def accept(self, token: int) -> None:
+        """The output goes on with ``token``; whatever must follow it, follows."""
+        try:
+            if not self.matcher.accept(token):
+                self.failed = self.matcher.error or f"its grammar does not allow token {token}"
+                return
+            self.position += 1
+            self.follow()
+        except Exception as error:
+            self.failed = f"its grammar failed: {error}"
+
+    def follow(self) -> None:
+        """Take the tokens that leave no choice, if they are enough to be worth it."""
+        forced: list[int] = []
+        if not self.least_forced or len(ahead := self.matcher.forced()) < self.least_forced:
+            return
+        # One at a time: what is forced after a token may be spelled otherwise than it was before it.
+        while ahead and len(forced) < _MOST_FORCED:
+            token = ahead[0]
+            if not self.matcher.accept(token):
+                self.failed = self.matcher.error or f"its grammar does not allow token {token}"
+                return
+            forced.append(token)
+            ahead = self.matcher.forced()
+        self.forced = forced
+        self.position += len(forced)
 
 
 class Compiler:
@@ -89,12 +146,16 @@ class Compiler:
         self._known: OrderedDict[Grammar, Matcher | InvalidRequest] = OrderedDict()
         self._under_way: dict[Grammar, threading.Event] = {}
 
-    def start(self, grammar: Grammar, position: int) -> GrammarState:
-        """The state of a new output whose first token is at ``position``. Raises InvalidRequest."""
+    def start(self, grammar: Grammar, position: int, least_forced: int = 0) -> GrammarState:
+        """The state of a new output whose first token is at ``position``. Raises InvalidRequest.
+
+        So many tokens or more that leave no choice are taken without sampling them; 0: none are.
+        """
         compiled = self._compiled(grammar)
         if isinstance(compiled, InvalidRequest):
             raise InvalidRequest(compiled.field, compiled.message)
-        state = GrammarState(self.backend, compiled.copy(), position, self._vocab_size)
+        state = GrammarState(self.backend, compiled.copy(), position, self._vocab_size, least_forced)
+        state.follow()
         self.backend.fill([state.matcher], [state.mask])
         if state.matcher.error is not None or not state.mask.any():
             raise InvalidRequest("grammar", state.matcher.error or "allows no output")

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Landed, Progress, StepResult
-from aioinfer.execution.masks import Masks
+from aioinfer.execution.masks import GrammarRow, Masks
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.step import BAD_GRAMMAR, NO_TOKEN, Admission, Row, Step
+from aioinfer.scheduling.step import DEFERRED, FORCED, NO_TOKEN, Admission, Row, Step
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
@@ -81,7 +81,8 @@ def toy_logprob(position: int, token: int) -> TokenLogprob:
 class ToyDevice:
     """A device without a model. Synchronous; needs numpy only.
 
-    ``fault`` is called with every step before it is computed and may raise, as a device would.
+    ``fault`` is called with every step before it is computed and may raise, as a device would. ``defer`` is
+    called with every row that samples: None lets it, otherwise so many tokens follow unsampled, perhaps 0.
     """
 
     synchronous = True
@@ -95,10 +96,12 @@ class ToyDevice:
         max_model_len: int | None = None,
         vocab_size: int = 64,
         fault: Callable[[Step], None] | None = None,
+        defer: Callable[[Row], int | None] | None = None,
     ) -> None:
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.fault = fault
+        self.defer = defer
         self.lost = False
         self._num_pages = num_pages
         capacity = num_pages * page_size
@@ -122,6 +125,8 @@ class ToyDevice:
         self._relay = [_POISON] * (self._num_slots + 1)
         #: requests that lost a step: what later steps in flight compute for them is junk, and dropped
         self._doomed: set[int] = set()
+        #: requests whose newest row sampled nothing: rows behind it are junk until one brings its tokens
+        self._void: set[int] = set()
         self._last_step = 0
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
@@ -165,12 +170,17 @@ class ToyDevice:
         # All rows write before any row samples, as in a packed forward.
         rows = prepared.rows
         states = [self._write(row, table) for row, table in zip(rows, prepared.tables, strict=True)]
-        result = StepResult([self._sample(row, state) for row, state in zip(rows, states, strict=True)])
+        result = StepResult([])
+        for index, (row, state) in enumerate(zip(rows, states, strict=True)):
+            forced: list[int] = []
+            result.tokens.append(self._sample(row, state, forced))
+            if forced:
+                result.forced[index] = forced
         for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             admission = self._admissions[row.slot]
             if admission is None or row.request.key in self._doomed:
                 continue
-            if row.samples and admission.params.logprobs is not None:
+            if token >= 0 and admission.params.logprobs is not None:
                 result.logprobs[index] = toy_logprob(row.kv_length, token)
             if row.scores is not None:
                 ids = admission.prompt_ids
@@ -197,6 +207,9 @@ class ToyDevice:
             self._relay[row.slot] = _POISON
             expected.clear()
             self._extend(row, expected, [*row.admission.prompt_ids, *row.admission.output_ids][: row.start])
+        if row.ids is None and row.request.key in self._void:
+            return self._write_junk(row, table)
+        self._void.discard(row.request.key)
         ids = self._read_relay(row) if row.ids is None else row.ids
         if len(ids) != row.length or row.length < 1:
             raise TaintError(f"{row.request}: {len(ids)} ids for {row.length} positions")
@@ -217,6 +230,14 @@ class ToyDevice:
         self._state[cells[row.start :]] = expected[row.start :]
         return expected[-1]
 
+    def _write_junk(self, row: Row, table: list[int]) -> int:
+        """What a row without a token to go on from does to its own cell."""
+        page, offset = divmod(row.start, self.page_size)
+        if page >= len(table):
+            raise TaintError(f"{row.request}: no page for position {row.start}")
+        self._state[table[page] * self.page_size + offset] = _POISON
+        return 0
+
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
         state = states[-1] if states else 0
         for token in ids:
@@ -232,7 +253,8 @@ class ToyDevice:
             raise TaintError(f"{row.request}: nobody wrote its relay cell")
         return [token]
 
-    def _sample(self, row: Row, state: int) -> int:
+    def _sample(self, row: Row, state: int, forced: list[int]) -> int:
+        """The next token of a row; ``forced`` gets the row's tokens if they are not sampled."""
         if not row.samples:
             return NO_TOKEN
         if row.request.key in self._doomed:
@@ -240,27 +262,54 @@ class ToyDevice:
         admission = self._admissions[row.slot]
         if admission is None:
             raise TaintError(f"{row.request}: its slot was never admitted")
-        if admission.grammar is None:
+        if row.request.key in self._void:
+            return DEFERRED
+        follow = None if self.defer is None else self.defer(row)
+        if follow is not None:
+            forced += _follow(row, state, admission, follow, self.vocab_size)
+            token = FORCED if follow else DEFERRED
+        elif admission.grammar is None:
             token = _next_token(state, admission, row.output_index, self.vocab_size)
         else:
-            token = self._constrained(row, state, admission, admission.grammar)
+            token = self._constrained(row, state, admission, admission.grammar, forced)
+        if token in (DEFERRED, FORCED):
+            self._void.add(row.request.key)
+            return token
         self._relay[row.slot] = token
         if token < 0:
             # The request has ended with this; what is in flight for it already is junk.
             self._doomed.add(row.request.key)
         return token
 
-    def _constrained(self, row: Row, state: int, admission: Admission, grammar: GrammarState) -> int:
+    def _constrained(
+        self,
+        row: Row,
+        state: int,
+        admission: Admission,
+        grammar: GrammarState,
+        forced: list[int],
+    ) -> int:
         """The first token from the one it would have been on that the grammar allows."""
-        rows = [(0, grammar, row.kv_length)]
-        (mask,), failed = self.masks.collect(rows)
-        if failed:
-            return BAD_GRAMMAR
+        rows = [GrammarRow(0, grammar, row.kv_length, row.ids is not None)]
+        found = self.masks.collect(rows, 1)
+        if found.outcomes:
+            forced += found.forced.get(0, [])
+            return found.outcomes[0]
+        (mask,) = found.masks
         token = _next_token(state, admission, row.output_index, self.vocab_size)
         while not mask[token // 32] >> (token % 32) & 1:
             token = (token + 1) % self.vocab_size
         self.masks.advance(rows, [token])
         return token
+
+
+def _follow(row: Row, state: int, admission: Admission, count: int, vocab_size: int) -> list[int]:
+    """The next tokens, as they would have been sampled."""
+    tokens: list[int] = []
+    for index in range(count):
+        tokens.append(_next_token(state, admission, row.output_index + index, vocab_size))
+        state = _mix(state, tokens[-1])
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)

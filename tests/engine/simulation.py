@@ -39,6 +39,9 @@ class LawChecker:
         self.page_touched: dict[int, int] = {}
         self.page_written: dict[int, int] = {}
         self.slot_touched: dict[int, int] = {}
+        #: whose the newest touch was: key and how often it had been retracted
+        self.page_tenant: dict[int, tuple[int, int]] = {}
+        self.slot_tenant: dict[int, tuple[int, int]] = {}
         self.ended: set[int] = set()
         self._methods = {
             name: getattr(type(scheduler), name) for name in ("plan", "resolve", "fail", "finish", "_retract")
@@ -85,17 +88,22 @@ class LawChecker:
         assert first >= request.cached_pages, "a row writes into the prefix cache"
         for page in request.pages[: request.cached_pages]:
             assert self.page_written.get(page, 0) <= self.resolved, f"cached page {page} is not resolved"
+        tenant = (request.key, request.retractions)
         for page in request.pages[-(-row.start // size) : stop]:
-            assert self.page_touched.get(page, 0) <= self.resolved, f"page {page} reused in flight"
+            landed = self.page_touched.get(page, 0) <= self.resolved
+            assert landed or self.page_tenant[page] == tenant, f"page {page} reused in flight"
         if row.admission is not None:
-            assert self.slot_touched.get(row.slot, 0) <= self.resolved, f"slot {row.slot} reused in flight"
+            landed = self.slot_touched.get(row.slot, 0) <= self.resolved
+            assert landed or self.slot_tenant[row.slot] == tenant, f"slot {row.slot} reused in flight"
         self.slot_touched[row.slot] = step.id
+        self.slot_tenant[row.slot] = tenant
+        self.page_tenant.update(dict.fromkeys(request.pages[:stop], tenant))
         self.page_touched.update(dict.fromkeys(request.pages[:stop], step.id))
         self.page_written.update(dict.fromkeys(request.pages[first:stop], step.id))
 
-    def resolve(self, step: Step, tokens: Sequence[int]) -> list[Request]:
+    def resolve(self, step: Step, tokens: Sequence[int], forced: Any = ()) -> list[Request]:
         self._land(step)
-        advanced: list[Request] = self.scheduler.resolve(step, tokens)
+        advanced: list[Request] = self.scheduler.resolve(step, tokens, dict(forced))
         self.check()
         return advanced
 
@@ -125,6 +133,8 @@ class LawChecker:
             preemptions=counters.preemptions,
             parkings=counters.parkings,
             late_tokens=counters.late_tokens,
+            deferred_rows=counters.deferred_rows,
+            forced_tokens=counters.forced_tokens,
             hit_tokens=memory.hit_tokens,
             held_back=admitter.held,
             packed_rounds=admitter.packed_rounds,
@@ -222,8 +232,21 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         if dice.random() < fault_rate:
             raise Injected(f"step {step.id}")
 
+    deferral_rate = rng.choice([0.0, 0.0, 0.1, 0.4])
+
+    def defer(row: Row) -> int | None:
+        if dice.random() >= deferral_rate:
+            return None
+        # What nobody samples has no logprob.
+        return 0 if row.request.params.logprobs is not None else dice.choice([0, 1, 2, 9])
+
     device = ToyDevice(
-        num_pages=num_pages, page_size=page_size, num_slots=config.num_slots, vocab_size=VOCAB, fault=fault
+        num_pages=num_pages,
+        page_size=page_size,
+        num_slots=config.num_slots,
+        vocab_size=VOCAB,
+        fault=fault,
+        defer=defer,
     )
     launcher = TimedLauncher(device, lambda step: dice.choice([0.0, 0.001, 0.01]) + 1e-4 * step.num_tokens)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: ToyTokenizer(VOCAB))

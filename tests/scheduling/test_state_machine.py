@@ -533,11 +533,11 @@ def unlocked_twice(patch: pytest.MonkeyPatch) -> None:
 def late_token_delivered(patch: pytest.MonkeyPatch) -> None:
     resolve = Scheduler.resolve
 
-    def late(self: Scheduler, step: Step, tokens: Sequence[int]) -> list[Request]:
+    def late(self: Scheduler, step: Step, tokens: Sequence[int], forced: Any = ()) -> list[Request]:
         for row, token in zip(step.rows, tokens, strict=True):
             if row.samples and row.request.finished:
                 row.request.output_ids.append(token)
-        return resolve(self, step, tokens)
+        return resolve(self, step, tokens, dict(forced))
 
     patch.setattr(Scheduler, "resolve", late)
 
@@ -557,13 +557,13 @@ def retraction_forgets_pending_tokens(patch: pytest.MonkeyPatch) -> None:
 def chunk_of_a_former_life_commits(patch: pytest.MonkeyPatch) -> None:
     resolve_prefill = Scheduler._resolve_prefill
 
-    def former(self: Scheduler, row: Row, token: int, advanced: list[Request]) -> None:
+    def former(self: Scheduler, step: Step, row: Row, token: int, forced: Sequence[int]) -> Sequence[Request]:
         if not row.request.finished and not row.samples:
             row.request.commit_prefill(row.kv_length, last=False)
             if row.request.lock is not None:
                 self._share(row.request)
-            return
-        resolve_prefill(self, row, token, advanced)
+            return ()
+        return resolve_prefill(self, step, row, token, forced)
 
     patch.setattr(Scheduler, "_resolve_prefill", former)
 

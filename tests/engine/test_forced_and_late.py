@@ -1,0 +1,288 @@
+"""Tokens that a grammar forces are taken without computing them; rows whose masks are late come again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.masks import GrammarRow, Masks
+from aioinfer.params import Grammar, SamplingParams
+from aioinfer.scheduling.step import BAD_GRAMMAR, DEFERRED, FORCED
+from aioinfer.text.grammar import GrammarState
+from tests.engine.simulation import settle
+from tests.engine.test_transparency import retract_every
+
+SCHEMA = Grammar(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "favourite_colour": {"enum": ["red", "green", "a rather long name of a colour"]},
+                "first_name": {"type": "string", "maxLength": 8},
+                "number_of_children": {"type": "integer", "minimum": 0, "maximum": 12},
+            },
+            "required": ["favourite_colour", "first_name", "number_of_children"],
+            "additionalProperties": False,
+        }
+    ),
+)
+PROMPT = [{"role": "user", "content": "Answer in JSON."}]
+
+
+async def outputs(params: Sequence[SamplingParams], *, retract: int = 0, **config: Any) -> Any:
+    """Token ids and texts of all, run together, and the statistics of the engine."""
+    async with Engine(EngineConfig(threads=1, dtype="float32", **config)) as engine:
+        retract_every(engine, retract)
+        results = await asyncio.gather(*[engine.generate(PROMPT, each) for each in params])
+        for result in results:
+            assert result.metrics is not None
+            assert len(result.metrics.token_times) == len(result.token_ids)
+            assert result.usage.completion_tokens == len(result.token_ids)
+        stats = engine.stats()
+        await settle(engine)
+    return [(result.token_ids, result.text, result.finish_reason) for result in results], stats
+
+
+def params(**fields: Any) -> list[SamplingParams]:
+    """Three with a grammar at different temperatures, one without."""
+    bound = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=120, grammar=SCHEMA, **fields)
+        for seed, temperature in enumerate((0.0, 0.8, 1.5))
+    ]
+    return [*bound, SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True, **fields)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_fast_forward_saves_steps_and_changes_nothing(window: Any) -> None:
+    plain, before = await outputs(params(), window=window, fast_forward=False)
+    quick, after = await outputs(params(), window=window)
+    assert quick == plain
+    assert before.forced_tokens == 0
+    assert after.forced_tokens > 10
+    assert after.steps < before.steps
+    retracted, stats = await outputs(params(), window=window, retract=4)
+    assert stats.retractions > 0
+    assert retracted == plain
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_no_patience_changes_nothing(window: Any) -> None:
+    plain, _ = await outputs(params(), window=window)
+    hasty, _ = await outputs(params(), window=window, grammar_patience=0.0)
+    assert hasty == plain
+    hasty, stats = await outputs(params(), window=window, grammar_patience=0.0, retract=5)
+    assert stats.retractions > 0
+    assert hasty == plain
+
+
+async def test_what_is_not_sampled_has_no_logprob_so_all_is_sampled_where_they_are_wanted() -> None:
+    plain, _ = await outputs(params())
+    async with Engine(EngineConfig(threads=1, dtype="float32")) as engine:
+        results = await asyncio.gather(*[engine.generate(PROMPT, each) for each in params(logprobs=1)])
+        assert engine.stats().forced_tokens == 0
+    for result, (ids, _, _) in zip(results, plain, strict=True):
+        assert result.token_ids == ids
+        assert result.logprobs is not None
+        assert [logprob.token_id for logprob in result.logprobs] == ids
+
+
+@pytest.mark.parametrize("stop", ["_colour", '"favourite'])
+async def test_a_stop_string_within_forced_tokens_ends_the_output_there(stop: str) -> None:
+    for fast in (True, False):
+        found, stats = await outputs(params(stop=stop), fast_forward=fast)
+        assert (stats.forced_tokens > 0) == fast
+        for _, text, reason in found[:3]:
+            assert reason == "stop"
+            assert stop not in text
+            assert '{"favourite_colour"'.startswith("".join(text.split()))
+        if fast:
+            quick = found
+    assert quick == found
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+async def test_max_tokens_within_forced_tokens_ends_the_output_there(max_tokens: int) -> None:
+    bound = SamplingParams(temperature=0, max_tokens=max_tokens, grammar=SCHEMA)
+    quick, _ = await outputs([bound])
+    plain, _ = await outputs([bound], fast_forward=False)
+    assert quick == plain
+    ((ids, _, reason),) = quick
+    assert (len(ids), reason) == (max_tokens, "length")
+
+
+class Hanging:
+    """Wraps a matcher: the third token is not accepted before it is let."""
+
+    def __init__(self, matcher: Any, go_on: threading.Event) -> None:
+        self._matcher = matcher
+        self._go_on = go_on
+        self._left = 3
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def accept(self, token: int) -> bool:
+        self._left -= 1
+        if not self._left:
+            self._go_on.wait()
+        return bool(self._matcher.accept(token))
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> None:
+    go_on = threading.Event()
+    async with Engine(EngineConfig(threads=1, window=window, grammar_patience=0.001)) as engine:
+        core = engine._core
+        assert core is not None
+        bound = SamplingParams(temperature=1.0, seed=1, max_tokens=12, grammar=Grammar("regex", "[a-z]+"))
+        free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        alone = await engine.generate("Hello", bound)
+        expected = await engine.generate("Others", free)
+        also = await engine.generate("Also", bound)
+        compiler = core._compiler
+        assert compiler is not None
+        start = compiler.start
+
+        def hang(grammar: Grammar, position: int, least_forced: int = 0) -> GrammarState:
+            state = start(grammar, position, least_forced)
+            state.matcher = Hanging(state.matcher, go_on)
+            return state
+
+        compiler.start = hang  # type: ignore[method-assign]
+        try:
+            stuck = engine.generate("Hello", bound)
+            for _ in range(2):
+                await anext(stuck)
+            compiler.start = start  # type: ignore[method-assign]
+            # Others come and go, with and without grammars, while this one stands still.
+            for _ in range(3):
+                assert (await engine.generate("Others", free)).token_ids == expected.token_ids
+                assert (await engine.generate("Also", bound)).token_ids == also.token_ids
+            assert engine.stats().deferred_rows > 0
+        finally:
+            go_on.set()
+        assert (await stuck).token_ids == alone.token_ids
+        await settle(engine)
+
+
+class FakeBackend:
+    """Allows every token; masks of a matcher that says so are made when it is let."""
+
+    def fill(self, matchers: Sequence[Any], masks: Sequence[npt.NDArray[np.int32]]) -> None:
+        for mask in masks:
+            mask[:] = 6
+
+
+class FakeMatcher:
+    error = None
+    stopped = False
+
+    def __init__(self, forced: Sequence[int] = ()) -> None:
+        self.accepted: list[int] = []
+        self._forced = list(forced)
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def accept(self, token: int) -> bool:
+        self.hold.wait()
+        self.accepted.append(token)
+        if self._forced and self._forced[0] == token:
+            del self._forced[0]
+        return token < 90
+
+    def forced(self) -> list[int]:
+        return list(self._forced)
+
+
+def state_of(matcher: FakeMatcher, position: int, least_forced: int = 0) -> GrammarState:
+    state = GrammarState(FakeBackend(), matcher, position, 40, least_forced)  # type: ignore[arg-type]
+    state.mask[:] = 6
+    return state
+
+
+def test_rows_behind_one_that_did_not_sample_are_void() -> None:
+    masks = Masks(0.001)
+    matcher = FakeMatcher()
+    state = state_of(matcher, 5)
+    found = masks.collect([GrammarRow(0, state, 5, known=True)], 1)
+    assert not found.outcomes
+    assert found.masks.tolist() == [[6, 6]]
+    matcher.hold.clear()
+    masks.advance([GrammarRow(0, state, 5, known=True)], [1])
+    for position in (6, 7):
+        assert masks.collect([GrammarRow(0, state, position, known=False)], 2).outcomes == {0: DEFERRED}
+    matcher.hold.set()
+    while masks.collect([GrammarRow(0, state, 6, known=True)], 1).outcomes:
+        pass
+    assert matcher.accepted == [1]
+    assert state.position == 6
+    masks.close()
+
+
+def test_forced_tokens_are_told_once_and_make_the_rows_behind_void() -> None:
+    masks = Masks(threaded=False)
+    state = state_of(FakeMatcher([11, 12, 13]), 5, least_forced=3)
+    masks.advance([GrammarRow(0, state, 5, known=False)], [1])
+    assert state.position == 9
+    found = masks.collect([GrammarRow(0, state, 6, known=False)], 4)
+    assert (found.outcomes, found.forced) == ({0: FORCED}, {0: [11, 12, 13]})
+    for position in (7, 8, 9):
+        assert masks.collect([GrammarRow(0, state, position, known=False)], 4).outcomes == {0: DEFERRED}
+    assert not masks.collect([GrammarRow(0, state, 9, known=True)], 4).outcomes
+
+
+def test_too_few_forced_tokens_are_sampled_like_any_others() -> None:
+    masks = Masks(threaded=False)
+    state = state_of(FakeMatcher([11, 12]), 5, least_forced=3)
+    masks.advance([GrammarRow(0, state, 5, known=False)], [1])
+    assert not masks.collect([GrammarRow(0, state, 6, known=False)], 1).outcomes
+
+
+def test_a_row_of_a_request_that_lost_a_step_does_not_wait_for_ever() -> None:
+    """Its token was never sampled, so no mask will come."""
+    masks = Masks(3600.0)
+    lost, fine = state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)
+    rows = [GrammarRow(0, lost, 6, known=False), GrammarRow(1, fine, 5, known=False)]
+    assert masks.collect(rows, 2).outcomes == {0: DEFERRED}
+    assert masks.collect(rows[:1], 1).outcomes == {0: DEFERRED}
+
+
+def test_a_slow_grammar_works_beside_the_others() -> None:
+    masks = Masks(0.001)
+    slow, quick = FakeMatcher(), FakeMatcher()
+    states = [state_of(slow, 5), state_of(quick, 5)]
+    slow.hold.clear()
+    masks.advance([GrammarRow(0, states[0], 5, known=False)], [1])
+    assert masks.collect([GrammarRow(0, states[0], 6, known=False)], 1).outcomes == {0: DEFERRED}
+    assert states[0].slow
+    slow.hold.set()
+    while masks.collect([GrammarRow(0, states[0], 6, known=True)], 1).outcomes:
+        pass
+    # It took long, so its next turn is on the other thread, where it may take as long as it likes.
+    slow.hold.clear()
+    masks.advance([GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)], [1, 1])
+    patient = Masks(3600.0)
+    patient._changed = masks._changed
+    rows = [GrammarRow(0, states[0], 7, known=False), GrammarRow(1, states[1], 6, known=False)]
+    assert patient.collect(rows, 2).outcomes == {0: DEFERRED}
+    assert quick.accepted == [1]
+    slow.hold.set()
+    masks.close()
+
+
+def test_a_token_that_is_not_allowed_fails_its_own_row() -> None:
+    masks = Masks(threaded=False)
+    states = [state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)]
+    masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [95, 2])
+    rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
+    assert masks.collect(rows, 2).outcomes == {0: BAD_GRAMMAR}
