@@ -6,7 +6,6 @@ launch thread then makes one tensor of each buffer (one host-to-device copy on C
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,21 +13,12 @@ import numpy.typing as npt
 
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.masks import GrammarRow
+from aioinfer.execution.roster import FLOAT_FIELDS, Parameters, Roster
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.scheduling.step import NO_TOKEN, Admission, Row, Step
+from aioinfer.scheduling.step import NO_TOKEN, Row, Step
 
 __all__ = ["FLOAT_FIELDS", "Packed", "Packer"]
-
-#: order of the per-row parameters in ``Packed.floats``
-FLOAT_FIELDS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 @dataclass(slots=True)
@@ -45,8 +35,6 @@ class Packed:
     """
 
     ints: npt.NDArray[np.int64]
-    #: [len(FLOAT_FIELDS), S]
-    floats: npt.NDArray[np.float32]
     sizes: tuple[int, ...]
     step_id: int
     num_decodes: int
@@ -55,25 +43,18 @@ class Packed:
     kv_lens: list[int]
     #: index of the row behind each sampling row
     sample_rows: list[int]
-    all_greedy: bool
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
-    any_penalty: bool
+    #: what the sampling rows ask for
+    roster: Roster
     penalty_resets: list[PenaltyReset]
     #: rows whose sampling waits for a mask
     grammars: list[GrammarRow]
-    #: (sampling row, mask) where only some tokens are allowed; masks as of grammars
-    allowed: list[tuple[int, npt.NDArray[np.int32]]]
-    #: (sampling row, how many of the likeliest tokens) where logprobs are wanted
-    logprobs: list[tuple[int, int]]
     #: (row, number of scored positions, how many of the likeliest tokens)
     scores: list[tuple[int, int, int]]
 
     @property
     def top(self) -> int:
         """Likeliest tokens wanted at most; -1 if no logprob is wanted."""
-        return max((count[-1] for count in (*self.logprobs, *self.scores)), default=-1)
+        return max((count[-1] for count in (*self.roster.logprobs, *self.scores)), default=-1)
 
     def result(
         self,
@@ -98,7 +79,7 @@ class Packed:
             at += 1
             return found
 
-        for sampled, count in self.logprobs:
+        for sampled, count in self.roster.logprobs:
             result.logprobs[self.sample_rows[sampled]] = entry(tokens[sampled], count)
         end = len(self.ints) - sum(self.sizes[-3:])
         ids = iter(self.ints[end - self.sizes[-4] : end].tolist())
@@ -107,43 +88,19 @@ class Packed:
         return result
 
 
-_NONE = np.empty(0, np.int64)
+_NO_SCORES = np.empty(0, np.int64)
 
 
 class Packer:
     """Keeps, by slot, what rows do not repeat: page tables and sampling parameters."""
 
-    __slots__ = (
-        "_allowed",
-        "_bias",
-        "_constrained",
-        "_floats",
-        "_logprobs",
-        "_min_length",
-        "_page_size",
-        "_params",
-        "_seeds",
-        "_tables",
-        "_top_k",
-    )
+    __slots__ = ("_page_size", "_parameters", "_tables")
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
         self._page_size = page_size
+        #: a tenant's entries beyond its pages name the junk page 0
         self._tables = np.zeros((num_slots + 1, max_pages), np.int64)
-        self._floats = np.zeros((len(FLOAT_FIELDS), num_slots + 1), np.float32)
-        self._top_k = np.zeros(num_slots + 1, np.int64)
-        self._seeds = np.zeros(num_slots + 1, np.int64)
-        #: sequences shorter than this may not end yet
-        self._min_length = np.zeros(num_slots + 1, np.int64)
-        #: slots whose tenant has a grammar
-        self._constrained = np.zeros(num_slots + 1, np.bool_)
-        #: by slot, of the few whose tenants have them: biased ids with the bits of their bias, and the mask
-        #: of allowed tokens
-        self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
-        self._allowed: dict[int, npt.NDArray[np.int32]] = {}
-        #: by slot, likeliest tokens wanted beside each sampled one; -1: no logprobs at all
-        self._logprobs = np.full(num_slots + 1, -1, np.int64)
-        self._params: list[Admission | None] = [None] * (num_slots + 1)
+        self._parameters = Parameters(num_slots)
 
     def pack(self, step: Step) -> Packed:
         """Pack steps in the order of their ids, each once."""
@@ -155,95 +112,74 @@ class Packer:
             if row.new_pages:
                 first = row.first_new_page
                 self._tables[row.slot, first : first + len(row.new_pages)] = row.new_pages
-        slots = _columns(decodes.slots, [row.slot for row in prefills])
-        starts = _columns(decodes.starts, [row.start for row in prefills])
-        q_len = _columns(np.ones(len(decodes), np.int64), [row.length for row in prefills])
-        sampling = np.ones(len(slots), np.bool_)
-        sampling[len(decodes) :] = [row.samples for row in prefills]
-        cu_q = np.zeros(len(slots) + 1, np.int64)
-        np.cumsum(q_len, out=cu_q[1:])
-        kv_len = starts + q_len
-        # Position of each token: its row's start plus its offset in the row.
-        row_of = np.repeat(np.arange(len(slots)), q_len)
-        positions = np.arange(step.num_tokens) - cu_q[row_of] + starts[row_of]
-        pages_of = self._tables[slots[row_of], positions // self._page_size]
-        slot_mapping = pages_of * self._page_size + positions % self._page_size
-        num_pages = -(-int(kv_len.max()) // self._page_size)
-        tables = self._tables[slots, :num_pages]
-        # Entries beyond a row's own pages may be another tenant's: they become the junk page.
-        owned = -(-kv_len // self._page_size)
-        tables[np.arange(num_pages) >= owned[:, None]] = 0
-        return self._finish(
-            step, slots, q_len, cu_q, kv_len, positions, slot_mapping, tables, sampling, resets
-        )
+        slots, starts, q_len, q_lens = decodes.slots, decodes.starts, None, [1] * len(decodes)
+        if prefills:
+            slots = np.concatenate((slots, [row.slot for row in prefills]))
+            starts = np.concatenate((starts, [row.start for row in prefills]))
+            q_lens += [row.length for row in prefills]
+            q_len = np.asarray(q_lens, np.int64)
+        return self._lay_out(step, slots, starts, q_len, q_lens, resets)
 
-    def _finish(
+    def _lay_out(
         self,
         step: Step,
         slots: npt.NDArray[np.int64],
-        q_len: npt.NDArray[np.int64],
-        cu_q: npt.NDArray[np.int64],
-        kv_len: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        slot_mapping: npt.NDArray[np.int64],
-        tables: npt.NDArray[np.int64],
-        sampling: npt.NDArray[np.bool_],
+        starts: npt.NDArray[np.int64],
+        q_len: npt.NDArray[np.int64] | None,
+        q_lens: list[int],
         resets: list[PenaltyReset | None],
     ) -> Packed:
-        """Lay the sections out in the two buffers."""
-        sample_slots = slots[sampling]
-        sample_positions = kv_len[sampling]
-        top_k = self._top_k[sample_slots]
-        floats = self._floats[:, sample_slots]
+        """The sections and the buffers they lie in. ``q_len`` is None where all rows have length 1."""
+        size = self._page_size
+        kv_len = starts + (1 if q_len is None else q_len)
+        kv_lens = kv_len.tolist()
+        tables = self._tables[slots, : -(-max(kv_lens) // size)]
+        cu_q = np.arange(len(q_lens) + 1)
+        rows, positions = cu_q[:-1], starts
+        sample_slots, sample_positions, logits_rows = slots, kv_len, rows
+        sample_rows = list(range(len(q_lens)))
+        if q_len is not None:
+            rows = np.repeat(rows, q_len)
+            cu_q = np.concatenate(((0,), np.cumsum(q_len)))
+            # Position of each token: its row's start plus its offset in the row.
+            positions = np.arange(step.num_tokens) - cu_q[rows] + starts[rows]
+            sample_rows = sample_rows[: step.num_decodes]
+            sample_rows += [at for at, row in enumerate(step.prefills, step.num_decodes) if row.samples]
+            sample_slots, sample_positions = slots[sample_rows], kv_len[sample_rows]
+            logits_rows = cu_q[1:][sample_rows] - 1
+        roster = self._parameters.roster(sample_slots)
         score_rows, score_ids, scores = self._scores(step, cu_q)
-        banned_rows, banned_ids = self._banned(sample_slots, sample_positions)
         sections = (
             self._input_ids(step, cu_q),
             positions,
-            slot_mapping,
+            tables[rows, positions // size] * size + positions % size,
             cu_q,
             kv_len,
             slots,
             tables.reshape(-1),
-            np.concatenate((cu_q[1:][sampling] - 1, score_rows)),
+            np.concatenate((logits_rows, score_rows)) if len(score_rows) else logits_rows,
             sample_slots,
             sample_positions,
-            self._seeds[sample_slots],
-            top_k,
-            banned_rows,
-            banned_ids,
+            roster.seeds,
+            roster.top_k,
+            *roster.banned(sample_positions),
             score_ids,
-            *self._biases(sample_slots),
+            *roster.biases,
         )
-        temperature, top_p, min_p, repetition, presence, frequency = floats
-        any_penalty = bool((repetition != 1).any() or presence.any() or frequency.any())
         return Packed(
             ints=np.concatenate(sections),
-            floats=floats,
             sizes=tuple(len(section) for section in sections),
             step_id=step.id,
             num_decodes=step.num_decodes,
             num_pages=tables.shape[1],
-            q_lens=q_len.tolist(),
-            kv_lens=kv_len.tolist(),
-            sample_rows=np.flatnonzero(sampling).tolist(),
-            all_greedy=not (temperature.any() or any_penalty),
-            any_top_k=bool(top_k.any()),
-            any_top_p=bool((top_p < 1).any()),
-            any_min_p=bool(min_p.any()),
-            any_penalty=any_penalty,
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            sample_rows=sample_rows,
+            roster=roster,
             penalty_resets=[reset for reset in resets if reset is not None],
-            grammars=self._grammar_rows(sample_slots, sample_positions, step.num_decodes),
-            allowed=[
-                (index, self._allowed[slot])
-                for index, slot in enumerate(sample_slots.tolist())
-                if slot in self._allowed
-            ]
-            if self._allowed
-            else [],
-            logprobs=[
-                (index, int(self._logprobs[sample_slots[index]]))
-                for index in np.flatnonzero(self._logprobs[sample_slots] >= 0).tolist()
+            grammars=[
+                GrammarRow(row, state, int(sample_positions[row]), row >= step.num_decodes)
+                for row, state in roster.grammars
             ],
             scores=scores,
         )
@@ -251,53 +187,23 @@ class Packer:
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Known ids in place; 0 where the relay will fill in."""
         ids = np.zeros(step.num_tokens, np.int64)
-        for row, start in zip(step.prefills, cu_q[step.num_decodes :].tolist(), strict=False):
+        for at, row in enumerate(step.prefills, step.num_decodes):
             assert row.ids is not None, "a prefill row knows its tokens"
-            ids[start : start + row.length] = row.ids
+            ids[cu_q[at] : cu_q[at + 1]] = row.ids
         return ids
 
     def _admit(self, row: Row) -> PenaltyReset | None:
-        """A request takes a slot: remember its parameters."""
-        admission = row.admission
-        assert admission is not None
-        params, slot = admission.params, row.slot
-        self._params[slot] = admission
-        self._seeds[slot] = admission.seed
-        self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self._bias.pop(slot, None)
-        self._allowed.pop(slot, None)
-        if params.logit_bias:
-            values = np.fromiter(params.logit_bias.values(), np.float32)
-            ids = np.fromiter(params.logit_bias, np.int64)
-            self._bias[slot] = (ids, values.view(np.int32).astype(np.int64))
-        if params.allowed_token_ids is not None:
-            self._allowed[slot] = _mask(params.allowed_token_ids)
-        self._constrained[slot] = admission.grammar is not None
-        self._top_k[slot] = max(params.top_k, 0)
-        self._min_length[slot] = len(admission.prompt_ids) + params.min_tokens
-        self._floats[:, slot] = [getattr(params, name) for name in FLOAT_FIELDS]
-        self._tables[slot] = 0
-        if not params.penalised:
-            return None
-        return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
-
-    def _biases(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
-        """Rows, ids and bits of all biases of a step."""
-        if not self._bias:
-            return _NONE, _NONE, _NONE
-        found = [
-            (np.full(len(bias[0]), index), *bias)
-            for index, slot in enumerate(slots.tolist())
-            if (bias := self._bias.get(slot)) is not None
-        ]
-        if not found:
-            return _NONE, _NONE, _NONE
-        return tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
+        """A request takes a slot: remember its parameters, and that it has no pages yet."""
+        assert row.admission is not None
+        self._tables[row.slot] = 0
+        return self._parameters.admit(row.slot, row.admission)
 
     def _scores(
         self, step: Step, cu_q: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[tuple[int, int, int]]]:
         """Token rows whose next token is to be scored, these tokens, and whose they are."""
+        if all(row.scores is None for row in step.prefills):
+            return _NO_SCORES, _NO_SCORES, []
         rows: list[int] = []
         ids: list[int] = []
         scores: list[tuple[int, int, int]] = []
@@ -310,40 +216,3 @@ class Packer:
             ids += row.request.prompt_ids[first + 1 : last + 1]
             scores.append((index, last - first, row.request.params.prompt_logprobs or 0))
         return np.asarray(rows, np.int64), np.asarray(ids, np.int64), scores
-
-    def _grammar_rows(
-        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], num_decodes: int
-    ) -> list[GrammarRow]:
-        rows: list[GrammarRow] = []
-        for index in np.flatnonzero(self._constrained[slots]).tolist():
-            admission = self._params[slots[index]]
-            assert admission is not None
-            assert admission.grammar is not None
-            known = index >= num_decodes
-            rows.append(GrammarRow(index, admission.grammar, int(positions[index]), known))
-        return rows
-
-    def _banned(
-        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(sampling row, token id) pairs of end tokens that come too early for min_tokens."""
-        rows: list[int] = []
-        ids: list[int] = []
-        for index in np.flatnonzero(positions < self._min_length[slots]).tolist():
-            admission = self._params[slots[index]]
-            assert admission is not None
-            rows += [index] * len(admission.stop_ids)
-            ids += sorted(admission.stop_ids)
-        return np.asarray(rows, np.int64), np.asarray(ids, np.int64)
-
-
-def _mask(ids: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Bits of these tokens; as long as the largest needs."""
-    words = np.zeros(max(ids) // 32 + 1, np.uint32)
-    tokens = np.asarray(ids, np.int64)
-    np.bitwise_or.at(words, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
-    return words.view(np.int32)
-
-
-def _columns(decodes: npt.NDArray[np.int64], prefills: list[int]) -> npt.NDArray[np.int64]:
-    return np.concatenate((decodes, np.asarray(prefills, np.int64))) if prefills else decodes

@@ -101,7 +101,7 @@ class Runner:
         logits = logits[:count]
         if len(biases[0]):
             add_biases_(logits, *biases)
-        for row, words in packed.allowed:
+        for row, words in packed.roster.allowed:
             _allow(logits, row, words)
         constraints = None
         if packed.grammars:
@@ -118,7 +118,7 @@ class Runner:
         self._lane.step(packed.step_id, start, forward, mask, now())
         if logprobs is None:
             return Sampled(tokens, None, None, forced)
-        wanted = tokens[[row for row, _ in packed.logprobs]]
+        wanted = tokens[[row for row, _ in packed.roster.logprobs]]
         return Sampled(tokens, logprobs, logprobs.of(torch.cat((wanted, score_ids))), forced)
 
     def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow]) -> Constraints:
@@ -136,7 +136,7 @@ def _allow(logits: torch.Tensor, row: int, words: npt.NDArray[np.int32]) -> None
 
 def _logprobs(logits: torch.Tensor, packed: Packed) -> Logprobs:
     """Of the sampling rows that want them, then of the scored positions."""
-    rows = [row for row, _ in packed.logprobs]
+    rows = [row for row, _ in packed.roster.logprobs]
     rows += range(len(packed.sample_rows), len(logits))
     return Logprobs(logits[rows], packed.top)
 
@@ -163,6 +163,7 @@ def _unpack(
         num_decodes=packed.num_decodes,
     )
     temperature, top_p, min_p, repetition, presence, frequency = floats
+    roster = packed.roster
     sampling = SamplingBatch(
         slots=sample_slots,
         positions=sample_positions,
@@ -174,11 +175,11 @@ def _unpack(
         repetition_penalty=repetition,
         presence_penalty=presence,
         frequency_penalty=frequency,
-        all_greedy=packed.all_greedy,
-        any_top_k=packed.any_top_k,
-        any_top_p=packed.any_top_p,
-        any_min_p=packed.any_min_p,
-        any_penalty=packed.any_penalty,
+        all_greedy=roster.all_greedy,
+        any_top_k=roster.any_top_k,
+        any_top_p=roster.any_top_p,
+        any_min_p=roster.any_min_p,
+        any_penalty=roster.any_penalty,
         banned_rows=banned_rows if len(banned_rows) else None,
         banned_ids=banned_ids if len(banned_ids) else None,
         penalty_resets=packed.penalty_resets,

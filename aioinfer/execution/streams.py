@@ -38,7 +38,9 @@ class CpuBackend:
         self._runner = runner
 
     def launch(self, packed: Packed) -> Flight:
-        sampled = self._runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.floats))
+        sampled = self._runner.run(
+            packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.roster.floats)
+        )
         result = sampled.result(packed, sampled.tensors())
         self._runner.masks.advance_step(packed.grammars, packed.sample_rows, result.tokens)
         return Landed(result)
@@ -63,8 +65,10 @@ class _PinnedBuffers:
         """Grow to the step's sizes; rare, for sizes are rounded up to powers of two."""
         if self.ints.numel() < packed.ints.size:
             self.ints = torch.empty(_round_up(packed.ints.size), dtype=torch.int64, pin_memory=True)
-        if self.floats.numel() < packed.floats.size:
-            self.floats = torch.empty(_round_up(packed.floats.size), dtype=torch.float32, pin_memory=True)
+        if self.floats.numel() < packed.roster.floats.size:
+            self.floats = torch.empty(
+                _round_up(packed.roster.floats.size), dtype=torch.float32, pin_memory=True
+            )
         if self.tokens.numel() < len(packed.sample_rows):
             self.tokens = torch.empty(_round_up(len(packed.sample_rows)), dtype=torch.int64, pin_memory=True)
 
@@ -90,15 +94,15 @@ class CudaBackend:
         self._next = (self._next + 1) % self.RING
         place.done.synchronize()
         place.reserve(packed)
-        num_ints, num_floats = packed.ints.size, packed.floats.size
+        num_ints, num_floats = packed.ints.size, packed.roster.floats.size
         place.ints[:num_ints].copy_(torch.from_numpy(packed.ints))
-        place.floats[:num_floats].copy_(torch.from_numpy(packed.floats).reshape(-1))
+        place.floats[:num_floats].copy_(torch.from_numpy(packed.roster.floats).reshape(-1))
         with torch.cuda.stream(self._forward):
             ints = place.ints[:num_ints].to(self._device, non_blocking=True)
             floats = place.floats[:num_floats].to(self._device, non_blocking=True)
             # The masks of this step need the tokens of the one before, whoever gets to reading them.
             before = None if self._newest is None else self._newest.wait
-            sampled = self._runner.run(packed, ints, floats.view(packed.floats.shape), before)
+            sampled = self._runner.run(packed, ints, floats.view(packed.roster.floats.shape), before)
         self._copy.wait_stream(self._forward)
         with torch.cuda.stream(self._copy):
             copies = [self._to_host(place, tensor) for tensor in sampled.tensors()]
