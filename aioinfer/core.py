@@ -129,8 +129,9 @@ class Core:
         max_length = info.max_model_len
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", "the engine has no tokenizer, so there is no text to match")
+        if self.tokenizer is None and (params.stop or params.stop_regex):
+            field = "stop" if params.stop else "stop_regex"
+            raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
         stop_ids = frozenset(params.stop_token_ids)
         # Where a grammar is complete, only an end token can follow.
         if not params.ignore_eos or grammar is not None:
@@ -162,7 +163,7 @@ class Core:
         if self.tokenizer is None:
             return OutputText(None)
         detokenizer = self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
-        return OutputText(detokenizer, params.stop, params.include_stop)
+        return OutputText(detokenizer, params.stop, params.include_stop, params.stop_regex)
 
     # -- steps ----------------------------------------------------------------------------------
 

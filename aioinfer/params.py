@@ -14,6 +14,8 @@ __all__ = ["Grammar", "SamplingParams"]
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1024
 _MAX_STOP_IDS = 1024
+_MAX_STOP_PATTERNS = 8
+_MAX_STOP_PATTERN = 512
 _MAX_BIASES = 1024
 _MAX_ALLOWED_IDS = 1 << 17
 _SEED_LIMIT = 2**63
@@ -59,6 +61,9 @@ class SamplingParams:
         max_tokens: at most this many new tokens; ``None`` is up to the model's context.
         min_tokens: end-of-sequence and stop tokens cannot be sampled before this many new tokens.
         stop: strings that end the output; the output stops before the first of them.
+        stop_regex: regular expressions (of the ``regex`` package) that end the output like ``stop``; the
+            text so far is searched after every token, a match has at most 1,024 characters, and a pattern
+            that takes milliseconds for that fails its request.
         stop_token_ids: token ids that end the output, besides the model's own end tokens.
         ignore_eos: the model's own end tokens do not end the output.
         repetition_penalty: > 0; above 1 discourages tokens seen in prompt or output (CTRL, 2019).
@@ -70,7 +75,8 @@ class SamplingParams:
         logprobs: report how likely each token was, and so many of the likeliest ones (0 to 20) with it.
         prompt_logprobs: the same for the tokens of the prompt. The prefix cache is not used for them.
         grammar: what the output must look like; needs the extra ``aioinfer[structured]``.
-        include_stop: keep the stop string or the text of the stop token in the output text.
+        include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
+            output text.
     """
 
     temperature: float = 1.0
@@ -81,6 +87,7 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: Sequence[str] | str = ()
+    stop_regex: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     repetition_penalty: float = 1.0
@@ -124,7 +131,10 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, _MAX_TOP_LOGPROBS)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest("grammar", f"must be a Grammar, got {type(self.grammar).__name__}")
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop", _texts("stop", self.stop, _MAX_STOP_STRINGS, _MAX_STOP_LENGTH))
+        patterns = _texts("stop_regex", self.stop_regex, _MAX_STOP_PATTERNS, _MAX_STOP_PATTERN)
+        object.__setattr__(self, "stop_regex", patterns)
+        _check_patterns(patterns)
         object.__setattr__(
             self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, _MAX_STOP_IDS)
         )
@@ -155,16 +165,31 @@ def _integer(field: str, value: Any, low: int, high: int) -> None:
         raise InvalidRequest(field, f"must be in [{low}, {high}], got {value}")
 
 
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(strings) > _MAX_STOP_STRINGS:
-        raise InvalidRequest("stop", f"at most {_MAX_STOP_STRINGS} strings, got {len(strings)}")
+def _texts(field: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
+    """One non-empty string or several."""
+    if isinstance(given, (dict, int, float)):
+        raise InvalidRequest(field, "must be text or a list of texts")
+    strings = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(strings) > most:
+        raise InvalidRequest(field, f"at most {most} strings, got {len(strings)}")
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest("stop", f"must be non-empty strings, got {string!r}")
-        if len(string) > _MAX_STOP_LENGTH:
-            raise InvalidRequest("stop", f"strings may have {_MAX_STOP_LENGTH} characters, got {len(string)}")
+            raise InvalidRequest(field, f"must be non-empty strings, got {string!r}")
+        if len(string) > longest:
+            raise InvalidRequest(field, f"strings may have {longest} characters, got {len(string)}")
     return strings
+
+
+def _check_patterns(patterns: Sequence[str]) -> None:
+    if not patterns:
+        return
+    from aioinfer.text.stop_regex import check_pattern  # few need the library
+
+    for pattern in patterns:
+        try:
+            check_pattern(pattern)
+        except ValueError as error:
+            raise InvalidRequest("stop_regex", f"{pattern!r} {error}") from None
 
 
 def _token_ids(field: str, ids: Any, most: int) -> tuple[int, ...]:

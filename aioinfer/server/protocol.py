@@ -36,6 +36,7 @@ _SAMPLING = {
     "max_completion_tokens": "max_tokens",
     "min_tokens": "min_tokens",
     "stop": "stop",
+    "stop_regex": "stop_regex",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
     "repetition_penalty": "repetition_penalty",
@@ -216,8 +217,6 @@ def _sampling(body: Mapping[str, Any], defaults: SamplingParams, logprobs: int |
         if body.get(name) is None:
             continue
         values[field] = _bias(body[name]) if name == "logit_bias" else body[name]
-    if isinstance(values["stop"], (dict, int, float)):
-        raise InvalidRequest("stop", "must be text or a list of texts")
     if not isinstance(values["stop_token_ids"], (list, tuple)):
         raise InvalidRequest("stop_token_ids", "must be a list of token ids")
     values["grammar"] = parse_grammar(body)

@@ -9,6 +9,7 @@ from aioinfer.text.stop import StopMatcher
 
 if TYPE_CHECKING:
     from aioinfer.text.detokenizer import Detokenizer
+    from aioinfer.text.stop_regex import StopRegex
 
 __all__ = ["OutputText"]
 
@@ -25,12 +26,16 @@ class OutputText:
     __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "enabled", "pieces")
 
     def __init__(
-        self, detokenizer: Detokenizer | None, stop: Sequence[str] = (), include_stop: bool = False
+        self,
+        detokenizer: Detokenizer | None,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        stop_regex: Sequence[str] = (),
     ) -> None:
         self.enabled = detokenizer is not None
         self.pieces: list[str] = []
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop) if stop else None
+        self._matcher = _matcher(stop, stop_regex)
         self._include_stop = include_stop
         self._ended = False
 
@@ -40,9 +45,10 @@ class OutputText:
         return "".join(self.pieces)
 
     def push(self, token_id: int) -> str | None:
-        """One more output token; returns the stop string that it completed, if it did.
+        """One more output token; returns the stop string or pattern that it completed, if it did.
 
-        The token that ends an output is pushed only if its text is wanted.
+        The token that ends an output is pushed only if its text is wanted. Raises
+        TimeoutError if a stop pattern takes too long.
         """
         if self._detokenizer is None or self._ended:
             return None
@@ -69,10 +75,19 @@ class OutputText:
         if stop is not None:
             self._ended = True
             if self._include_stop:
-                safe += stop
+                safe += self._matcher.matched
         self._append(safe)
         return stop
 
     def _append(self, text: str) -> None:
         if text:
             self.pieces.append(text)
+
+
+def _matcher(stop: Sequence[str], stop_regex: Sequence[str]) -> StopMatcher | StopRegex | None:
+    """One that looks for all of them."""
+    if stop_regex:
+        from aioinfer.text.stop_regex import StopRegex  # few need it
+
+        return StopRegex(stop_regex, stop)
+    return StopMatcher(stop) if stop else None

@@ -16,7 +16,7 @@ class StopMatcher:
     What is held back is the longest end of the text that is a proper beginning of some stop string.
     """
 
-    __slots__ = ("_depth", "_edges", "_ended", "_fail", "_first", "_held", "_hit", "_node")
+    __slots__ = ("_depth", "_edges", "_ended", "_fail", "_first", "_held", "_hit", "_node", "matched")
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises ValueError for an empty stop string: it would end every text before it begins."""
@@ -36,6 +36,8 @@ class StopMatcher:
         self._node = 0
         self._held = ""
         self._ended = False
+        #: the text of the match
+        self.matched = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """More text: returns what is safe to release, and the stop string that was completed, if any.
@@ -54,6 +56,7 @@ class StopMatcher:
             stop = hits[node]
             if stop is not None:
                 self._ended, self._held, self._node = True, "", 0
+                self.matched = stop
                 return held[: end - len(stop)], stop
         safe = len(held) - self._depth[node]
         self._node, self._held = node, held[safe:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import openai
@@ -130,6 +131,27 @@ async def test_models_are_listed(serving: Serving) -> None:
             await client.models.retrieve("other")
 
 
+async def test_a_stop_pattern_ends_a_streamed_answer(serving: Serving) -> None:
+    whole = expected(ToyTokenizer().encode("abc"), 30)
+    pattern = f"{whole[4]}.?{whole[6]}"
+    match = re.search(pattern, whole)
+    assert match is not None
+    async with serving() as served, served.client(strict=False) as client:
+        chunks = [
+            chunk
+            async for chunk in await client.completions.create(
+                model="toy",
+                prompt="abc",
+                temperature=0,
+                max_tokens=30,
+                stream=True,
+                extra_body={"stop_regex": [pattern]},
+            )
+        ]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: match.start()]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -144,6 +166,8 @@ async def test_models_are_listed(serving: Serving) -> None:
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"logit_bias": {"5": 300}}, "logit_bias"),
         ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
+        ({"extra_body": {"stop_regex": "("}}, "stop_regex"),
+        ({"extra_body": {"stop_regex": {"a": 1}}}, "stop_regex"),
         ({"extra_body": {"guided_json": 7}}, "guided_json"),
         ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt"),

@@ -1,0 +1,217 @@
+"""Stop patterns: what a search of the whole text after every piece finds, in bounded time and space."""
+
+from __future__ import annotations
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.params import SamplingParams
+from aioinfer.text import stop_regex
+from aioinfer.text.output import OutputText
+from aioinfer.text.stop import StopMatcher
+from aioinfer.text.stop_regex import StopRegex, check_pattern
+
+PATTERNS = [
+    *(
+        "ab",
+        "a+b",
+        "a[ab]{2}c",
+        "(?:ab|b)c",
+        "a.*c",
+        "c$",
+        "^ba",
+        "^c",
+        r"\bc",
+        "a(?!b)",
+        "a(?=bc)",
+        "(?<=a)c",
+    ),
+    *(
+        "(?>a|ab)c",
+        "(a|b)\\1c",
+        "a++b",
+        "b{2,3}a",
+        "(?i)A B",
+        "a\\nb",
+        "(?m)^b",
+        "[^ab]{2}",
+        "x",
+    ),
+]
+
+
+def naive(patterns: list[str], chunks: list[str]) -> tuple[str, str | None]:
+    """Search everything from the beginning after each chunk; who ends first wins, then who begins first."""
+    seen = ""
+    for chunk in chunks:
+        seen += chunk
+        found = [(match, source) for source in patterns if (match := regex.search(source, seen)) is not None]
+        if found:
+            match, source = min(found, key=lambda pair: (pair[0].end(), pair[0].start()))
+            return seen[: match.start()], source
+    return seen, None
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(
+    patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3),
+    chunks=st.lists(st.text("abc \n", min_size=1, max_size=5), max_size=10),
+)
+def test_pieces_give_what_searching_the_whole_text_each_time_gives(
+    patterns: list[str], chunks: list[str]
+) -> None:
+    matcher = StopRegex(patterns)
+    released, hit, seen = "", None, ""
+    for chunk in chunks:
+        seen += chunk
+        safe, hit = matcher.push(chunk)
+        released += safe
+        assert seen.startswith(released)
+        if hit is not None:
+            break
+    assert matcher.push("more")[0] == "" or hit is None
+    if hit is None:
+        matcher = StopRegex(patterns)
+        released = "".join(matcher.push(chunk)[0] for chunk in chunks) + matcher.flush()
+    assert (released, hit) == naive(patterns, chunks)
+    assert matcher.flush() == ""
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    stops=st.lists(st.text("ab.$", min_size=1, max_size=4), min_size=1, max_size=4),
+    chunks=st.lists(st.text("abc.$", min_size=1, max_size=5), max_size=10),
+)
+def test_strings_beside_patterns_are_found_as_without(stops: list[str], chunks: list[str]) -> None:
+    alone, beside = StopMatcher(stops), StopRegex(["zzz"], stops)
+    for chunk in chunks:
+        found, wanted = beside.push(chunk), alone.push(chunk)
+        assert found == wanted
+        assert beside.matched == alone.matched
+    assert alone.flush() == beside.flush()
+
+
+def test_only_what_may_be_the_beginning_of_a_match_is_held_back() -> None:
+    matcher = StopRegex([r"<end\d+>", "\n\nQ"])
+    assert matcher.push("one <") == ("one ", None)
+    assert matcher.push("two") == ("<two", None)
+    assert matcher.push("<end12") == ("", None)
+    assert matcher.push("x\n\n") == ("<end12x", None)
+    assert matcher.push("A<end1") == ("\n\nA", None)
+    assert matcher.push("7>!") == ("", r"<end\d+>")
+    assert matcher.matched == "<end17>"
+
+
+def test_what_is_held_back_and_searched_is_bounded() -> None:
+    matcher = StopRegex(["a.*b"])
+    released = "".join(matcher.push("a" * 10)[0] for _ in range(1000))
+    assert len(released) == 10_000 - 1024
+    assert len(matcher._buffer) <= 1024 + 64
+    # The text before the window is gone, so the match begins with what is left.
+    assert matcher.push("b")[1] == "a.*b"
+    assert len(matcher.matched) == 1025
+    # What has been released still is context, and no text begins in its middle.
+    matcher = StopRegex(["^x", "(?<=yz)!"])
+    for _ in range(100):
+        assert matcher.push("yzx" * 10) == ("yzx" * 10, None)
+    assert matcher.push("yz") == ("yz", None)
+    assert matcher.push("!") == ("", "(?<=yz)!")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("(a+)+$", "a" * 999 + "!"),
+        ("(a|aa)+$", "a" * 999 + "!"),
+        ("(.*a){20}b", "a" * 999),
+        ("(?:foo){e<=5}bar", "a" * 999),
+        ("(?P<x>a(?&x)?b)+", "a" * 999),
+    ],
+)
+def test_a_catastrophic_pattern_ends_in_an_error(pattern: str, text: str) -> None:
+    with pytest.raises(TimeoutError, match="stop_regex"):
+        StopRegex(["fine", pattern]).push(text)
+
+
+def test_the_time_of_other_threads_fails_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's clock is that of the process: while others compute, it runs out too early."""
+    given: list[float] = []
+
+    class Hasty:
+        flags = 0
+
+        def search(self, text: str, pos: int = 0, partial: bool = False, timeout: float = 0.0) -> None:
+            given.append(timeout)
+            if len(given) < 6:
+                raise TimeoutError
+
+    monkeypatch.setattr(stop_regex, "check_pattern", lambda source: Hasty())
+    monkeypatch.setattr(stop_regex.time, "thread_time", lambda: 7.0)
+    assert StopRegex(["slow"]).push("text") == ("text", None)
+    assert given == [0.005 * 2**at for at in range(6)]
+
+
+REFUSED = {
+    "malformed": "(",
+    "no such name": r"\L<x>",
+    "empty text": "a*",
+    "end alone": "$",
+    "backwards": "(?r)ab",
+    "endless": "(?R)",
+    "bomb of counts": "((((a?){99}){99}){99}){99}b",
+    "bomb in the open": "(?x) (?:a?) # [\n {99} {99} {99} b",
+    "bomb of pluses": "(?:" * 60 + "a?" + ")+" * 60 + "b",
+    "one large count": "(?:a|b?){1000000}c",
+    "a larger count": "a{" + "9" * 300 + "}",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_pattern_or_too_large_a_one_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (the reasons differ)
+        check_pattern(REFUSED[name])
+    with pytest.raises(InvalidRequest, match="stop_regex"):
+        SamplingParams(stop_regex=REFUSED[name])
+
+
+def test_parameters_take_one_pattern_or_a_few() -> None:
+    assert SamplingParams(stop_regex="a+b").stop_regex == ("a+b",)
+    ordinary = ["\n\n+", r"\d{3}-\d{4}", r"(?:\d{1,3}\.){3}\d{1,3}", r"```\s*$", ".{0,200}foo.{0,200}x"]
+    assert SamplingParams(stop_regex=ordinary).stop_regex == tuple(ordinary)
+    for bad in (["a"] * 9, "a" * 513, [""], [1], 7, {"a": 1}):
+        with pytest.raises(InvalidRequest, match="stop_regex"):
+            SamplingParams(stop_regex=bad)  # type: ignore[arg-type]
+
+
+class Letters:
+    """Token n is the n-th letter; a tail comes at the end."""
+
+    def __init__(self, tail: str = "") -> None:
+        self.tail = tail
+
+    def push(self, token_id: int) -> str:
+        return "abcdefgh"[token_id]
+
+    def finish(self) -> str:
+        tail, self.tail = self.tail, ""
+        return tail
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "bcd")])
+def test_the_match_is_cut_or_kept_and_the_reason_is_the_pattern(include: bool, text: str) -> None:
+    output = OutputText(Letters(tail="!"), ["fgh"], include, ["c[de]"])
+    assert [output.push(token) for token in (1, 2, 3, 4)] == [None, None, "c[de]", None]
+    output.finish()
+    assert output.text == text
+
+
+def test_held_back_text_is_released_at_the_end() -> None:
+    output = OutputText(Letters(tail="x"), stop_regex=["cd+e"])
+    for token in (1, 2, 3, 3):
+        output.push(token)
+    assert output.pieces == ["b"]
+    output.finish()
+    assert output.text == "bcddx"
