@@ -104,7 +104,7 @@ def grammar_compiler(tokenizer: Tokenizer | None, info: DeviceInfo) -> Compiler:
     if tokenizer is None:
         raise InvalidRequest("grammar", "the engine has no tokenizer, so there is no text to constrain")
     backend = GuidanceBackend(tokenizer.for_grammars(), info.vocab_size, sorted(info.eos_token_ids))
-    return Compiler(backend, info.vocab_size)
+    return Compiler(backend)
 
 
 def max_lag(value: int | None) -> int | None:

@@ -25,10 +25,12 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Step
+from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell
+from aioinfer.text.grammar import GrammarState
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
-    from aioinfer.text.grammar import Compiler, GrammarState
+    from aioinfer.text.grammar import Compiler, GrammarBackend, Matcher
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Core"]
@@ -38,6 +40,7 @@ class Core:
     """Owns all scheduling state. Never called from two threads."""
 
     __slots__ = (
+        "_bad_words",
         "_clock",
         "_compiler",
         "_compiler_lock",
@@ -72,6 +75,7 @@ class Core:
         self._next_key = 0
         self._compiler: Compiler | None = None
         self._compiler_lock = threading.Lock()
+        self._bad_words = BadWordsBackend()
 
     def now(self) -> float:
         """The engine's clock in seconds."""
@@ -89,19 +93,32 @@ class Core:
             raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
 
     def compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
-        """The grammar of an output that continues a prompt. May take long: off the loop, on any thread.
+        """What masks the output that continues a prompt. May take long: off the loop, on any thread.
 
         Raises InvalidRequest; ConfigError if the extra for grammars is missing.
         """
-        if params.grammar is None:
+        if not params.masked:
             return None
-        with self._compiler_lock:
-            if self._compiler is None:
-                self._compiler = assembly.grammar_compiler(self.tokenizer, self.info)
+        backend: GrammarBackend | None = None
+        matcher: Matcher | None = None
+        if params.grammar is not None:
+            compiler = self._grammar_compiler()
+            backend, matcher = compiler.backend, compiler.matcher(params.grammar)
+        if params.bad_words:
+            words = spell(params.bad_words, self.tokenizer)
+            backend, matcher = self._bad_words, BadWordsMatcher(words, backend, matcher)
+        assert backend is not None
+        assert matcher is not None
         # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
         # must be more than these would have brought.
         least_forced = self._config.window + 2 if self._config.fast_forward and params.logprobs is None else 0
-        return self._compiler.start(params.grammar, len(prompt_ids), least_forced)
+        return GrammarState.start(backend, matcher, len(prompt_ids), self.info.vocab_size, least_forced)
+
+    def _grammar_compiler(self) -> Compiler:
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = assembly.grammar_compiler(self.tokenizer, self.info)
+            return self._compiler
 
     def new_request(
         self,
@@ -120,6 +137,8 @@ class Core:
         _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
         _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
         _check_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
+        spelled = [token for word in params.bad_words if not isinstance(word, str) for token in word]
+        _check_ids("bad_words", spelled, info.vocab_size)
         if len(prompt_ids) >= info.max_model_len:
             raise InvalidRequest(
                 "prompt",
@@ -134,9 +153,9 @@ class Core:
             raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
         stop_ids = frozenset(params.stop_token_ids)
         # Where a grammar is complete, only an end token can follow.
-        if not params.ignore_eos or grammar is not None:
+        if not params.ignore_eos or params.grammar is not None:
             stop_ids |= info.eos_token_ids
-        if grammar is not None and params.min_tokens:
+        if params.grammar is not None and params.min_tokens:
             raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
         self._next_key += 1
         return Request(

@@ -254,7 +254,7 @@ class Engine:
             routing_key=assembly.label("routing_key", routing_key),
         )
         cell = StreamCell(running, lag)
-        if params.grammar is not None:
+        if params.masked:
             self._prepare(
                 cell, self._compilers, functools.partial(_compile, core, params, prompt, encode), make
             )

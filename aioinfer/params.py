@@ -17,6 +17,8 @@ _MAX_STOP_IDS = 1024
 _MAX_STOP_PATTERNS = 8
 _MAX_STOP_PATTERN = 512
 _MAX_BIASES = 1024
+_MAX_BAD_WORDS = 256
+_MAX_BAD_WORD = 256
 _MAX_ALLOWED_IDS = 1 << 17
 _SEED_LIMIT = 2**63
 _MAX_TOP_LOGPROBS = 20
@@ -75,6 +77,8 @@ class SamplingParams:
         logprobs: report how likely each token was, and so many of the likeliest ones (0 to 20) with it.
         prompt_logprobs: the same for the tokens of the prompt. The prefix cache is not used for them.
         grammar: what the output must look like; needs the extra ``aioinfer[structured]``.
+        bad_words: what the output must not contain: texts, each as the tokenizer spells it at the start of
+            an output and after a space, or sequences of token ids. Other spellings of a text pass.
         include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
             output text.
     """
@@ -100,6 +104,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -126,6 +131,7 @@ class SamplingParams:
             if not allowed:
                 raise InvalidRequest("allowed_token_ids", "allows no token")
             object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, _MAX_TOP_LOGPROBS)
@@ -143,6 +149,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """The likeliest token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def masked(self) -> bool:
+        """What may come next depends on the tokens before it."""
+        return self.grammar is not None or bool(self.bad_words)
 
     @property
     def penalised(self) -> bool:
@@ -199,6 +210,21 @@ def _token_ids(field: str, ids: Any, most: int) -> tuple[int, ...]:
     for token in tokens:
         _integer(field, token, 0, 2**31 - 1)
     return tokens
+
+
+def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(words, (str, bytes, Mapping)) or not isinstance(words or (), (list, tuple)):
+        raise InvalidRequest("bad_words", "must be a list of texts or lists of token ids")
+    texts = [word for word in words or () if isinstance(word, str)]
+    _texts("bad_words", texts, _MAX_BAD_WORDS, _MAX_BAD_WORD)
+    if len(words or ()) > _MAX_BAD_WORDS:
+        raise InvalidRequest("bad_words", f"at most {_MAX_BAD_WORDS} words, got {len(words)}")
+    found: list[str | tuple[int, ...]] = []
+    for word in words or ():
+        if not isinstance(word, (str, list, tuple)) or not word:
+            raise InvalidRequest("bad_words", f"must be texts or lists of token ids, got {word!r}")
+        found.append(word if isinstance(word, str) else _token_ids("bad_words", word, _MAX_BAD_WORD))
+    return tuple(found)
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:

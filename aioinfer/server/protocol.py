@@ -46,6 +46,7 @@ _SAMPLING = {
     "include_stop_str_in_output": "include_stop",
     "logit_bias": "logit_bias",
     "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
 }
 #: Fields that constrain the output, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

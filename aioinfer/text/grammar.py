@@ -5,7 +5,7 @@ own. :class:`GrammarState` is a matcher together with the mask it is ready for::
 
     sampled token ──► accept ──► mask for the position after it ──► sampler of the next step
 
-Backends: :mod:`aioinfer.text.guidance`.
+Backends: :mod:`aioinfer.text.guidance`, :mod:`aioinfer.text.bad_words`.
 """
 
 from __future__ import annotations
@@ -105,6 +105,27 @@ class GrammarState:
         #: its newest row sampled nothing, so that rows launched behind it have no token to go on from
         self.unsampled = False
 
+    @classmethod
+    def start(
+        cls,
+        backend: GrammarBackend,
+        matcher: Matcher,
+        position: int,
+        vocab_size: int,
+        least_forced: int = 0,
+    ) -> GrammarState:
+        """The state of a new output whose first token is at ``position``, ready for it.
+
+        So many tokens or more that leave no choice are taken without sampling them; 0: none are. Raises
+        InvalidRequest if there is no first token.
+        """
+        state = cls(backend, matcher, position, vocab_size, least_forced)
+        state.follow()
+        backend.fill([matcher], [state.mask])
+        if matcher.error is not None or not state.mask.any():
+            raise InvalidRequest("grammar", matcher.error or "allows no output")
+        return state
+
     def accept(self, token: int) -> None:
         """The output goes on with ``token``; whatever must follow it, follows."""
         try:
@@ -139,27 +160,18 @@ class Compiler:
     What was compiled is kept, and so is what was refused: a bad grammar costs its sender's time only once.
     """
 
-    def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
+    def __init__(self, backend: GrammarBackend) -> None:
         self.backend = backend
-        self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._known: OrderedDict[Grammar, Matcher | InvalidRequest] = OrderedDict()
         self._under_way: dict[Grammar, threading.Event] = {}
 
-    def start(self, grammar: Grammar, position: int, least_forced: int = 0) -> GrammarState:
-        """The state of a new output whose first token is at ``position``. Raises InvalidRequest.
-
-        So many tokens or more that leave no choice are taken without sampling them; 0: none are.
-        """
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """One for a new output. Raises InvalidRequest."""
         compiled = self._compiled(grammar)
         if isinstance(compiled, InvalidRequest):
             raise InvalidRequest(compiled.field, compiled.message)
-        state = GrammarState(self.backend, compiled.copy(), position, self._vocab_size, least_forced)
-        state.follow()
-        self.backend.fill([state.matcher], [state.mask])
-        if state.matcher.error is not None or not state.mask.any():
-            raise InvalidRequest("grammar", state.matcher.error or "allows no output")
-        return state
+        return compiled.copy()
 
     def _compiled(self, grammar: Grammar) -> Matcher | InvalidRequest:
         while True:

@@ -45,6 +45,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. Raises InvalidRequest."""
 
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text within another, without special tokens around it. Raises InvalidRequest."""
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Ids of a conversation through the chat template, ready for the answer. Raises InvalidRequest."""
 
@@ -99,6 +102,11 @@ class HFTokenizer:
         """
         _check_text("prompt", text)
         return self._encode(text, add_special_tokens=True)
+
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text within another. Raises InvalidRequest."""
+        _check_text("text", text)
+        return self._encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Ids of a conversation through the model's chat template.

@@ -331,6 +331,9 @@ class ToyTokenizer:
     def encode(self, text: str) -> list[int]:
         return [1 + ord(character) % (self.vocab_size - 1) for character in text]
 
+    def encode_part(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         return self.encode("".join(f"{message['role']}:{message['content']}\n" for message in messages))
 

@@ -151,19 +151,17 @@ async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> Non
         also = await engine.generate("Also", bound)
         compiler = core._compiler
         assert compiler is not None
-        start = compiler.start
+        matcher = compiler.matcher
 
-        def hang(grammar: Grammar, position: int, least_forced: int = 0) -> GrammarState:
-            state = start(grammar, position, least_forced)
-            state.matcher = Hanging(state.matcher, go_on)
-            return state
+        def hang(grammar: Grammar) -> Hanging:
+            return Hanging(matcher(grammar), go_on)
 
-        compiler.start = hang  # type: ignore[method-assign]
+        compiler.matcher = hang  # type: ignore[method-assign]
         try:
             stuck = engine.generate("Hello", bound)
             for _ in range(2):
                 await anext(stuck)
-            compiler.start = start  # type: ignore[method-assign]
+            compiler.matcher = matcher  # type: ignore[method-assign]
             # Others come and go, with and without grammars, while this one stands still.
             for _ in range(3):
                 assert (await engine.generate("Others", free)).token_ids == expected.token_ids

@@ -1,0 +1,113 @@
+"""Bad words: sequences of tokens that an output must not contain.
+
+A word is forbidden by way of its last token, wherever the output ends with the ones before it (as vLLM,
+TensorRT-LLM and transformers do it, though not by text: other spellings of a word pass). What depends on
+the tokens just sampled is what masks are for, so a request with bad words has a matcher like one with a
+grammar, and around its grammar's if it has both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.params import Grammar
+from aioinfer.text.grammar import GrammarBackend, Matcher
+from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["BadWordsBackend", "BadWordsMatcher", "spell"]
+
+
+def spell(words: Iterable[str | Sequence[int]], tokenizer: Tokenizer | None) -> list[Sequence[int]]:
+    """The token sequences of ``words``: of a text that at the start of an output and that after a space.
+
+    Raises InvalidRequest.
+    """
+    spellings: list[Sequence[int]] = []
+    for word in words:
+        if not isinstance(word, str):
+            spellings.append(word)
+        elif tokenizer is None:
+            raise InvalidRequest("bad_words", "the engine has no tokenizer: give sequences of token ids")
+        else:
+            spellings += (tokenizer.encode_part(text) for text in {word, " " + word.lstrip()})
+    return [spelling for spelling in spellings if spelling]
+
+
+class BadWordsMatcher:
+    """Knows the newest tokens of one output and what must not follow them."""
+
+    __slots__ = ("_backend", "_banned", "_inner", "_newest")
+
+    def __init__(
+        self, words: Sequence[Sequence[int]], backend: GrammarBackend | None, inner: Matcher | None
+    ) -> None:
+        """``inner`` and its ``backend`` are those of the request's grammar."""
+        #: last tokens by what comes before them
+        self._banned: dict[tuple[int, ...], list[int]] = {}
+        for word in words:
+            *before, last = word
+            self._banned.setdefault(tuple(before), []).append(last)
+        self._newest: deque[int] = deque(maxlen=max(map(len, self._banned), default=0))
+        self._backend = backend
+        self._inner = inner
+
+    def accept(self, token: int) -> bool:
+        if self._inner is not None and not self._inner.accept(token):
+            return False
+        self._newest.append(token)
+        return True
+
+    @property
+    def stopped(self) -> bool:
+        return self._inner is not None and self._inner.stopped
+
+    @property
+    def error(self) -> str | None:
+        return None if self._inner is None else self._inner.error
+
+    def forced(self) -> list[int]:
+        """What the grammar forces, if its first token is not bad. Whoever takes it asks again after each."""
+        ahead = [] if self._inner is None else self._inner.forced()
+        return [] if ahead and ahead[0] in self.banned() else ahead
+
+    def copy(self) -> BadWordsMatcher:
+        other = BadWordsMatcher((), self._backend, None if self._inner is None else self._inner.copy())
+        other._banned, other._newest = self._banned, self._newest.copy()
+        return other
+
+    def banned(self) -> list[int]:
+        """The tokens that would complete a bad word now."""
+        newest = tuple(self._newest)
+        return [
+            token
+            for length in range(len(newest) + 1)
+            for token in self._banned.get(newest[len(newest) - length :], ())
+        ]
+
+    def fill(self, mask: npt.NDArray[np.int32]) -> None:
+        """Write what the grammar allows without what would complete a bad word."""
+        if self._inner is None or self._backend is None:
+            mask.fill(-1)
+        else:
+            self._backend.fill([self._inner], [mask])
+        tokens = np.asarray(self.banned(), np.int64)
+        tokens = tokens[tokens < 32 * len(mask)]
+        bits = ~(np.uint32(1) << (tokens % 32).astype(np.uint32))
+        np.bitwise_and.at(mask.view(np.uint32), tokens // 32, bits)
+
+
+class BadWordsBackend:
+    """Fills the masks of such matchers. It has nothing to compile."""
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        raise InvalidRequest("grammar", "is not made of bad words")
+
+    def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
+        for matcher, mask in zip(matchers, masks, strict=True):
+            assert isinstance(matcher, BadWordsMatcher)
+            matcher.fill(mask)
