@@ -90,6 +90,9 @@ class EngineConfig:
     new_token_ratio_decay: float = _option(0.002, "decay of the ratio per step")
     clip_new_tokens: int = _option(4096, "possible output of one request counted at most")
     window: Literal[0, 1, 2] = _option(1, "steps launched ahead of the one being read; 0 is sequential")
+    overlap_prefills: bool = _option(
+        True, "steps with prefill chunks are launched behind one another, not after the one before was read"
+    )
     fast_forward: bool = _option(True, "take tokens that a grammar forces without computing them one by one")
     grammar_patience: float = _option(
         0.01, "seconds that a step waits for late grammar masks before it goes on without their rows"

@@ -186,8 +186,11 @@ class Core:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def plan(self) -> Step | None:
-        """The next step to launch, if there is one."""
+    def plan(self, behind: Step | None = None) -> Step | None:
+        """The next step to launch, if there is one, ``behind`` the newest one in flight."""
+        overlaps = behind is None or not behind.prefills or self._config.overlap_prefills
+        if not overlaps and self.scheduler.has_prefill:
+            return None  # what arrives until that step has resolved goes into the plan
         step = self.scheduler.plan()
         if step is not None:
             now = self._clock()

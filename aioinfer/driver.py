@@ -16,6 +16,7 @@ from aioinfer.bell import Bell
 from aioinfer.execution.device import DeviceLost, StepResult
 from aioinfer.observe.timeline import Timeline, now
 from aioinfer.request import Request
+from aioinfer.scheduling.audit import check_idle
 
 if TYPE_CHECKING:
     from aioinfer.core import Core
@@ -142,7 +143,7 @@ class Driver:
 
     def _plan(self) -> Step | None:
         start = now()
-        step = self._core.plan()
+        step = self._core.plan(self._flights[-1][0] if self._flights else None)
         if step is not None:
             self._timeline.loop.add("plan", step.id, start, now())
         return step
@@ -189,7 +190,7 @@ class Driver:
         if self._core.scheduler.has_unfinished:
             return
         try:
-            self._core.scheduler.check_idle()
+            check_idle(self._core.scheduler)
         except AssertionError as error:
             if not self.failed_checks:
                 _log.error("the idle engine holds what it should not: %s", error)

@@ -104,7 +104,10 @@ class LLM:
         """
         if self._device is None:
             raise EngineClosed("the LLM is closed")
-        while len(self._flights) <= self.config.window and (step := self._core.plan()) is not None:
+        while len(self._flights) <= self.config.window:
+            step = self._core.plan(self._flights[-1][0] if self._flights else None)
+            if step is None:
+                break
             self._flights.append((step, self._launch(step)))
         if not self._flights:
             finished, self._finished = self._finished, {}

@@ -17,6 +17,7 @@ from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.decodes import NO_DECODES, DecodeBatch, Decodes
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Fcfs, Policy
+from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Admission, Row, Step
 
 __all__ = ["Scheduler"]
@@ -139,6 +140,11 @@ class Scheduler:
     def unfinished(self) -> list[Request]:
         """Every request that has not ended."""
         return [*self.running.values(), *self.waiting, *self.shelved.values()]
+
+    @property
+    def has_prefill(self) -> bool:
+        """Some known tokens are not planned yet."""
+        return bool(self.prefilling or self.waiting)
 
     @property
     def has_work(self) -> bool:
@@ -344,17 +350,7 @@ class Scheduler:
         return request.batch is not None or request.key in self.growing
 
     def _victim(self) -> Request | None:
-        return next(self._victims(), None)
-
-    def _victims(self) -> Iterator[Request]:
-        """Parked ones first, then low priority, then who came last. Never the eldest that is not parked:
-        so one request always moves on, and no two take each other's pages for ever."""
-        active = [request for request in self.running.values() if not request.parked]
-        eldest = min(active, key=lambda request: request.key, default=None)
-        yield from sorted(
-            (request for request in self.running.values() if request is not eldest),
-            key=lambda request: (not request.parked, request.priority, -request.key),
-        )
+        return next(victims(self.running.values()), None)
 
     def _preempt(self) -> None:
         """Retract requests of lower priority until the first in the queue has, or will have, its place;
@@ -373,25 +369,29 @@ class Scheduler:
             return  # it waits for somebody's prefix
         if first.pending:
             return
+        for victim in self._make_room(first):
+            self._urgent = first
+            self._retract(victim)
+            self.counters.preemptions += 1
+
+    def _make_room(self, first: Request) -> list[Request]:
+        """Whom to retract so that ``first`` has its place."""
         running = len(self.batch) + len(self.prefilling)
         tokens = self._expected_tokens() + self._may_generate(first)
-        victims: list[Request] = []
-        order, gained = self._victims(), 0
-        while len(self.running) - len(victims) >= self.limits.max_running_requests or not self.memory.fits(
+        chosen: list[Request] = []
+        order, gained = victims(self.running.values()), 0
+        while len(self.running) - len(chosen) >= self.limits.max_running_requests or not self.memory.fits(
             first, self._pages_to_spare(running, tokens) - gained
         ):
             victim = next(order, None)
             if victim is None or victim.priority >= first.priority:
-                return
-            victims.append(victim)
+                return []
+            chosen.append(victim)
             gained += len(victim.pages)
             if victim.batch is not None or victim.key in self.prefilling:
                 running -= 1
                 tokens -= self._may_generate(victim)
-        for victim in victims:
-            self._urgent = first
-            self._retract(victim)
-            self.counters.preemptions += 1
+        return chosen
 
     def _retract(self, request: Request) -> None:
         """Take slot and pages from a running request; it keeps its tokens and queues up again.
@@ -564,38 +564,3 @@ class Scheduler:
             if self.finish(request, "abort", error):
                 failed.append(request)
         return failed
-
-    # -- checks ---------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Assert conservation of pages and slots, in O(1)."""
-        self.memory.check()
-        assert self.memory.slots.private == len(self.running)
-
-    def check_idle(self) -> None:
-        """Assert that nothing is held when no request and no step is left. O(1)."""
-        self.check()
-        memory = self.memory
-        assert not self.has_unfinished
-        assert not memory.pages.private, f"{memory.pages.private} pages belong to nobody"
-        assert not memory.pages.fenced, f"{memory.pages.fenced} pages wait for a step that is not there"
-        assert memory.tree is None or not memory.tree.num_locks, "a prefix is locked by nobody"
-        assert not self.queued_tokens
-
-    def audit(self) -> None:
-        """Assert by walking that every page, slot and row is where it should be."""
-        self.memory.audit(self.running.values())
-        assert self.queued_tokens == sum(request.length for request in self.waiting)
-        size = self.memory.pages.page_size
-        for index, request in enumerate(self.batch.requests):
-            assert request.batch is self.batch
-            assert request.batch_index == index
-            row = [int(column[index]) for column in (self.batch.slots, self.batch.capacity, self.batch.limit)]
-            assert row == [request.slot, len(request.pages) * size, request.max_length], request
-        for request in self.running.values():
-            assert request.key in self.prefilling or request.key not in self.growing
-            places = (request.batch is not None) + (request.key in self.prefilling)
-            assert places <= 1
-            assert not (places and request.parked)
-            assert request.computed <= len(request.pages) * size, "a position is computed without a page"
-            assert request.committed <= request.computed

@@ -19,6 +19,7 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
+from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.step import Row, Step
 from aioinfer.stream import Stream
@@ -118,9 +119,9 @@ class LawChecker:
         self.resolved = step.id
 
     def check(self) -> None:
-        self.scheduler.check()
+        check(self.scheduler)
         if self.launched % 8 == 0:
-            self.scheduler.audit()
+            audit(self.scheduler)
         memory = self.scheduler.memory
         if memory.pages.fenced or memory.slots.fenced:
             assert self.resolved < self.launched, "something is fenced, and no step is in flight"
@@ -211,6 +212,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         max_decode_rows=rng.choice([None, None, 1, 3]),
         mixed=mixed,
         first=rng.choice(["decode", "prefill"]),
+        overlap_prefills=rng.random() < 0.7,
         policy=policy,
         preemption=rng.random() < 0.5,
         admission=admission,  # type: ignore[arg-type]
@@ -484,8 +486,8 @@ async def settle(engine: Engine) -> None:
     assert stats.pages_cached == stats.pages_evictable
     assert stats.running == stats.waiting == stats.arriving == stats.shelved == stats.failed_checks == 0
     assert scheduler.memory.slots.free == scheduler.memory.slots.total
-    scheduler.check_idle()
-    scheduler.audit()
+    check_idle(scheduler)
+    audit(scheduler)
     engine.flush_cache()
     assert engine.stats().pages_free == stats.pages_total
 

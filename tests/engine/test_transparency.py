@@ -165,3 +165,32 @@ async def test_bundled_model_ids_survive_retraction(alone: list[list[int]]) -> N
 
 async def _run(engine: Engine, prompt: Any, params: SamplingParams) -> list[int]:
     return (await engine.generate(prompt, params)).token_ids
+
+
+@pytest.mark.parametrize("overlap_prefills", [True, False])
+async def test_prefills_follow_one_another_only_if_they_may_overlap(
+    make_engine: MakeEngine, overlap_prefills: bool
+) -> None:
+    requests = toy_requests()
+    behind: list[bool] = []
+    async with make_engine(
+        window=2, chunk_size=3, max_step_tokens=8, overlap_prefills=overlap_prefills
+    ) as engine:
+        core = engine._core
+        assert core is not None
+
+        class Watched(type(core)):  # type: ignore[misc]
+            __slots__ = ()
+
+            def plan(self, before: Any = None) -> Any:
+                step = super().plan(before)
+                if step is not None and before is not None and before.prefills:
+                    behind.append(bool(step.prefills))
+                return step
+
+        core.__class__ = Watched
+        results = await asyncio.gather(*[_run(engine, *request) for request in requests])
+    for (prompt, params), ids in zip(requests, results, strict=True):
+        assert ids == toy_generate(prompt, params, seed=params.seed or 0)
+    assert False in behind, "decodes go on"
+    assert overlap_prefills == (True in behind)

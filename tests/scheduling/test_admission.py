@@ -12,6 +12,7 @@ from aioinfer.cache.slots import SlotPool
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits, NewTokenRatio
+from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.scheduler import Scheduler
@@ -60,7 +61,7 @@ class Desk:
     def plan(self) -> list[Request]:
         """Launch a step; who has a row in it."""
         step = self.scheduler.plan()
-        self.scheduler.audit()
+        audit(self.scheduler)
         if step is None:
             return []
         self.flights.append(step)
@@ -70,7 +71,7 @@ class Desk:
         while self.flights:
             step = self.flights.pop(0)
             self.scheduler.resolve(step, [42 if row.samples else NO_TOKEN for row in step.rows])
-        self.scheduler.audit()
+        audit(self.scheduler)
 
     def round(self) -> list[Request]:
         """One step from plan to resolve."""
@@ -162,7 +163,7 @@ def test_when_the_leader_goes_another_takes_its_place(what: str) -> None:
         desk.scheduler.unpark(leader)
         desk.finish()
     assert all(request.finished for request in others)
-    desk.scheduler.check_idle()
+    check_idle(desk.scheduler)
     assert not desk.scheduler.leaders._leaders
 
 
@@ -441,7 +442,7 @@ def test_parked_requests_give_way_to_those_that_can_run() -> None:
         desk.scheduler.unpark(request)
     desk.finish()
     assert all(len(request.output_ids) == 4 for request in parked)
-    desk.scheduler.check_idle()
+    check_idle(desk.scheduler)
 
 
 def test_a_request_retracted_before_its_last_token_is_read_still_ends() -> None:
@@ -456,7 +457,7 @@ def test_a_request_retracted_before_its_last_token_is_read_still_ends() -> None:
     assert ending.finish_reason == "length"
     assert ending.output_ids == [42, 42]
     desk.finish()
-    desk.scheduler.check_idle()
+    check_idle(desk.scheduler)
 
 
 @pytest.mark.parametrize("retracted", [False, True])
@@ -482,4 +483,4 @@ def test_what_led_to_bad_logits_is_not_shared(retracted: bool) -> None:
     desk.round()
     assert again.cached_tokens == 0
     desk.finish()
-    desk.scheduler.audit()
+    audit(desk.scheduler)

@@ -14,6 +14,7 @@ from aioinfer.execution.packing import Packed, Packer
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import NO_TOKEN, Step
@@ -287,7 +288,7 @@ def test_a_step_that_fails_ends_its_own_requests_only() -> None:
     bench.resolve(later)
     assert not outside.finished
     assert outside.output_ids == [42]
-    bench.scheduler.audit()
+    audit(bench.scheduler)
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "in flight"])
@@ -310,7 +311,7 @@ def test_an_abort_gives_everything_back_from_any_state(state: str) -> None:
     assert bench.memory.pages.free == bench.memory.pages.total
     assert bench.memory.slots.free == bench.memory.slots.total
     assert not bench.scheduler.has_unfinished
-    bench.scheduler.audit()
+    audit(bench.scheduler)
 
 
 def test_admission_is_first_come_first_served() -> None:

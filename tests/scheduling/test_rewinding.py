@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from aioinfer.request import Request, RequestState
+from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.step import DEFERRED, FORCED, NO_TOKEN, Row, Step
 from tests.scheduling.test_pitfalls import Bench
 
@@ -46,7 +47,7 @@ def test_a_deferred_row_comes_again_with_its_token() -> None:
     assert bring(bench, again, 43) == [request]
     assert request.output_ids == [42, 43]
     assert only(bench.plan()[0]).start == 7
-    bench.scheduler.audit()
+    audit(bench.scheduler)
 
 
 def test_a_row_may_be_deferred_again_and_again() -> None:
@@ -56,7 +57,7 @@ def test_a_row_may_be_deferred_again_and_again() -> None:
         assert bring(bench, step, DEFERRED) == []
     assert bench.scheduler.counters.deferred_rows == 5
     assert request.pending == 0
-    bench.scheduler.audit()
+    audit(bench.scheduler)
 
 
 def test_forced_tokens_are_computed_in_one_row() -> None:
@@ -70,7 +71,7 @@ def test_forced_tokens_are_computed_in_one_row() -> None:
     assert bring(bench, behind, DEFERRED) == []
     assert bring(bench, again, 53) == [request]
     assert request.output_ids == [42, 50, 51, 52, 53]
-    bench.scheduler.audit()
+    audit(bench.scheduler)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_forced_tokens_end_where_any_others_would(
     assert request.output_ids == [42, *left]
     assert request.finish_reason == reason
     bring(bench, behind, DEFERRED)
-    bench.scheduler.check_idle()
+    check_idle(bench.scheduler)
     # What was never computed is not offered to others.
     assert bench.memory.pages.cached * bench.memory.pages.page_size <= 7
 
@@ -104,7 +105,7 @@ def test_forced_tokens_find_their_pages_or_wait_for_them() -> None:
     # Ten more tokens want three pages; the younger one makes room, the eldest is never retracted.
     for _ in range(3):
         step, _ = bench.plan()
-        bench.scheduler.audit()
+        audit(bench.scheduler)
         assert other.state is RequestState.WAITING
         assert eldest.retractions == 0
         if any(row.request is eldest for row in step.rows):
@@ -128,7 +129,7 @@ def test_what_comes_for_a_retracted_request_is_counted_in() -> None:
     again, _ = bench.plan()
     assert only(again).ids == [*request.prompt_ids, 42, 50, 51, 52]
     bench.resolve(again)
-    bench.scheduler.audit()
+    audit(bench.scheduler)
 
 
 def test_a_parked_request_is_rewound_where_it_is() -> None:
@@ -137,11 +138,11 @@ def test_a_parked_request_is_rewound_where_it_is() -> None:
     bench.scheduler.park(request)
     assert bring(bench, step, FORCED, list(range(50, 62))) == [request]
     assert bench.scheduler.plan() is None
-    bench.scheduler.audit()
+    audit(bench.scheduler)
     bench.scheduler.unpark(request)
     step, _ = bench.plan()
     assert only(step).ids == list(range(50, 62))
-    bench.scheduler.audit()
+    audit(bench.scheduler)
 
 
 def test_the_last_chunk_of_a_prompt_may_be_deferred() -> None:
@@ -167,4 +168,4 @@ def test_the_last_token_by_length_may_be_deferred() -> None:
     bench.resolve(bench.plan()[0])
     assert request.finish_reason == "length"
     assert len(request.output_ids) == 20
-    bench.scheduler.check_idle()
+    check_idle(bench.scheduler)

@@ -30,6 +30,7 @@ from aioinfer.cache.slots import SlotPool
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request, RequestState
 from aioinfer.scheduling.admission import Limits, PrefixLeaders
+from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.decodes import DecodeBatch
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import POLICIES
@@ -357,8 +358,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def counted(self) -> None:
-        self.scheduler.check()
-        self.scheduler.audit()
+        check(self.scheduler)
+        audit(self.scheduler)
 
     @invariant()
     def free_is_free(self) -> None:
@@ -433,7 +434,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.cache_is_true()
             self.told()
             self.led()
-        self.scheduler.check_idle()
+        check_idle(self.scheduler)
         self.memory.flush()
         assert self.memory.pages.free == self.num_pages
         assert self.memory.slots.free == self.memory.slots.total

@@ -1,0 +1,44 @@
+"""Audit: does everybody hold what they should, and nobody anything else?"""
+
+from __future__ import annotations
+
+from aioinfer.scheduling.scheduler import Scheduler
+
+__all__ = ["audit", "check", "check_idle"]
+
+
+def check(scheduler: Scheduler) -> None:
+    """Assert conservation of pages and slots, in O(1)."""
+    scheduler.memory.check()
+    assert scheduler.memory.slots.private == len(scheduler.running)
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """Assert that nothing is held when no request and no step is left. O(1)."""
+    check(scheduler)
+    memory = scheduler.memory
+    assert not scheduler.has_unfinished
+    assert not memory.pages.private, f"{memory.pages.private} pages belong to nobody"
+    assert not memory.pages.fenced, f"{memory.pages.fenced} pages wait for a step that is not there"
+    assert memory.tree is None or not memory.tree.num_locks, "a prefix is locked by nobody"
+    assert not scheduler.queued_tokens
+
+
+def audit(scheduler: Scheduler) -> None:
+    """Assert by walking that every page, slot and row is where it should be."""
+    memory, batch = scheduler.memory, scheduler.batch
+    memory.audit(scheduler.running.values())
+    assert scheduler.queued_tokens == sum(request.length for request in scheduler.waiting)
+    size = memory.pages.page_size
+    for index, request in enumerate(batch.requests):
+        assert request.batch is batch
+        assert request.batch_index == index
+        row = [int(column[index]) for column in (batch.slots, batch.capacity, batch.limit)]
+        assert row == [request.slot, len(request.pages) * size, request.max_length], request
+    for request in scheduler.running.values():
+        assert request.key in scheduler.prefilling or request.key not in scheduler.growing
+        places = (request.batch is not None) + (request.key in scheduler.prefilling)
+        assert places <= 1
+        assert not (places and request.parked)
+        assert request.computed <= len(request.pages) * size, "a position is computed without a page"
+        assert request.committed <= request.computed

@@ -1,0 +1,21 @@
+"""Retraction: who loses slot and pages first when others need them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from aioinfer.request import Request
+
+__all__ = ["victims"]
+
+
+def victims(running: Collection[Request]) -> Iterator[Request]:
+    """Parked ones first, then low priority, then who came last. Never the eldest that is not parked: so
+    one request always moves on, and no two take each other's pages for ever."""
+    eldest = min(
+        (request for request in running if not request.parked), key=lambda request: request.key, default=None
+    )
+    yield from sorted(
+        (request for request in running if request is not eldest),
+        key=lambda request: (not request.parked, request.priority, -request.key),
+    )
