@@ -326,7 +326,7 @@ class Engine:
             self._ended(cell)
             return
         cell.notify()
-        if cell.lags:
+        if cell.max_lag is not None and cell.lags:
             self._started_core().scheduler.park(request)
 
     def caught_up(self, cell: StreamCell) -> None:

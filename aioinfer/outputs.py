@@ -54,9 +54,9 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
-    """What became available since the last chunk of the same stream.
+    """What became available since the last chunk of the same stream; its consumer's own.
 
     Concatenated texts equal the final text, concatenated ids the final ids. The last chunk of a stream,
     and only that one, carries ``finish_reason`` and ``usage``. A slow reader gets fewer, larger chunks.

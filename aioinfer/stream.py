@@ -102,21 +102,23 @@ class StreamCell:
 
     def ready(self) -> bool:
         """There is something that the waiting consumer wants."""
-        if self.finished or self.closed:
-            return True
         request = self.request
-        if request is None or self.wants is Want.RESULT:
-            return False
-        if self.wants is Want.ACCEPTANCE:
+        if self.closed or self.error is not None:
             return True
-        if request.text.enabled:
-            return len(request.text.pieces) > self.taken_pieces
-        return len(request.output_ids) > self.taken_ids
+        if request is None:
+            return False
+        if self.wants is Want.CHUNK:
+            if request.text.enabled:
+                more = len(request.text.pieces) > self.taken_pieces
+            else:
+                more = len(request.output_ids) > self.taken_ids
+            return more or request.finished
+        return self.wants is Want.ACCEPTANCE or request.finished
 
     def notify(self) -> None:
         """Wake the consumer if it waits for what there is now."""
         waiter = self.waiter
-        if waiter is not None and not waiter.done() and self.ready():
+        if waiter is not None and self.ready() and not waiter.done():
             waiter.set_result(None)
 
     def cancel_timer(self) -> None:
@@ -129,11 +131,14 @@ class StreamCell:
         request = self.request
         if request is None:
             return None
-        pieces, ids = request.text.pieces, request.output_ids
+        ids, finished = request.output_ids, request.finished
+        if len(ids) == self.taken_ids and not finished:
+            return None
+        pieces = request.text.pieces
         text = "".join(pieces[self.taken_pieces :])
         token_ids = ids[self.taken_ids :]
-        ended = request.finished and request.error is None
-        if not (ended or text or (token_ids and (request.finished or not request.text.enabled))):
+        ended = finished and request.error is None
+        if not (ended or text or (token_ids and (finished or not request.text.enabled))):
             return None
         logprobs = None
         if request.params.logprobs is not None:

@@ -4,8 +4,9 @@ The floor is the same forwards, sampling and reading of tokens in a bare loop: t
 packed beforehand by the same scheduler, and nothing else runs. Every way to run the engine takes the same
 load through real streams; floor and ways take turns. ``grammar`` has one on every row.
 
-With ``--toy``, the device does nothing for as long as the host needs for a step; a window of one then hides
-the one behind the other, and the best that can be is twice the speed.
+With ``--toy``, a step takes the device as long as it takes the host; a window of one then hides the one
+behind the other, and the best that can be is twice the speed. With ``--stall`` the event loop stands still
+for 50 ms now and then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +26,27 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.device import DeviceInfo, Landed, StepResult
-from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.observe.timeline import DeviceLane, Timeline, now
+from aioinfer.observe.timeline import Timeline
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Step
+from bench.drawing import draw
+from bench.fixed_step import bench_stall, bench_toy
 from bench.report import environment, write_line
 
-WAYS = [(0, "thread"), (1, "thread"), (2, "thread"), (0, "inline"), (1, "inline")]
+#: window, launch mode, a grammar on every row
+WAYS = [
+    (0, "thread", False),
+    (1, "thread", False),
+    (2, "thread", False),
+    (0, "inline", False),
+    (1, "inline", False),
+    (1, "thread", True),
+    (2, "thread", True),
+]
 GRAMMAR = Grammar("regex", "[a-z ]{4000}")
 
 
@@ -57,30 +68,36 @@ def prompts(options: argparse.Namespace, batch: int) -> list[list[int]]:
     return [[100 + (7 * number + at) % 700 for at in range(options.prompt)] for number in range(batch)]
 
 
-def floor(options: argparse.Namespace, batch: int) -> float:
-    """Seconds of the bare loop."""
-    config = make_config(options, batch)
-    device = TorchDevice(config)
-    info = device.open()
-    memory = Memory(PageAllocator(info.num_pages, 16), SlotPool(config.num_slots), prefix_cache=False)
-    limits = Limits(
-        max_running_requests=batch, max_step_tokens=config.max_step_tokens, chunk_size=config.chunk_size
-    )
-    scheduler = Scheduler(memory, limits)
-    params = SamplingParams(temperature=0, max_tokens=options.output, ignore_eos=True)
-    for number, ids in enumerate(prompts(options, batch), 1):
-        length = len(ids) + options.output
-        scheduler.submit(Request(number, ids, params, seed=0, stop_ids=frozenset(), max_length=length))
-    packed = []
-    while (step := scheduler.plan()) is not None:
-        packed.append(device.prepare(step))
-        scheduler.resolve(step, [5] * step.num_rows)
-    start = time.perf_counter()
-    for each in packed:
-        device.launch(each).wait()
-    seconds = time.perf_counter() - start
-    device.close()
-    return seconds
+class Floor:
+    """The bare loop: the steps of a load, planned and packed beforehand."""
+
+    def __init__(self, options: argparse.Namespace, batch: int) -> None:
+        config = make_config(options, batch)
+        self._device = TorchDevice(config)
+        info = self._device.open()
+        memory = Memory(PageAllocator(info.num_pages, 16), SlotPool(config.num_slots), prefix_cache=False)
+        limits = Limits(
+            max_running_requests=batch, max_step_tokens=config.max_step_tokens, chunk_size=config.chunk_size
+        )
+        scheduler = Scheduler(memory, limits)
+        params = SamplingParams(temperature=0, max_tokens=options.output, ignore_eos=True)
+        for number, ids in enumerate(prompts(options, batch), 1):
+            length = len(ids) + options.output
+            scheduler.submit(Request(number, ids, params, seed=0, stop_ids=frozenset(), max_length=length))
+        self._packed = []
+        while (step := scheduler.plan()) is not None:
+            self._packed.append(self._device.prepare(step))
+            scheduler.resolve(step, [5] * step.num_rows)
+
+    def run(self) -> float:
+        """Seconds."""
+        start = time.perf_counter()
+        for packed in self._packed:
+            self._device.launch(packed).wait()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._device.close()
 
 
 async def run(engine: Engine, options: argparse.Namespace, batch: int, *, grammar: bool) -> float:
@@ -103,167 +120,90 @@ async def run(engine: Engine, options: argparse.Namespace, batch: int, *, gramma
     return seconds
 
 
-async def measure(
-    options: argparse.Namespace, batch: int, window: int, mode: str, grammar: bool
-) -> tuple[float, dict[str, float], Timeline]:
-    async with Engine(make_config(options, batch, window, mode)) as engine:
-        if grammar:
-            warm = SamplingParams(max_tokens=2, grammar=GRAMMAR)
-            await engine.generate([100] * 4, warm)
-        seconds = await run(engine, options, batch, grammar=grammar)
-        stats = engine.stats()
-        figures = {
+@dataclass
+class Way:
+    """One way to run the load, and what came of it, round by round."""
+
+    window: int
+    mode: str
+    grammar: bool
+    engine: Engine
+    #: of the floor's speed
+    ratios: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"window {self.window}, {self.mode}" + (", grammar" if self.grammar else "")
+
+
+async def bench_batch(options: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
+    """Floor and ways take turns, so that the machine's moods touch all of them."""
+    floor, floors = Floor(options, batch), []
+    async with AsyncExitStack() as stack:
+        ways = []
+        for window, mode, grammar in WAYS:
+            engine = Engine(make_config(options, batch, window, mode))
+            ways.append(Way(window, mode, grammar, await stack.enter_async_context(engine)))
+            await run(engine, options, batch, grammar=grammar)
+        before = await asyncio.to_thread(floor.run)
+        for _ in range(options.rounds):
+            for way in ways:
+                seconds = await run(way.engine, options, batch, grammar=way.grammar)
+                after = await asyncio.to_thread(floor.run)
+                way.ratios.append((before + after) / 2 / seconds)
+                way.seconds.append(seconds)
+                floors.append(after)
+                before = after
+        lines = report(options, batch, ways, floors)
+        if options.trace:
+            timeline = next(way.engine.timeline for way in ways if way.window == 1)
+            save(timeline, f"{options.trace}-{batch}")
+    floor.close()
+    return lines
+
+
+def save(timeline: Timeline, name: str) -> None:
+    Path(f"{name}.json").write_text(timeline.chrome_trace())
+    draw(timeline, Path(f"{name}.png"))
+
+
+def report(
+    options: argparse.Namespace, batch: int, ways: list[Way], floors: list[float]
+) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    tokens = batch * options.output
+    speed = tokens / statistics.median(floors)
+    print(f"{batch:6d}  {'floor':26s}{speed:10.0f}")
+    for way in ways:
+        stats = way.engine.stats()
+        line = {
+            "batch": batch,
+            "way": way.name,
+            "tokens_per_s": tokens / statistics.median(way.seconds),
+            "of_floor": statistics.median(way.ratios),
+            "of_floor_rounds": way.ratios,
             "busy": stats.overlap_ratio,
             "gap_us": 1e6 * stats.host_gap,
             "loop_lag_us": 1e6 * stats.loop_lag,
-        }
-        return seconds, figures, engine.timeline
-
-
-class SleepingDevice:
-    """Takes a fixed time for every step and lets other threads run meanwhile. Its tokens mean nothing."""
-
-    synchronous = True
-
-    def __init__(self, seconds: float) -> None:
-        self.lane = DeviceLane()
-        self.seconds = seconds
-
-    def open(self, progress: Any = None) -> DeviceInfo:
-        return DeviceInfo(1000, 4096, 100_000, frozenset(), "sleeps")
-
-    def prepare(self, step: Step) -> Step:
-        return step
-
-    def launch(self, step: Step) -> Landed:
-        start = now()
-        if self.seconds:
-            time.sleep(self.seconds)
-        self.lane.step(step.id, start, start, start, now())
-        return Landed(StepResult([5] * step.num_rows))
-
-    def check(self) -> None:
-        """Never lost."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-async def toy(options: argparse.Namespace, batch: int, window: int, seconds: float) -> float:
-    """Seconds per step."""
-    config = EngineConfig(model="toy", window=window, max_running_requests=batch, max_step_tokens=8 * batch)  # type: ignore[arg-type]
-    device = SleepingDevice(seconds)
-    kind = ThreadLauncher if seconds else InlineLauncher
-    async with Engine(config, launcher=lambda _: kind(device), tokenizer=lambda _: None) as engine:
-        elapsed = await run(engine, options, batch, grammar=False)
-        return elapsed / engine.stats().steps
-
-
-def bench_toy(options: argparse.Namespace) -> list[dict[str, float]]:
-    lines = []
-    print(
-        f"{'batch':>6s}{'host us':>9s}{'window 0':>10s}{'window 1':>10s}{'window 2':>10s}"
-        f"{'1 over 0':>10s}{'2 over 0':>10s}"
-    )
-    for batch in options.batch:
-        host = statistics.median(_run(toy(options, batch, 0, 0.0)) for _ in range(options.rounds))
-        times = {
-            window: statistics.median(_run(toy(options, batch, window, host)) for _ in range(options.rounds))
-            for window in (0, 1, 2)
-        }
-        line = {
-            "batch": batch,
-            "host_us": 1e6 * host,
-            **{f"window_{window}_us": 1e6 * seconds for window, seconds in times.items()},
-            "gain_1": times[0] / times[1],
-            "gain_2": times[0] / times[2],
+            "floor_tokens_per_s": speed,
         }
         lines.append(line)
+        low, high = min(way.ratios), max(way.ratios)
         print(
-            f"{batch:6d}{1e6 * host:9.0f}"
-            + "".join(f"{1e6 * times[window]:10.0f}" for window in (0, 1, 2))
-            + f"{line['gain_1']:9.2f}x{line['gain_2']:9.2f}x"
+            f"{'':6s}  {way.name:26s}{line['tokens_per_s']:10.0f}{100 * line['of_floor']:9.1f}%"
+            f"{f'{100 * low:.0f}-{100 * high:.0f}':>10s}"
+            f"{100 * stats.overlap_ratio:7.1f}%{line['gap_us']:9.0f}{line['loop_lag_us']:13.0f}"
         )
     return lines
 
 
-def bench_model(options: argparse.Namespace) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    ways = [(window, mode, False) for window, mode in WAYS] + [(1, "thread", True), (2, "thread", True)]
+async def bench_model(options: argparse.Namespace) -> list[dict[str, Any]]:
     print(
-        f"{'batch':>6s}  {'way':22s}{'tokens/s':>10s}{'of floor':>10s}{'busy':>8s}{'gap us':>9s}"
-        f"{'loop lag us':>13s}"
+        f"{'batch':>6s}  {'way':26s}{'tokens/s':>10s}{'of floor':>10s}{'range':>10s}"
+        f"{'busy':>8s}{'gap us':>9s}{'loop lag us':>13s}"
     )
-    for batch in options.batch:
-        ratios: dict[Any, list[float]] = {way: [] for way in ways}
-        speeds: dict[Any, list[float]] = {way: [] for way in [None, *ways]}
-        seen: dict[Any, dict[str, float]] = {}
-        tokens = batch * options.output
-        floor(options, batch)
-        for _ in range(options.rounds):
-            before = floor(options, batch)
-            for way in ways:
-                window, mode, grammar = way
-                seconds, seen[way], timeline = _run(measure(options, batch, window, mode, grammar))
-                after = floor(options, batch)
-                # Floors on both sides: the machine's moods touch all three.
-                ratios[way].append((before + after) / 2 / seconds)
-                speeds[way].append(tokens / seconds)
-                speeds[None].append(tokens / after)
-                before = after
-                if options.trace and way == (1, "thread", False):
-                    Path(f"{options.trace}-{batch}.json").write_text(timeline.chrome_trace())
-                    draw(timeline, Path(f"{options.trace}-{batch}.png"))
-        print(f"{batch:6d}  {'floor':22s}{statistics.median(speeds[None]):10.0f}")
-        for way in ways:
-            window, mode, grammar = way
-            name = f"window {window}, {mode}" + (", grammar" if grammar else "")
-            ratio = statistics.median(ratios[way])
-            speed = statistics.median(speeds[way])
-            figures = seen[way]
-            print(
-                f"{'':6s}  {name:22s}{speed:10.0f}{100 * ratio:9.1f}%{100 * figures['busy']:7.1f}%"
-                f"{figures['gap_us']:9.0f}{figures['loop_lag_us']:13.0f}"
-            )
-            lines.append(
-                {
-                    "batch": batch,
-                    "way": name,
-                    "tokens_per_s": speed,
-                    "of_floor": ratio,
-                    **figures,
-                    "floor_tokens_per_s": statistics.median(speeds[None]),
-                }
-            )
-    return lines
-
-
-def draw(timeline: Timeline, path: Path, milliseconds: float = 30.0) -> None:
-    """The last steps of a timeline as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    colours = {"plan": "#4c78a8", "pack": "#72b7b2", "resolve": "#f58518", "deliver": "#eeca3b",
-               "launch": "#9d755d", "forward": "#54a24b", "mask": "#e45756", "sample": "#b279a2"}  # fmt: skip
-    end = timeline.device.events[-1][3]
-    start = end - milliseconds / 1e3
-    figure, axes = pyplot.subplots(figsize=(14, 2.6))
-    lanes = [timeline.device, timeline.launch, timeline.loop]
-    for height, lane in enumerate(lanes):
-        for what, _, begin, stop in lane.events:
-            if stop > start:
-                axes.barh(
-                    height, 1e3 * (stop - begin), left=1e3 * (begin - start), color=colours[what], height=0.8
-                )
-    axes.set_yticks(range(3), [lane.name for lane in lanes])
-    axes.set_xlim(0, milliseconds)
-    axes.set_xlabel("milliseconds")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    axes.legend(handles, list(colours), ncol=8, loc="upper center", bbox_to_anchor=(0.5, 1.25), frameon=False)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    return [line for batch in options.batch for line in await bench_batch(options, batch)]
 
 
 def make_model(layers: int, hidden: int, folder: str) -> str:
@@ -302,8 +242,9 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--toy", action="store_true", help="a device that sleeps as long as the host works")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--toy", action="store_true", help="a device as fast as the host")
+    parser.add_argument("--stall", action="store_true", help="what a loop that stands still costs the device")
     parser.add_argument("--trace", help="write PREFIX-BATCH.json and .png of window 1")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     options = parser.parse_args()
@@ -312,7 +253,8 @@ def main() -> int:
         if options.model.startswith("random:"):
             layers, hidden = map(int, options.model.removeprefix("random:").split("x"))
             options.path = make_model(layers, hidden, folder)
-        lines = bench_toy(options) if options.toy else bench_model(options)
+        bench = bench_toy if options.toy else bench_stall if options.stall else bench_model
+        lines = _run(bench(options))
     settings = {key: value for key, value in vars(options).items() if key not in ("json", "path", "trace")}
     write_line(
         {"bench": "overlap", "cases": lines, "options": settings, "environment": environment()}, options.json

@@ -79,6 +79,18 @@ def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
     assert result["environment"]["versions"]["torch"]
 
 
+@pytest.mark.parametrize("device", [[], ["--toy"], ["--stall"]])
+def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> None:
+    line = tmp_path / "line.json"
+    command = [sys.executable, "-m", "bench", "overlap", "--batch", "2", "--rounds", "1", "--output", "4"]
+    subprocess.run(
+        [*command, *device, "--json", str(line)], cwd=ROOT, check=True, capture_output=True, timeout=120
+    )
+    cases = json.loads(line.read_text())["cases"]
+    assert len(cases) == {(): 7, ("--toy",): 1, ("--stall",): 9}[tuple(device)]
+    assert all(value >= 0 for case in cases for value in case.values() if isinstance(value, float))
+
+
 def test_figures_follow_their_definitions() -> None:
     record = Record(sent=1.0, arrivals=[(1.5, 1), (1.7, 2), (2.0, 1)], prompt_tokens=3)
     assert (record.tokens, record.ttft, record.latency) == (4, 0.5, 1.0)

@@ -15,6 +15,7 @@ from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.conftest import Gate
 
 
 class Stream:
@@ -116,3 +117,22 @@ async def test_a_step_that_fails_on_the_device_is_found_by_its_flight(launcher: 
 
 async def _run(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
     return (await engine.generate(prompt, params)).token_ids
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_the_device_goes_on_with_the_window_while_the_loop_stands_still(
+    make_engine: Any, window: int
+) -> None:
+    gate = Gate()
+    async with make_engine(window=window, fault=gate) as engine:
+        stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
+        while engine.stats().steps_in_flight < window + 1:
+            await asyncio.sleep(0)
+        assert gate.arrived.acquire(timeout=10)
+        gate.step(window + 1)
+        # The loop's own thread waits here: nothing is planned, resolved or delivered.
+        for _ in range(window):
+            assert gate.arrived.acquire(timeout=10)
+        assert engine.stats().steps_in_flight == window + 1
+        gate.release()
+        assert len((await stream).token_ids) == 30
