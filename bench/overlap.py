@@ -6,7 +6,7 @@ load through real streams; floor and ways take turns. ``grammar`` has one on eve
 
 With ``--toy``, a step takes the device as long as it takes the host; a window of one then hides the one
 behind the other, and the best that can be is twice the speed. With ``--stall`` the event loop stands still
-for 50 ms now and then.
+for 50 ms now and then. ``--prefills`` compares TTFT with and without ``overlap_prefills``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.scheduler import Scheduler
 from bench.drawing import draw
 from bench.fixed_step import bench_stall, bench_toy
+from bench.prefill_overlap import bench_prefills
 from bench.report import environment, write_line
 
 #: window, launch mode, a grammar on every row
@@ -245,6 +246,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--toy", action="store_true", help="a device as fast as the host")
     parser.add_argument("--stall", action="store_true", help="what a loop that stands still costs the device")
+    parser.add_argument("--prefills", action="store_true", help="overlap_prefills on and off")
     parser.add_argument("--trace", help="write PREFIX-BATCH.json and .png of window 1")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     options = parser.parse_args()
@@ -253,7 +255,10 @@ def main() -> int:
         if options.model.startswith("random:"):
             layers, hidden = map(int, options.model.removeprefix("random:").split("x"))
             options.path = make_model(layers, hidden, folder)
-        bench = bench_toy if options.toy else bench_stall if options.stall else bench_model
+        if options.prefills:
+            bench: Any = bench_prefills
+        else:
+            bench = bench_toy if options.toy else bench_stall if options.stall else bench_model
         lines = _run(bench(options))
     settings = {key: value for key, value in vars(options).items() if key not in ("json", "path", "trace")}
     write_line(
