@@ -26,9 +26,7 @@ OUTPUT = 16
 async def bench_prefills(options: argparse.Namespace) -> list[dict[str, Any]]:
     """``overlap_prefills`` on and off in turns: all requests at once, and at 70 % of that rate."""
     lines = []
-    print(
-        f"{'steps':14s}{'load':10s}{'TTFT p50':>10s}{'p99':>8s}{'tokens/s':>10s}   (without over with overlap)"
-    )
+    print(f"{'steps':14s}{'load':10s}{'TTFT p50':>10s}{'p99':>8s}{'tokens/s':>10s}   (off over on)")
     for mixed in (True, False):
         async with AsyncExitStack() as stack:
             engines = [
