@@ -114,6 +114,18 @@ async def test_n_choices_differ_when_sampled_and_repeat_with_their_seed(serving:
     assert len(set(first)) > 1
 
 
+async def test_n_choices_share_the_pages_of_their_prompt(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        answer = await client.completions.create(model="toy", prompt="abcde" * 20, n=4, seed=7, max_tokens=5)
+        assert len(answer.choices) == 4
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == 100
+        stats = served.engine.stats()
+        # At least one token of each prompt is left to compute: 24 of its 25 pages are shared.
+        assert stats.cached_tokens == 3 * 96
+        assert stats.prefill_tokens == 100 + 3 * 4
+
+
 async def test_echo_puts_the_prompt_first(serving: Serving) -> None:
     async with serving() as served, served.client() as client:
         answer = await client.completions.create(
