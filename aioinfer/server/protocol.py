@@ -53,7 +53,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "functions": (None, []),
     "suffix": (None, ""),
-    "bad_words": (None, []),
     "use_beam_search": (None, False),
 }
 _KNOWN = {

@@ -114,6 +114,22 @@ async def test_n_choices_differ_when_sampled_and_repeat_with_their_seed(serving:
     assert len(set(first)) > 1
 
 
+async def test_bad_words_go_with_the_body(serving: Serving) -> None:
+    plain = toy_generate(ToyTokenizer().encode("abc"), SamplingParams(temperature=0, max_tokens=12))
+    async with serving() as served, served.client() as client:
+
+        async def ask(words: Any) -> Any:
+            return await client.completions.create(
+                model="toy", prompt="abc", max_tokens=12, temperature=0, extra_body={"bad_words": words}
+            )
+
+        with pytest.raises(openai.BadRequestError, match="bad_words"):
+            await ask("word")
+        assert (await ask([])).choices[0].text == expected(ToyTokenizer().encode("abc"), 12)
+        other = await ask([plain[3:5]])
+        assert other.choices[0].text != expected(ToyTokenizer().encode("abc"), 12)
+
+
 async def test_n_choices_share_the_pages_of_their_prompt(serving: Serving) -> None:
     async with serving() as served, served.client() as client:
         answer = await client.completions.create(model="toy", prompt="abcde" * 20, n=4, seed=7, max_tokens=5)
