@@ -193,7 +193,7 @@ async def test_a_stop_pattern_ends_a_streamed_answer(serving: Serving) -> None:
         ({"logprobs": True, "top_logprobs": 50}, "logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"logit_bias": {"5": 300}}, "logit_bias"),
-        ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
+        ({"extra_body": {"bad_words": [""]}}, "bad_words"),
         ({"extra_body": {"stop_regex": "("}}, "stop_regex"),
         ({"extra_body": {"stop_regex": {"a": 1}}}, "stop_regex"),
         ({"extra_body": {"guided_json": 7}}, "guided_json"),
