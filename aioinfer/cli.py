@@ -121,24 +121,31 @@ async def _generate(options: argparse.Namespace) -> int:
 
 
 async def _trace(options: argparse.Namespace) -> int:
-    import urllib.error
+    import http.client
     import urllib.request
 
     headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
-    request = urllib.request.Request(f"{options.url.rstrip('/')}/debug/trace", headers=headers)
 
     def fetch() -> bytes:
+        request = urllib.request.Request(f"{options.url.rstrip('/')}/debug/trace", headers=headers)
         with urllib.request.urlopen(request, timeout=30) as response:
             body: bytes = response.read()
             return body
 
     try:
         trace = await asyncio.to_thread(fetch)
-    except (urllib.error.URLError, ValueError) as error:
+        events = sum(event["ph"] == "X" for event in json.loads(trace)["traceEvents"])
+    except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"aioinfer: {options.url}: {error}", file=sys.stderr)
         return 1
-    options.output.write_bytes(trace)
-    events = sum(event["ph"] == "X" for event in json.loads(trace)["traceEvents"])
+    except (KeyError, TypeError):
+        print(f"aioinfer: {options.url}: what came is not a trace", file=sys.stderr)
+        return 1
+    try:
+        options.output.write_bytes(trace)
+    except OSError as error:
+        print(f"aioinfer: {error}", file=sys.stderr)
+        return 1
     print(f"{events} events in {options.output}; open it at https://ui.perfetto.dev")
     return 0
 

@@ -80,11 +80,13 @@ class Masks:
         if not self._threaded:
             self._work(work)
             return
-        if quick := [token for token in work if not token[0].slow]:
+        # Told apart before the first is handed over: a worker that is done may find its states slow.
+        quick = [token for token in work if not token[0].slow]
+        slow = [token for token in work if token[0].slow]
+        if quick:
             self._workers.put(quick)
-        for token in work:
-            if token[0].slow:
-                self._workers.put([token])
+        for token in slow:
+            self._workers.put([token])
 
     def advance_step(
         self, rows: Sequence[GrammarRow], sample_rows: Sequence[int], tokens: Sequence[int]

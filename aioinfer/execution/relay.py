@@ -3,8 +3,8 @@
     step N     sample ──► relay[slot] ──► step N+1: input_ids of its decode rows
                    └────► copied to the host whenever it gets there
 
-Indexed by slot and not by a ring of placeholders: a slot's tenant reads the cell exactly one step after
-writing it, however many steps are in flight, and the fence keeps a new tenant from coming in between.
+Indexed by slot and not by a ring of placeholders: what a slot's tenant wrote it reads once, in its next row,
+however many steps are in flight or pass in between, and the fence keeps a new tenant from coming before.
 """
 
 from __future__ import annotations

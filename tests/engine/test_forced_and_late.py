@@ -284,3 +284,16 @@ def test_a_token_that_is_not_allowed_fails_its_own_row() -> None:
     masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [95, 2])
     rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
     assert masks.collect(rows, 2).outcomes == {0: BAD_GRAMMAR}
+
+
+def test_a_grammar_found_slow_while_work_is_handed_out_hears_of_each_token_once() -> None:
+    """The worker may be done, and think it slow, before the others' work is handed out."""
+    masks = Masks(0.0)
+    states = [state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)]
+    masks._workers.put = masks._work  # type: ignore[method-assign]
+    for position, token in enumerate((1, 2, 3), 5):
+        masks.advance(
+            [GrammarRow(at, state, position, known=False) for at, state in enumerate(states)], [token] * 2
+        )
+    assert [state.matcher.accepted for state in states] == [[1, 2, 3]] * 2  # type: ignore[attr-defined]
+    assert [state.position for state in states] == [8, 8]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
-from aioinfer.outputs import TokenLogprob
+from aioinfer.outputs import Result, TokenLogprob
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.twin.toy import toy_generate, toy_logprob
 from tests.engine.conftest import MakeEngine
@@ -20,15 +22,22 @@ from tests.engine.test_transparency import retract_every
 PROMPT = list(range(100, 140))
 
 
-def wanted_logprobs(ids: list[int]) -> Any:
-    """Log-softmax of every position's next token in float32, by transformers: [len(ids), vocabulary]."""
+@functools.cache
+def reference() -> Any:
+    """The bundled model in float32, by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
     path = EngineConfig().model_path
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+
+
+def wanted_logprobs(ids: list[int]) -> Any:
+    """Log-softmax of every position's next token in float32, by transformers: [len(ids), vocabulary]."""
+    import torch
+
     with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        return reference()(torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -38,28 +47,42 @@ def wanted_logprobs(ids: list[int]) -> Any:
         SamplingParams(temperature=2.0, seed=3, top_p=0.9, max_tokens=12, logprobs=5, prompt_logprobs=0),
         SamplingParams(temperature=1.0, seed=3, repetition_penalty=3.0, max_tokens=12, logprobs=0),
         SamplingParams(seed=5, max_tokens=12, logprobs=2, grammar=Grammar("regex", "[a-z ]{30}")),
+        SamplingParams(
+            temperature=0.5,
+            seed=7,
+            max_tokens=12,
+            logprobs=4,
+            prompt_logprobs=20,
+            logit_bias={75: 9.0, 90: -50.0},
+            allowed_token_ids=range(50, 300),
+        ),
     ],
-    ids=["greedy", "filtered", "penalised", "constrained"],
+    ids=["greedy", "filtered", "penalised", "constrained", "steered"],
 )
 async def test_logprobs_are_those_of_transformers(params: SamplingParams) -> None:
     async with Engine(EngineConfig(dtype="float32", threads=1, chunk_size=16)) as engine:
         other = engine.generate(PROMPT[:7], SamplingParams(temperature=0, max_tokens=30))
         result = await engine.generate(PROMPT, params)
         await other
-    wanted = wanted_logprobs([*PROMPT, *result.token_ids])
+    check_all(PROMPT, params, result)
+
+
+def check_all(prompt: list[int], params: SamplingParams, result: Result) -> None:
+    """All logprobs of a result, to 1e-4."""
+    wanted = wanted_logprobs([*prompt, *result.token_ids])
     assert result.logprobs is not None
     assert len(result.logprobs) == len(result.token_ids)
     for at, (token, logprob) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
-        check(logprob, token, wanted[len(PROMPT) - 1 + at], params.logprobs or 0)
+        check(logprob, token, wanted[len(prompt) - 1 + at], params.logprobs or 0)
     if params.prompt_logprobs is None:
         assert result.prompt_logprobs is None
         return
     assert result.prompt_logprobs is not None
     assert result.prompt_logprobs[0] is None
-    assert len(result.prompt_logprobs) == len(PROMPT)
+    assert len(result.prompt_logprobs) == len(prompt)
     for at, logprob in enumerate(result.prompt_logprobs[1:], 1):
         assert logprob is not None
-        check(logprob, PROMPT[at], wanted[at - 1], params.prompt_logprobs)
+        check(logprob, prompt[at], wanted[at - 1], params.prompt_logprobs)
 
 
 def check(found: TokenLogprob, token: int, wanted: Any, top: int) -> None:
@@ -85,6 +108,33 @@ async def test_the_hot_cache_gives_the_same_logprobs_as_the_cold_one() -> None:
             found = [each.logprob for each in getattr(hot, name) if each is not None]
             wanted = [each.logprob for each in getattr(cold, name) if each is not None]
             assert found == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize(("window", "page_size"), [(0, 16), (2, 4)])
+async def test_hot_and_cold_are_those_of_transformers_whoever_else_runs(window: Any, page_size: int) -> None:
+    """A first turn from nothing, the same again from the cache, and a second turn that finds the first one's
+    answer there; side by side with others that start with the same tokens."""
+    params = SamplingParams(temperature=1.2, seed=3, max_tokens=10, ignore_eos=True, logprobs=3)
+    scored = dataclasses.replace(params, seed=4, prompt_logprobs=1)
+    config = EngineConfig(dtype="float32", threads=1, window=window, page_size=page_size, chunk_size=24)
+    async with Engine(config) as engine:
+
+        async def turn(prompts: list[list[int]], params: SamplingParams) -> list[Result]:
+            results = await asyncio.gather(*[engine.generate(prompt, params) for prompt in prompts])
+            for prompt, result in zip(prompts, results, strict=True):
+                check_all(prompt, params, result)
+            return results
+
+        prompts = [[*PROMPT, *[number] * number] for number in range(1, 5)]
+        cold = await turn(prompts, params)
+        hot = await turn(prompts, params)
+        assert [result.token_ids for result in hot] == [result.token_ids for result in cold]
+        for before, after in zip(cold, hot, strict=True):
+            assert after.usage.cached_tokens >= 32 >= before.usage.cached_tokens
+        longer = [[*prompt, *result.token_ids, 5, 6] for prompt, result in zip(prompts, cold, strict=True)]
+        for second in await turn(longer, params):
+            assert second.usage.cached_tokens >= 48
+        assert {result.usage.cached_tokens for result in await turn(longer, scored)} == {0}
 
 
 @pytest.mark.parametrize("every", [0, 3])

@@ -1,0 +1,308 @@
+"""Every combination of what changes a distribution, from parameters to drawn tokens, against the exact one.
+
+Drawn is what an engine draws: parameters by slot, packing, runner, sampler; only the model is replaced by
+one that always says the same. Exact are float64 probabilities by the definitions in ``SamplingParams``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from aioinfer.execution.masks import Masks
+from aioinfer.execution.packing import Packer
+from aioinfer.execution.relay import Relay
+from aioinfer.execution.runner import Runner
+from aioinfer.params import SamplingParams
+from aioinfer.sampling import sampler as sampler_module
+from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
+from aioinfer.sampling.filters import floors
+from aioinfer.sampling.sampler import Sampler
+from aioinfer.scheduling.decodes import Decodes
+from aioinfer.scheduling.step import Admission, Step
+from tests.sampling.support import CPU
+
+Doubles = npt.NDArray[np.float64]
+
+SWITCHES = ("temperature", "top_k", "top_p", "min_p", "penalties", "logit_bias", "allowed_token_ids")
+COMBINATIONS = list(itertools.product((False, True), repeat=len(SWITCHES)))
+SLOTS = 64
+DRAWS = 3072
+#: Two looks at each of 144 combinations: right code fails any of them for one seed in 3000.
+REJECTED = 1e-6
+SEED = 20260
+
+
+@dataclass
+class Case:
+    """One request's wishes, what was said so far, and what the model says next."""
+
+    params: SamplingParams
+    logits: npt.NDArray[np.float32]
+    prompt: list[int]
+    output: list[int]
+
+    @property
+    def exact(self) -> Doubles:
+        """Probabilities by the definitions, in their order, in float64."""
+        params, scores = self.params, self.logits.astype(np.float64)
+        for token, bias in (params.logit_bias or {}).items():
+            scores[token] += bias
+        if params.allowed_token_ids is not None:
+            forbidden = np.ones(len(scores), bool)
+            forbidden[list(params.allowed_token_ids)] = False
+            scores[forbidden] = -np.inf
+        for token in {*self.prompt, *self.output}:
+            penalty = params.repetition_penalty
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        for token in set(self.output):
+            count = self.output.count(token)
+            scores[token] -= params.frequency_penalty * count + params.presence_penalty
+        probabilities = softmax(scores / params.temperature)
+        if params.top_k:
+            probabilities = kept(probabilities, np.sort(probabilities)[-params.top_k])
+        if params.top_p < 1:
+            ordered = np.sort(probabilities)[::-1]
+            sums = ordered.cumsum()
+            assert np.abs(sums - params.top_p).min() > 1e-6, "too close to call in float32"
+            probabilities = kept(probabilities, ordered[int((sums < params.top_p).sum())])
+        return kept(probabilities, params.min_p * probabilities.max())
+
+
+def softmax(scores: Doubles) -> Doubles:
+    weights: Doubles = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def kept(probabilities: Doubles, least: float) -> Doubles:
+    weights = np.where(probabilities >= least, probabilities, 0.0)
+    return weights / weights.sum()
+
+
+def make_case(seed: int, vocab: int, switches: dict[str, bool]) -> Case:
+    """Values by dice, of the kind that leaves several tokens and changes the outcome."""
+    rng = np.random.default_rng([SEED, seed, vocab])
+    logits = rng.normal(0, 2, vocab).astype(np.float32)
+    if vocab > 1000:
+        # A few dozen that matter, anywhere in the vocabulary, above a long tail.
+        logits -= 4
+        logits[rng.choice(vocab, 48, replace=False)] += 8
+    likely = np.argsort(logits)[::-1][:32]
+    values: dict[str, Any] = {
+        "temperature": rng.choice([0.6, 1.5]),
+        "top_k": int(rng.integers(5, 20)),
+        "top_p": rng.choice([0.7, 0.85, 0.95]),
+        "min_p": rng.choice([0.05, 0.1, 0.2]),
+        "logit_bias": {int(token): float(rng.normal(0, 2)) for token in rng.choice(likely, 6, replace=False)},
+        "allowed_token_ids": sorted({*rng.choice(likely, 16, replace=False).tolist(), 0, 31}),
+    }
+    fields = {name: value for name, value in values.items() if switches[name]}
+    if switches["penalties"]:
+        fields |= {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.6}
+    prompt = rng.choice(likely, 5).tolist()
+    output = rng.choice(likely, 12).tolist()
+    return Case(SamplingParams(**fields), logits, prompt, output)
+
+
+class SameLogits:
+    """A model that says the same for every row."""
+
+    def __init__(self, logits: npt.NDArray[np.float32]) -> None:
+        self._logits = torch.from_numpy(logits)
+        self.spec: Any = None
+
+    def forward(self, batch: Any, attention: Any) -> torch.Tensor:
+        return self._logits.expand(len(batch.logits_rows), -1).clone()
+
+
+def draw(case: Case, rows: int) -> npt.NDArray[np.int64]:
+    """How often each token came in a step of so many rows: other seeds by slot, other positions by row."""
+    vocab = len(case.logits)
+    packer = Packer(SLOTS, 1, 1 << 20)
+    for slot in range(1, SLOTS + 1):
+        admission = Admission(case.params, SEED + slot, frozenset(), case.prompt, case.output)
+        packer._parameters.admit(slot, admission)
+    at = np.arange(rows)
+    nobody: list[Any] = [None] * rows
+    decodes = Decodes(nobody, 1 + at % SLOTS, len(case.prompt + case.output) + at // SLOTS, [], [])
+    packed = packer.pack(Step(1, decodes, (), rows))
+    if case.params.penalised:
+        packed.penalty_resets = [PenaltyReset(slot, case.prompt, case.output) for slot in range(1, SLOTS + 1)]
+    relay = Relay(SLOTS, CPU)
+    attention: Any = None
+    runner = Runner(SameLogits(case.logits), attention, Sampler(SLOTS, vocab, CPU), relay, Masks())
+    sampled = runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.roster.floats))
+    assert sampled.tokens is not None
+    return np.bincount(sampled.tokens.numpy(), minlength=vocab)
+
+
+def p_value(counts: npt.NDArray[np.int64], probabilities: Doubles) -> float:
+    """How probable counts at least as far off are by chance (Pearson); 0 if something came that cannot.
+
+    Tokens expected less than 5 times are taken together, rarest first, until they are not.
+    """
+    if counts[probabilities == 0].any():
+        return 0.0
+    order = np.argsort(probabilities)
+    order = order[probabilities[order] > 0]
+    wanted, found = probabilities[order] * counts.sum(), counts[order].astype(np.float64)
+    # Bins end where the expected count since the last end reaches 5; all above are bins of their own.
+    bins, filled = np.empty(len(order), np.int64), 0.0
+    number = 0
+    for index, expected in enumerate(wanted.tolist()):
+        bins[index] = number
+        filled += expected
+        if filled >= 5:
+            number, filled = number + 1, 0.0
+    bins = np.minimum(bins, max(number - 1, 0))
+    wanted, found = np.bincount(bins, wanted), np.bincount(bins, found)
+    if len(wanted) == 1:
+        return 1.0
+    statistic = float(((found - wanted) ** 2 / wanted).sum())
+    half = torch.tensor([(len(wanted) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def fits(counts: npt.NDArray[np.int64], probabilities: Doubles) -> bool:
+    """Counts are as chance has them: all together, and no token that should have come is missing."""
+    most_missed = probabilities[counts == 0].max(initial=0.0)
+    missing = len(counts) * float((1 - most_missed) ** counts.sum())
+    return p_value(counts, probabilities) > REJECTED and missing > REJECTED
+
+
+def name_of(combination: tuple[bool, ...]) -> str:
+    return " ".join(itertools.compress(SWITCHES, combination)) or "none"
+
+
+def case_of(combination: tuple[bool, ...], vocab: int) -> Case:
+    return make_case(COMBINATIONS.index(combination), vocab, dict(zip(SWITCHES, combination, strict=True)))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
+def test_draws_follow_the_exact_distribution(combination: tuple[bool, ...]) -> None:
+    case = case_of(combination, 50)
+    counts = draw(case, DRAWS)
+    assert fits(counts, case.exact), (SEED, case, counts)
+
+
+#: all filters, with all or none of what changes logits
+LARGE = [
+    (*filters, *(rest,) * 3) for filters in itertools.product((False, True), repeat=4) for rest in (0, 1)
+]
+
+
+@pytest.mark.parametrize("combination", LARGE, ids=name_of)
+def test_draws_from_a_large_vocabulary_do_so_too(combination: tuple[bool, ...]) -> None:
+    """Larger than what is taken in one go: rows come one at a time, top-p from a window or by search."""
+    case = case_of(combination, 5000)
+    counts = draw(case, 384)
+    assert fits(counts, case.exact), (SEED, case, counts)
+
+
+# -- the test has teeth ------------------------------------------------------------------------------------
+
+
+def one_more(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Floors that let the next token in, too."""
+    floor = floors(scaled, batch)
+    return scaled.masked_fill(scaled >= floor, -torch.inf).amax(1, keepdim=True)
+
+
+def one_less(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Floors above the least likely survivor."""
+    survivors = scaled.masked_fill(scaled < floors(scaled, batch), torch.inf)
+    floor = survivors.amin(1, keepdim=True)
+    return survivors.masked_fill(survivors <= floor, torch.inf).amin(1, keepdim=True)
+
+
+def changed(**fields: Any) -> Callable[[Sampler, torch.Tensor, SamplingBatch], torch.Tensor]:
+    """A sampler that takes some of its parameters for others."""
+    sample = Sampler.sample
+
+    def wrong(self: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        values = {
+            name: torch.full_like(getattr(batch, name), value) if type(value) is float else value
+            for name, value in fields.items()
+        }
+        return sample(self, logits, replace(batch, **values))
+
+    return wrong
+
+
+def sharpened(self: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Logits 30 % larger than they are."""
+    return self._rows(logits * 1.3, batch)
+
+
+PLANTED: dict[str, tuple[str, Any]] = {
+    "one token too many": ("top_k top_p min_p", one_more),
+    "one token too few": ("top_k top_p min_p", one_less),
+    "temperature ignored": ("temperature", changed(temperature=1.0)),
+    "top-k ignored": ("top_k", changed(any_top_k=False)),
+    "top-p ignored": ("top_p", changed(any_top_p=False)),
+    "min-p ignored": ("min_p", changed(any_min_p=False)),
+    "penalties ignored": ("penalties", changed(any_penalty=False)),
+    "frequency ignored": ("penalties", changed(frequency_penalty=0.0)),
+    "presence ignored": ("penalties", changed(presence_penalty=0.0)),
+    "repetition ignored": ("penalties", changed(repetition_penalty=1.0)),
+    "logits scaled": ("", sharpened),
+}
+
+
+def rejected(name: str) -> bool:
+    """Some of four combinations with this switch do not fit."""
+    besides = ((), ("penalties", "logit_bias"), ("temperature", "top_p"), SWITCHES)
+    cases = [
+        case_of(tuple(switch == name or switch in beside for switch in SWITCHES), 50) for beside in besides
+    ]
+    return any(not fits(draw(case, DRAWS), case.exact) for case in cases)
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_rejected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, wrong = PLANTED[bug]
+    if wrong in (one_more, one_less):
+        monkeypatch.setattr(sampler_module, "floors", wrong)
+    else:
+        monkeypatch.setattr(Sampler, "sample", wrong)
+    for name in names.split() or [""]:
+        assert rejected(name), (SEED, bug, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "forgotten"), [("logit_bias", "add_biases_"), ("allowed_token_ids", "_allow")]
+)
+def test_a_forgotten_constraint_is_rejected(
+    name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"aioinfer.execution.runner.{forgotten}", lambda *arguments: None)
+    assert rejected(name), SEED
+
+
+@pytest.mark.parametrize("field", ["positions", "seeds"])
+def test_noise_that_repeats_is_rejected(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that should differ in seed or position draw the same: too few different draws for chance."""
+    sample = Sampler.sample
+
+    def repeating(self: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        return sample(self, logits, replace(batch, **{field: torch.zeros_like(batch.seeds)}))
+
+    monkeypatch.setattr(Sampler, "sample", repeating)
+    case = case_of((False,) * len(SWITCHES), 50)
+    assert not fits(draw(case, DRAWS), case.exact), SEED
+
+
+def test_p_values_of_right_counts_are_spread_evenly() -> None:
+    """The yardstick itself: of 400 true samples about a tenth is in each tenth."""
+    rng = np.random.default_rng(SEED)
+    probabilities = softmax(rng.normal(0, 1.5, 40))
+    values = [p_value(rng.multinomial(DRAWS, probabilities), probabilities) for _ in range(400)]
+    tenths = np.bincount((np.array(values) * 10).astype(int).clip(max=9), minlength=10)
+    assert p_value(tenths, np.full(10, 0.1)) > REJECTED, (SEED, tenths)

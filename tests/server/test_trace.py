@@ -1,0 +1,100 @@
+"""What a running server did lately: over HTTP, and with ``aioinfer trace``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from aioinfer.cli import main
+from aioinfer.params import SamplingParams
+from tests.engine.simulation import settle
+from tests.observe.test_timeline import by_step, check_order, read_trace
+from tests.server.conftest import Served, Serving
+
+
+async def work(served: Served) -> None:
+    await served.engine.generate([1, 2], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    await settle(served.engine)
+
+
+async def trace(url: str, *options: str) -> int:
+    """``aioinfer trace``, which runs a loop of its own."""
+    return await asyncio.to_thread(main, ["trace", url, *options])
+
+
+async def test_the_server_tells_what_it_did(serving: Serving) -> None:
+    async with serving() as served, aiohttp.ClientSession() as session:
+        await work(served)
+        async with session.get(f"{served.url}/debug/trace") as answer:
+            assert answer.status == 200
+            assert answer.content_type == "application/json"
+            steps = by_step(read_trace(await answer.text()))
+        assert len(steps) == served.engine.stats().steps >= 20
+        for step in steps.values():
+            check_order(step)
+
+
+async def test_a_server_with_a_key_tells_only_who_has_it(
+    serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(server={"api_key": "secret"}) as served, aiohttp.ClientSession() as session:
+        async with session.get(f"{served.url}/debug/trace") as answer:
+            assert answer.status == 401
+        file = tmp_path / "trace.json"
+        assert await trace(served.url, "-o", str(file)) == 1
+        assert "401" in capsys.readouterr().err
+        assert not file.exists()
+        assert await trace(served.url, "-o", str(file), "--key", "secret") == 0
+        read_trace(file.read_text())
+
+
+async def test_the_command_saves_a_trace(
+    serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving() as served:
+        await work(served)
+        file = tmp_path / "trace.json"
+        assert await trace(f"{served.url}/", "-o", str(file)) == 0
+    lanes = read_trace(file.read_text())
+    assert f"{sum(map(len, lanes.values()))} events in {file}" in capsys.readouterr().out
+    assert all(lanes.values())
+
+
+async def test_what_goes_wrong_is_one_clear_line(
+    serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody there, no address, something else there, and nowhere to write to."""
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = bodies.pop()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nConnection: close\r\n\r\n" + body)
+        writer.close()
+
+    file = tmp_path / "trace.json"
+    nowhere = tmp_path / "missing" / "trace.json"
+    async with serving() as served:
+        assert await trace(served.url, "-o", str(nowhere)) == 1
+        check_line(capsys, str(nowhere))
+    assert await trace(served.url, "-o", str(file)) == 1
+    check_line(capsys, served.url)
+    assert await trace("127.0.0.1:1", "-o", str(file)) == 1
+    check_line(capsys, "127.0.0.1:1")
+    bodies = [b"{}", json.dumps([1, [2]]).encode().ljust(9), b"<p>no</p>"]
+    something = await asyncio.start_server(other, "127.0.0.1", 0)
+    async with something:
+        url = "http://{}:{}".format(*something.sockets[0].getsockname())
+        while bodies:
+            assert await trace(url, "-o", str(file)) == 1
+            check_line(capsys, url)
+    assert not file.exists()
+
+
+def check_line(capsys: pytest.CaptureFixture[str], part: str) -> None:
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert part in line
