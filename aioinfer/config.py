@@ -158,6 +158,12 @@ class ServerConfig:
     api_key: str | None = _option(None, "bearer token that clients must send")
     insecure: bool = _option(False, "allow other than loopback addresses without an API key")
     served_model_name: str | None = _option(None, "model name in the API; by default the directory's")
+    tool_call_parser: str | None = _option(
+        None, "how the model writes tool calls: hermes; without it tools are refused"
+    )
+    reasoning_parser: str | None = _option(
+        None, "how the model writes reasoning, to split it off: qwen3 or deepseek-r1"
+    )
     max_body_mib: float = _option(16.0, "largest request body in MiB")
     ping_interval: float = _option(5.0, "seconds of silence before an SSE comment keeps a stream alive")
     send_timeout: float = _option(30.0, "seconds a client may refuse to read before it is dropped")
@@ -172,6 +178,7 @@ class ServerConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be positive, got {value!r}")
+        _known_parsers(self)
         if self.host not in ("127.0.0.1", "::1", "localhost") and not (self.api_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
 
@@ -258,6 +265,16 @@ def _known_policy(name: str) -> None:
 
     if name not in POLICIES:
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}")
+
+
+def _known_parsers(config: ServerConfig) -> None:
+    from aioinfer.text.reasoning import REASONING_PARSERS
+    from aioinfer.text.tool_calls import PARSERS
+
+    for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        value = getattr(config, name)
+        if value is not None and value not in known:
+            raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 
 def _at_least(config: Any, name: str, low: int) -> None:

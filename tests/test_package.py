@@ -155,6 +155,13 @@ def test_a_server_open_to_the_world_needs_a_key() -> None:
     assert ServerConfig(host="0.0.0.0", insecure=True).host == "0.0.0.0"
 
 
+@pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
+def test_parsers_are_known_by_name(setting: str) -> None:
+    assert getattr(ServerConfig(), setting) is None
+    with pytest.raises(errors.ConfigError, match=setting):
+        ServerConfig(**{setting: "morse"})  # type: ignore[arg-type]
+
+
 def test_the_default_model_is_bundled() -> None:
     assert EngineConfig().model in bundled_models()
     assert (EngineConfig().model_path / "config.json").is_file()

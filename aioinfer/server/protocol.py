@@ -11,14 +11,17 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Usage
 from aioinfer.params import SamplingParams
+from aioinfer.server.answers import AnswerFormat, ChatFormat
+from aioinfer.server.messages import parse_messages
 from aioinfer.server.structured import STRUCTURED_FIELDS, parse_grammar
+from aioinfer.server.tools import TOOL_FIELDS, parse_tools
 
 __all__ = ["Call", "parse_body", "parse_chat", "parse_completion", "usage_body"]
 
@@ -50,8 +53,8 @@ _SAMPLING = {
 }
 #: Fields that constrain the output, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
     "functions": (None, []),
+    "function_call": (None, "none", "auto"),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
 }
@@ -59,6 +62,7 @@ _KNOWN = {
     *_SAMPLING,
     *_UNSUPPORTED,
     *STRUCTURED_FIELDS,
+    *TOOL_FIELDS,
     "logprobs",
     "top_logprobs",
     "prompt_logprobs",
@@ -71,7 +75,6 @@ _KNOWN = {
     "stream",
     "stream_options",
     "chat_template_kwargs",
-    "tool_choice",
     "user",
     "priority",
     "cache_salt",
@@ -96,6 +99,8 @@ class Call:
     chat_template_kwargs: Mapping[str, Any] | None
     #: what :meth:`aioinfer.Engine.generate` takes for its queue and its cache
     scheduling: Mapping[str, Any]
+    #: how answers are read; None: they are content
+    answer: AnswerFormat | None = None
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
         """Prompt and parameters of every choice, in the order of their indexes."""
@@ -119,14 +124,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def parse_chat(body: Mapping[str, Any], defaults: SamplingParams, model: str) -> Call:
+def parse_chat(
+    body: Mapping[str, Any], defaults: SamplingParams, model: str, chat_format: ChatFormat
+) -> Call:
     """A body of ``/v1/chat/completions``."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages", "must be a non-empty list")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise InvalidRequest(f"messages[{number}]", "must be an object")
+    messages = parse_messages(body.get("messages"))
     kwargs = body.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidRequest("chat_template_kwargs", "must be an object")
@@ -136,7 +138,12 @@ def parse_chat(body: Mapping[str, Any], defaults: SamplingParams, model: str) ->
     if top is not None and not _flag(body, "logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs")
     logprobs = (0 if top is None else top) if _flag(body, "logprobs") else None
-    return _call("chatcmpl", body, [messages], defaults, model, kwargs, logprobs)
+    tools = parse_tools(body)
+    if tools is not None:
+        kwargs = {**(kwargs or {}), "tools": [each.offer() for each in tools.functions]}
+    call = _call("chatcmpl", body, [messages], defaults, model, kwargs, logprobs)
+    params, answer = chat_format.apply(call.params, tools)
+    return replace(call, params=params, answer=answer)
 
 
 def parse_completion(body: Mapping[str, Any], defaults: SamplingParams, model: str) -> Call:
@@ -149,6 +156,8 @@ def parse_completion(body: Mapping[str, Any], defaults: SamplingParams, model: s
         prompts = prompt
     else:
         raise InvalidRequest("prompt", "must be text, token ids, or a non-empty list of either")
+    if body.get("tools"):
+        raise InvalidRequest("tools", "are for chats")
     if body.get("best_of") not in (None, body.get("n") or 1):
         raise InvalidRequest("best_of", "other than n is not supported")
     if body.get("max_tokens") is None:

@@ -8,6 +8,7 @@ import hmac
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
+from aioinfer.server.answers import ChatFormat
 from aioinfer.server.failures import Failure, as_failure
 from aioinfer.server.protocol import Call, parse_body, parse_chat, parse_completion, usage_body
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape
@@ -57,7 +59,8 @@ class Routes:
     # -- endpoints ------------------------------------------------------------------------------
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, parse_chat, CHAT)
+        chat_format = ChatFormat.of(self._config, self._engine.tokenizer)
+        return await self._generate(request, partial(parse_chat, chat_format=chat_format), CHAT)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, parse_completion, COMPLETION)
@@ -124,6 +127,15 @@ class Routes:
         body = parse_body(await _read(request))
         self._check_model(body.get("model"))
         call = parse(body, self._engine.default_params, self._model)
+        try:
+            return await self._answer(request, call, shape)
+        except InvalidRequest as refused:
+            if refused.field == "grammar" and call.answer is not None and call.answer.constrained:
+                # The caller has written no grammar, but schemas that became one.
+                raise InvalidRequest("tools", refused.message) from None
+            raise
+
+    async def _answer(self, request: web.Request, call: Call, shape: Shape) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
             # Every stream is closed on the way out, whichever way that is.
             streams = [
@@ -187,9 +199,14 @@ class Routes:
     ) -> Usage:
         last: Chunk | None = None
         writer = None if call.params.logprobs is None else shape.logprobs(self._spell)
+        reader = None if call.answer is None else call.answer.reader()
         async for chunk in stream:
             logprobs = writer.write(chunk.logprobs) if writer is not None and chunk.logprobs else None
-            await events.send(shape.delta(call, index, chunk, logprobs))
+            if reader is None:
+                await events.send(shape.delta(call, index, chunk, logprobs))
+            else:
+                for event in shape.deltas(call, index, chunk, reader, logprobs):
+                    await events.send(event)
             last = chunk
         assert last is not None
         assert last.usage is not None
@@ -204,7 +221,8 @@ class Routes:
             if result.logprobs is not None:
                 entries = [*(result.prompt_logprobs or []), *result.logprobs]
                 logprobs = shape.logprobs(self._spell).write(entries, result.prompt_token_ids[0])
-            choices.append(shape.choice(index, echo + result.text, result.finish_reason, logprobs))
+            reader = None if call.answer is None else call.answer.reader()
+            choices.append(shape.choice(index, echo + result.text, result.finish_reason, logprobs, reader))
         body = {
             "id": call.id,
             "object": shape.whole_object,

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from aioinfer.outputs import Chunk
+from aioinfer.server.answers import AnswerReader
 from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs
 from aioinfer.server.protocol import Call
 
 __all__ = ["CHAT", "COMPLETION", "Shape"]
+
+_OPENING_WITHOUT_CONTENT = '"delta":{"role":"assistant","content":null}'
 
 
 class Shape:
@@ -32,11 +35,19 @@ class Shape:
         return ChatLogprobs(spell) if self._chat else CompletionLogprobs(spell)
 
     def choice(
-        self, index: int, text: str, finish_reason: str, logprobs: dict[str, Any] | None = None
+        self,
+        index: int,
+        text: str,
+        finish_reason: str,
+        logprobs: dict[str, Any] | None = None,
+        reader: AnswerReader | None = None,
     ) -> dict[str, Any]:
         """A whole choice."""
         body: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": logprobs}
-        if self._chat:
+        if reader is not None:
+            body["message"] = reader.message(text)
+            body["finish_reason"] = reader.finish_reason(finish_reason)
+        elif self._chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             body["text"] = text
@@ -45,6 +56,8 @@ class Shape:
     def first(self, call: Call, index: int, echo: str) -> str:
         """The event that opens a choice."""
         delta = self.opening if self.opening is not None else self._delta % json.dumps(echo)
+        if call.answer is not None:
+            delta = _OPENING_WITHOUT_CONTENT
         return self._event(call, index, delta, "null")
 
     def delta(self, call: Call, index: int, chunk: Chunk, logprobs: dict[str, Any] | None = None) -> str:
@@ -52,6 +65,32 @@ class Shape:
         reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
         written = "null" if logprobs is None else json.dumps(logprobs)
         return self._event(call, index, self._delta % json.dumps(chunk.text), reason, written)
+
+    def deltas(
+        self,
+        call: Call,
+        index: int,
+        chunk: Chunk,
+        reader: AnswerReader,
+        logprobs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """The events for a chunk that may hold more than content, or nothing that can be told yet. The first
+        one carries the logprobs, the last one the finish reason."""
+        ended = chunk.finish_reason is not None
+        deltas = reader.deltas(chunk.text, ended=ended)
+        if not deltas and (ended or logprobs is not None):
+            deltas = [{}]
+        reason = json.dumps(chunk.finish_reason and reader.finish_reason(chunk.finish_reason))
+        return [
+            self._event(
+                call,
+                index,
+                f'"delta":{json.dumps(delta)}',
+                reason if at == len(deltas) - 1 else "null",
+                json.dumps(logprobs) if at == 0 else "null",
+            )
+            for at, delta in enumerate(deltas)
+        ]
 
     def usage(self, call: Call, usage: dict[str, Any]) -> str:
         """The event after all choices."""

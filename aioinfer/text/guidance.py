@@ -13,12 +13,12 @@ from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.params import Grammar
 from aioinfer.text.grammar import Matcher
 
-__all__ = ["GuidanceBackend"]
+__all__ = ["JSON_OPTIONS", "GuidanceBackend", "check_depth"]
 
 #: nesting of a JSON schema; recursion in the schema's own terms is not nesting
 _MAX_DEPTH = 64
 #: some white space between the parts, as models like to write it, but not an output full of it
-_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 
 
 class GuidanceBackend:
@@ -73,10 +73,10 @@ class GuidanceBackend:
                 schema = json.loads(grammar.source)
                 if not isinstance(schema, (dict, bool)):
                     raise ValueError("a schema is an object")
-                _check_depth(schema)
-                text = library.grammar_from_json_schema(grammar.source, _JSON)
+                check_depth(schema)
+                text = library.grammar_from_json_schema(grammar.source, JSON_OPTIONS)
             case "json_object":
-                text = library.grammar_from_json_schema('{"type": "object"}', _JSON)
+                text = library.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
             case "regex":
                 text = library.grammar_from_regex(grammar.source)
             case "choice":
@@ -116,12 +116,13 @@ class _GuidanceMatcher:
         return _GuidanceMatcher(self.library.deep_copy())
 
 
-def _check_depth(value: Any, depth: int = 0) -> None:
+def check_depth(value: Any, depth: int = 0) -> None:
+    """Raises ValueError for a schema that is nested too deeply to be compiled."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"is nested more than {_MAX_DEPTH} levels deep")
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for child in children:
-        _check_depth(child, depth + 1)
+        check_depth(child, depth + 1)
 
 
 def _is_text(value: Any) -> bool:

@@ -36,11 +36,15 @@ class Tokenizer(Protocol):
         eos_token_ids: the ids that end an output.
         has_chat_template: ``encode_chat`` can be used.
         vocab_size: how many tokens there are, special and added ones included.
+        added_tokens: ids of the tokens that stand for a text as a whole, such as tags; special ones included.
+        special_tokens: the texts of those among them that ``skip_special_tokens`` leaves out.
     """
 
     eos_token_ids: frozenset[int]
     has_chat_template: bool
     vocab_size: int
+    added_tokens: Mapping[str, int]
+    special_tokens: frozenset[str]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. Raises InvalidRequest."""
@@ -82,6 +86,9 @@ class HFTokenizer:
         self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
         self.has_chat_template = bool(tokenizer.chat_template)
         self.vocab_size = len(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self.added_tokens: Mapping[str, int] = {token.content: at for at, token in added.items()}
+        self.special_tokens = frozenset(token.content for token in added.values() if token.special)
 
     @classmethod
     def load(cls, path: Path) -> Self:

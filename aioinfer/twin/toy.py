@@ -326,6 +326,8 @@ class ToyTokenizer:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset({0})
         self.has_chat_template = True
+        self.added_tokens: Mapping[str, int] = {}
+        self.special_tokens: frozenset[str] = frozenset()
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
 
     def encode(self, text: str) -> list[int]:

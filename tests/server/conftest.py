@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -47,7 +49,11 @@ Serving = Callable[..., AbstractAsyncContextManager[Served]]
 def serving() -> Serving:
     @asynccontextmanager
     async def run(
-        *, server: dict[str, Any] | None = None, fault: Any = None, **settings: Any
+        *,
+        server: dict[str, Any] | None = None,
+        fault: Any = None,
+        tokenizer: ToyTokenizer | None = None,
+        **settings: Any,
     ) -> AsyncIterator[Served]:
         config = EngineConfig(
             model="toy",
@@ -60,7 +66,9 @@ def serving() -> Serving:
             max_model_len=4096,
             fault=fault,
         )
-        engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
+        engine = Engine(
+            config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: tokenizer or ToyTokenizer()
+        )
         loop = asyncio.get_running_loop()
         started: asyncio.Future[str] = loop.create_future()
         stop = asyncio.Event()
@@ -78,3 +86,41 @@ def serving() -> Serving:
             await task
 
     return run
+
+
+Bundled = Callable[..., AbstractAsyncContextManager[openai.AsyncOpenAI]]
+
+
+@pytest.fixture
+def bundled() -> Bundled:
+    """A client of a server with the bundled model."""
+
+    @asynccontextmanager
+    async def run(model: Path | None = None, **server: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+        engine = Engine(EngineConfig(model=str(model or "tiny-chat"), threads=1, dtype="float32"))
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[str] = loop.create_future()
+        stop = asyncio.Event()
+        settings = {"tool_call_parser": "hermes", **server}
+        config = ServerConfig(port=0, served_model_name="tiny-chat", **settings)
+        async with engine:
+            task = loop.create_task(serve(engine, config, stop=stop, ready=started.set_result))
+            try:
+                async with openai.AsyncOpenAI(
+                    base_url=f"{await started}/v1",
+                    api_key="none",
+                    max_retries=0,
+                    _strict_response_validation=True,
+                ) as client:
+                    yield client
+            finally:
+                stop.set()
+                await task
+
+    return run
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A copy of the bundled model, for tests to change."""
+    return Path(shutil.copytree(EngineConfig().model_path, tmp_path / "model"))

@@ -90,6 +90,34 @@ async def test_a_client_that_disconnects_is_aborted_within_a_second(
         await until(lambda: served.engine.stats().pages_in_use == 0)
 
 
+@pytest.mark.parametrize("held_back", [False, True])
+async def test_a_client_that_leaves_while_calls_are_looked_for(
+    serving: Serving, gate: Gate, held_back: bool
+) -> None:
+    tokenizer = ToyTokenizer()
+    if held_back:
+        # Line breaks may belong to a call that follows, so none is sent.
+        tokenizer._pieces = ["\n"] * tokenizer.vocab_size
+    body = {**ENDLESS, "messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    server = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    async with (
+        serving(fault=gate, server=server, tokenizer=tokenizer, window=0) as served,
+        aiohttp.ClientSession() as session,
+    ):
+        gate.step(6)
+        response = await session.post(f"{served.url}/v1/chat/completions", json=body)
+        await until(lambda: served.engine.stats().steps >= 6)
+        told = b""
+        while b"content" not in told:
+            told += await response.content.readline()
+        assert b'"content":null' in told
+        response.close()
+        await until(lambda: served.engine.stats().running == 0, 1.0)
+        gate.release()
+        await until(lambda: idle(served))
+        await until(lambda: served.engine.stats().pages_in_use == 0)
+
+
 def slow(step: Step) -> None:
     """A device on which a long request takes a while."""
     time.sleep(0.002)

@@ -1,0 +1,62 @@
+"""Messages of a chat as chat templates take them, where that is not how OpenAI's API writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aioinfer.errors import InvalidRequest
+
+__all__ = ["parse_messages"]
+
+
+def parse_messages(messages: Any) -> list[dict[str, Any]]:
+    """The list, with the arguments of calls as objects. Roles and contents are checked by the tokenizer.
+
+    Raises InvalidRequest.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages", "must be a non-empty list")
+    return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
+
+
+def _message(field: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(field, "must be an object")
+    answered = message.get("tool_call_id")
+    if answered is not None and not isinstance(answered, str):
+        raise InvalidRequest(f"{field}.tool_call_id", "must be text")
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{field}.tool_calls", "must be a list")
+    parsed = [_call(f"{field}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
+    return {**message, "tool_calls": parsed}
+
+
+def _call(field: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{field}.function", "must be an object")
+    if not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{field}.function.name", "must be text")
+    return {**call, "function": {**function, "arguments": _arguments(field, function)}}
+
+
+def _arguments(field: str, function: Mapping[str, Any]) -> Any:
+    """The object that the text says; the text itself where a model once wrote what is none, for a
+    conversation must be able to go on after that."""
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str):
+        raise InvalidRequest(f"{field}.function.arguments", "must be JSON text")
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments

@@ -1,0 +1,100 @@
+"""Grammars of whole answers: reasoning, then text, tool calls or JSON, in llguidance's dialect of Lark.
+
+Tags are single tokens in some vocabularies and plain text in others. llguidance takes added tokens in angle
+brackets for tokens that no text can spell, so a grammar has to name them by their ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aioinfer.params import Grammar
+from aioinfer.text.guidance import JSON_OPTIONS, check_depth
+from aioinfer.text.reasoning import ReasoningParser
+from aioinfer.text.tool_calls import ToolCallParser
+
+__all__ = ["AnswerGrammar"]
+
+#: calls that one answer can be made to have
+_MOST_CALLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """What an answer may look like.
+
+    Attributes:
+        parser: the format of calls; None where there can be none.
+        functions: name and JSON schema of the arguments of each function that may be called.
+        parallel: there may be several calls.
+        text: besides calls there may be any text, also none.
+        answer: besides calls there may be this JSON schema's instance, and no other text.
+        reasoning: how the model thinks before all that.
+        tokens: ids of the vocabulary's added tokens.
+    """
+
+    parser: type[ToolCallParser] | None
+    functions: Mapping[str, Mapping[str, Any]]
+    parallel: bool = True
+    text: bool = False
+    answer: Mapping[str, Any] | bool | None = None
+    reasoning: type[ReasoningParser] | None = None
+    tokens: Mapping[str, int] | None = None
+
+    def build(self) -> Grammar:
+        """Raises ValueError for a schema nested too deeply, InvalidRequest for too large a grammar."""
+        rules = ["%llguidance {}", f"start: {self._start()}", "TEXT: /(.|\\n)*/", "BREAKS: /\\n{1,4}/"]
+        if self.reasoning is not None:
+            rules.append(self._until("thought", self.reasoning.closing))
+        if self.parser is not None and self.functions:
+            rules += self._calls(self.parser)
+        if self.answer is not None:
+            rules.append(f"answer: {_json(self.answer)}")
+        return Grammar("lark", "\n".join(rules))
+
+    def _calls(self, parser: type[ToolCallParser]) -> list[str]:
+        opening = parser.write("").opening
+        rules = [
+            self._until("prelude", opening),
+            f"call: {self._tag(opening)} body",
+            "body: " + " | ".join(f"call_{at}" for at in range(len(self.functions))),
+        ]
+        for at, (name, schema) in enumerate(self.functions.items()):
+            call = parser.write(name)
+            after = f"{json.dumps(call.after)} {self._tag(call.closing)}"
+            rules.append(f"call_{at}: {json.dumps(call.before)} {_json(schema)} {after}")
+        return rules
+
+    def _start(self) -> str:
+        if self.text:
+            # The text before a call ends with its tag; behind a single call there is nothing to say.
+            rest = "(prelude body)* TEXT" if self.parallel else "(prelude body | TEXT)"
+        else:
+            calls = f'call ("\\n" call){{0,{_MOST_CALLS - 1}}}' if self.parallel else "call"
+            choices = [calls] * bool(self.functions) + ["answer"] * (self.answer is not None)
+            rest = f"({' | '.join(choices)})"
+        if self.reasoning is None:
+            return rest
+        if self.reasoning.opened:
+            return f"thought BREAKS? {rest}"
+        return f"({self._tag(self.reasoning.opening)} thought BREAKS?)? {rest}"
+
+    def _until(self, rule: str, tag: str) -> str:
+        """Any text and then a tag."""
+        return f"{rule}{'' if self._is_token(tag) else '[lazy]'}: TEXT {self._tag(tag)}"
+
+    def _tag(self, tag: str) -> str:
+        return f"<[{self.tokens[tag]}]>" if self.tokens and tag in self.tokens else json.dumps(tag)
+
+    def _is_token(self, tag: str) -> bool:
+        return bool(self.tokens) and tag in (self.tokens or ())
+
+
+def _json(schema: Mapping[str, Any] | bool) -> str:
+    check_depth(schema)
+    if isinstance(schema, bool):
+        return f"%json {json.dumps(schema)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"

@@ -1,0 +1,111 @@
+"""Answers mean the same, whole or streamed, however they are cut."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioinfer.server.answers import AnswerFormat
+from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
+from aioinfer.text.tool_calls import Hermes, ToolCallParser
+from tests.server.chats import ROME
+
+PIECES = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    ROME,
+    ROME[:40],
+    '{"name": "f", "arguments": {',
+    "}}",
+    "\n",
+    '"',
+    "<",
+    "hm ",
+]
+FORMATS = [
+    AnswerFormat(tools, reasoning)
+    for tools in (None, Hermes)
+    for reasoning in (None, *REASONING_PARSERS.values())
+]
+
+
+def from_deltas(answer: AnswerFormat, parts: list[str]) -> tuple[dict[str, Any], str]:
+    """The message that a client makes of the deltas, and the finish reason."""
+    reader = answer.reader()
+    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+    for at, part in enumerate(parts):
+        for delta in reader.deltas(part, ended=at == len(parts) - 1):
+            assert len(delta) == 1
+            for name in delta.keys() & {"content", "reasoning_content"}:
+                assert delta[name]
+                message[name] = (message.get(name) or "") + delta[name]
+            for call in delta.get("tool_calls", []):
+                calls = message.setdefault("tool_calls", [])
+                if call["index"] == len(calls):
+                    calls.append({"id": call["id"], "type": call["type"], "function": call["function"]})
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message, reader.finish_reason("stop")
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    for call in message.get("tool_calls", []):
+        assert call.pop("id").startswith("call_")
+    return message
+
+
+def whole(answer: AnswerFormat, text: str) -> tuple[dict[str, Any], str]:
+    reader = answer.reader()
+    return without_ids(reader.message(text)), reader.finish_reason("stop")
+
+
+def check(answer: AnswerFormat, text: str, parts: list[str]) -> None:
+    message, reason = from_deltas(answer, parts)
+    assert (without_ids(message), reason) == whole(answer, text)
+
+
+@given(answer=st.sampled_from(FORMATS), pieces=st.lists(st.sampled_from(PIECES), max_size=12), data=st.data())
+@settings(max_examples=500, deadline=None)
+def test_any_cuts_give_the_same_message(answer: AnswerFormat, pieces: list[str], data: st.DataObject) -> None:
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
+    check(answer, text, [text[low:high] for low, high in itertools.pairwise([0, *cuts, len(text)])])
+    check(answer, text, [*text, ""])
+
+
+@pytest.mark.parametrize("reasoning", REASONING_PARSERS.values(), ids=REASONING_PARSERS)
+def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
+    answer = AnswerFormat(Hermes, reasoning)
+    text = f"<think>\nI call\n{ROME}\n</think>\n\nOne moment.\n{ROME}"
+    message, reason = whole(answer, text)
+    # What is only thought of is not called.
+    assert message["reasoning_content"] == f"I call\n{ROME}"
+    assert message["content"] == "One moment."
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+    assert reason == "tool_calls"
+    for first, second in itertools.combinations(range(0, len(text), 3), 2):
+        check(answer, text, [text[:first], text[first:second], text[second:]])
+
+
+def test_an_answer_longer_than_a_piece() -> None:
+    text = "\n".join([ROME] * 200) + "<tool_call>" * 2000
+    answer = AnswerFormat(Hermes, None)
+    message, reason = whole(answer, text)
+    assert len(message["tool_calls"]) == 200
+    assert message["content"] == "<tool_call>" * 2000
+    assert reason == "tool_calls"
+    check(answer, text, [text])
+
+
+def test_who_offers_no_tools_gets_text() -> None:
+    parser: type[ToolCallParser] | None = None
+    for reasoning in REASONING_PARSERS.values():
+        message, reason = whole(AnswerFormat(parser, reasoning), f"</think>{ROME}")
+        assert ROME in message["content"]
+        assert reason == "stop"

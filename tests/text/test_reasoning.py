@@ -1,0 +1,87 @@
+"""Reasoning is split from content, however the text is cut."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
+
+PIECES = ["<think>", "</think>", "\n", "\n\n", " ", "<", "<th", "ink>", "</", "a", "bc", "é", ">"]
+texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
+
+
+def split(parser: ReasoningParser, parts: list[str]) -> tuple[str, str]:
+    pairs = [*(parser.push(part) for part in parts), parser.finish()]
+    return "".join(reasoning for reasoning, _ in pairs), "".join(content for _, content in pairs)
+
+
+def oracle(name: str, text: str) -> tuple[str, str]:
+    """The whole text at once."""
+    opened = re.match(r"\s*<think>\n*", text)
+    if not opened and name == "qwen3":
+        return "", text
+    body = text[opened.end() :] if opened else text
+    closed = re.search(r"\n*</think>\n*", body)
+    return (body[: closed.start()], body[closed.end() :]) if closed else (body, "")
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<think>\nhm\n\nhm\n</think>\n\n42", ("hm\n\nhm", "42")),
+        ("\n<think>hm", ("hm", "")),
+        ("<think></think>x</think><think>y", ("", "x</think><think>y")),
+        ("<think>a</thin", ("a</thin", "")),
+        ("<think>a</think>b\n", ("a", "b\n")),
+    ],
+)
+def test_tags_of_the_model(name: str, text: str, wanted: tuple[str, str]) -> None:
+    assert split(REASONING_PARSERS[name](), [text]) == split(REASONING_PARSERS[name](), list(text)) == wanted
+
+
+def test_where_the_template_has_opened_the_reasoning() -> None:
+    opened, plain = (REASONING_PARSERS[name] for name in ("deepseek-r1", "qwen3"))
+    assert split(opened(), ["hm </thi", "nk>\n", "\n42"]) == ("hm ", "42")
+    assert split(plain(), ["hm </thi", "nk>\n", "\n42"]) == ("", "hm </think>\n\n42")
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+@given(text=texts, data=st.data())
+def test_the_cuts_do_not_matter(name: str, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
+    parts = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert "".join(parts) == text
+    got = split(REASONING_PARSERS[name](), parts)
+    assert got == split(REASONING_PARSERS[name](), list(text))
+    assert got == oracle(name, text)
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+@given(space=st.integers(0, 100), breaks=st.integers(0, 100))
+def test_white_space_is_not_held_back_for_ever(name: str, space: int, breaks: int) -> None:
+    text = " " * space + "<think>hm" + "\n" * breaks + "</think>" + "\n" * breaks + "yes"
+    got = split(REASONING_PARSERS[name](), [text])
+    assert got == split(REASONING_PARSERS[name](), list(text))
+    if space <= 64:
+        assert got == ("hm" + "\n" * (breaks - 64), "yes")
+    elif name == "qwen3":
+        assert got == ("", text)
+
+
+def test_only_the_beginning_of_a_tag_is_held_back() -> None:
+    parser = REASONING_PARSERS["qwen3"]()
+    assert [parser.push(part) for part in ("<thi", "nk>a", "b<", "c", "</think", ">", "d</think")] == [
+        ("", ""),
+        ("a", ""),
+        ("b", ""),
+        ("<c", ""),
+        ("", ""),
+        ("", ""),
+        ("", "d</think"),
+    ]
+    assert parser.finish() == ("", "")

@@ -1,0 +1,234 @@
+"""Tool calls are found, however the text is cut, and what is none is content."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioinfer.text.tool_calls import PARSERS, Parsed
+
+NAME = '"name": "f"'
+MARK = "§"
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    '\n{"name": "f", "arguments": {',
+    '{"arguments": {"a": "',
+    '"}, "name": "g"}',
+    '{"name":',
+    '"arguments"',
+    '"a": 1',
+    "{}}",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    "\n",
+    " ",
+    "<",
+    ",",
+    ":",
+    "tool_call>",
+    MARK,
+]
+Calls = list[tuple[str, str]]
+
+
+def collect(deltas: list[Parsed]) -> tuple[str, Calls]:
+    """What a client makes of the deltas; they obey OpenAI's order."""
+    content, calls, ids = "", [], set()
+    for delta in deltas:
+        content += delta.content
+        for call in delta.calls:
+            if call.index == len(calls):
+                assert call.id
+                assert call.name
+                assert call.arguments == ""
+                ids.add(call.id)
+                calls.append((call.name, ""))
+            else:
+                assert call.id is None
+                assert call.name is None
+                assert call.arguments
+                assert call.index == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
+    assert len(ids) == len(calls)
+    return content, calls
+
+
+def parse(parts: list[str]) -> tuple[str, Calls]:
+    parser = PARSERS["hermes"]()
+    return collect([*(parser.push(part) for part in parts), parser.finish()])
+
+
+def call(arguments: str, name: str = "f") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (call('{"a": 1}'), "", [("f", '{"a": 1}')]),
+        ("Let me look.\n" + call("{}"), "Let me look.", [("f", "{}")]),
+        (call("{}") + "\n" + call("{}", "g"), "", [("f", "{}"), ("g", "{}")]),
+        ("a\n\n" + call("{}") + "\n b " + call("{}", "g") + "c\n", "a b c\n", [("f", "{}"), ("g", "{}")]),
+        (
+            call('{"a": "}<\\"</tool_call>{[", "b": [{}]}'),
+            "",
+            [("f", '{"a": "}<\\"</tool_call>{[", "b": [{}]}')],
+        ),
+        ('<tool_call>{"arguments":{"a":{}} , "name":"f"}</tool_call>', "", [("f", '{"a":{}}')]),
+        ('<tool_call>{"name":"\\u00fc\\n","arguments":{}}</tool_call>', "", [("ü\n", "{}")]),
+        # forgotten, or cut off, parts of the closing
+        ('<tool_call>{"name":"f","arguments":{"a":1}</tool_call>', "", [("f", '{"a":1}')]),
+        (call('{"a":1}')[:-4], "", [("f", '{"a":1}')]),
+        (call('{"a":1}')[:-14], "", [("f", '{"a":1}')]),
+        # the length is reached within the arguments
+        ('<tool_call>{"name":"f","arguments":{"a":[1', "", [("f", '{"a":[1')]),
+        # no calls
+        ("<tool_call>", "<tool_call>", []),
+        ("\n<tool_call>\n[]</tool_call>\n", "\n<tool_call>\n[]</tool_call>\n", []),
+        ('<tool_call>{"name": "f", "arguments": "{}"}', '<tool_call>{"name": "f", "arguments": "{}"}', []),
+        ('<tool_call>{"name": "", "arguments": {}}', '<tool_call>{"name": "", "arguments": {}}', []),
+        ('<tool_call>{"arguments":{}, "x":1}', '<tool_call>{"arguments":{}, "x":1}', []),
+        ("<tool_call>" + call("{}"), "<tool_call>", [("f", "{}")]),
+        ('<tool_call>{"name": ' + call("{}"), '<tool_call>{"name": ', [("f", "{}")]),
+        ('<tool_call>{"arguments":{ ' + call("{}"), '<tool_call>{"arguments":{ ', [("f", "{}")]),
+        # what does not belong behind the arguments
+        ('<tool_call>{"name":"f","arguments":{},"id":1}</tool_call>', ',"id":1}</tool_call>', [("f", "{}")]),
+        ('<tool_call>{"name":"f","arguments":{"a": x</tool_call>b', "b", [("f", '{"a": x')]),
+    ],
+)
+def test_calls_and_what_only_looks_like_them(text: str, content: str, calls: Calls) -> None:
+    assert parse([text]) == parse(list(text)) == (content, calls)
+
+
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(
+    calls=st.lists(st.tuples(st.text("fgh_-", min_size=1), st.dictionaries(st.text(), json_values))),
+    indent=st.none() | st.integers(0, 2),
+    ascii_only=st.booleans(),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_any_arguments_come_back_as_they_were_written(
+    calls: list[tuple[str, dict[str, Any]]], indent: int | None, ascii_only: bool, data: st.DataObject
+) -> None:
+    written = [
+        (name, json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)) for name, arguments in calls
+    ]
+    text = "Hm.\n" + "\n".join(call(arguments, name) for name, arguments in written)
+    content, found = parse(cut(text, data))
+    assert content == ("Hm." if calls else "Hm.\n")
+    assert found == written
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
+    return [text[low:high] for low, high in itertools.pairwise([0, *cuts, len(text)])]
+
+
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=20), data=st.data())
+@settings(max_examples=1000, deadline=None)
+def test_whatever_comes_nothing_is_lost_and_the_cuts_do_not_matter(
+    pieces: list[str], data: st.DataObject
+) -> None:
+    text = "".join(pieces)
+    content, calls = got = parse(cut(text, data))
+    assert got == parse(list(text)) == parse([text])
+    seen = Counter(content + "".join(name + arguments for name, arguments in calls))
+    # Everything but the frame of a call comes out, and nothing comes out twice.
+    frame = Counter(text) - seen
+    assert seen <= Counter(text)
+    assert set(frame) <= set('<tool_call>/{"name": , "arguments": }\n')
+    assert (frame[MARK], frame["["], frame["\\"]) == (0, 0, 0)
+    if not calls:
+        assert content == text
+
+
+LONG = "x" * 2000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'<tool_call>{" " * 2000}{{"name": "f", "arguments": {{}}}}</tool_call>',
+        call("{}", LONG),
+        f'<tool_call>{{"arguments": {{"a": "{LONG * 9}"}}, "name": "f"}}</tool_call>',
+        f'<tool_call>{{"arguments": {{"a": 1}}, "name": "{LONG}"}}</tool_call>',
+    ],
+    ids=["space", "name", "early arguments", "late name"],
+)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_what_takes_too_long_to_become_a_call_is_content(text: str, data: st.DataObject) -> None:
+    assert parse(cut(text, data)) == parse([text]) == (text, [])
+
+
+@given(before=st.integers(0, 100), behind=st.integers(0, 100))
+def test_line_breaks_are_not_held_back_for_ever(before: int, behind: int) -> None:
+    text = "a" + "\n" * before + call("{}") + "\n" * behind + "b"
+    assert parse(list(text)) == parse([text]) == ("a" + "\n" * (before - 64) + "b", [("f", "{}")])
+
+
+@pytest.mark.parametrize("space", [1000, 1100])
+def test_space_behind_arguments_is_not_held_back_for_ever(space: int) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}' + " " * space + "}</tool_call>"
+    content = " " * space + "}</tool_call>" if space > 1024 else ""
+    assert parse(list(text)) == parse([text]) == (content, [("f", "{}")])
+
+
+def test_long_arguments_are_no_trouble() -> None:
+    arguments = json.dumps({"a": LONG * 50})
+    text = call(arguments)
+    parts = [text[at : at + 7] for at in range(0, len(text), 7)]
+    assert parse(parts) == ("", [("f", arguments)])
+    early = f'<tool_call>{{"arguments": {{"a": "{LONG * 8}"}}, "name": "f"}}</tool_call>'
+    assert parse([early]) == ("", [("f", json.dumps({"a": LONG * 8}))])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Let me see.\n" + call('{"a": "\\"}"}') + "\n" + call("{}", "g") + " done",
+        '<tool_call>{"arguments":{"a":{}} , "name":"f"}</tool_call>b',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>\n' + call("{}"),
+    ],
+    ids=["two calls", "late name", "broken"],
+)
+def test_a_text_may_be_cut_at_any_two_places(text: str) -> None:
+    wanted = parse([text])
+    for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
+        assert parse([text[:first], text[first:second], text[second:]]) == wanted
+
+
+def test_a_call_is_unfinished_until_its_arguments_are() -> None:
+    text = call('{"a": {}}')
+    for end in range(len(text) + 1):
+        parser = PARSERS["hermes"]()
+        _, calls = collect([parser.push(text[:end]), parser.finish()])
+        whole = end >= text.index("}}") + 2
+        assert parser.unfinished == (bool(calls) and not whole)
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    parser = PARSERS["hermes"]()
+    text = call('{"city": "Rome"}')
+    at = text.index("Ro")
+    before, first, second = parser.push(text[:at]), parser.push("R"), parser.push("ome")
+    assert [delta.arguments for delta in before.calls] == ["", '{"city": "']
+    assert [delta.arguments for delta in first.calls + second.calls] == ["R", "ome"]
+    assert first.content == ""

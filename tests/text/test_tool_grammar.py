@@ -1,0 +1,125 @@
+"""Grammars of answers with calls, over vocabularies that have tokens for the tags, and one that has not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import InvalidRequest
+from aioinfer.text.guidance import GuidanceBackend
+from aioinfer.text.reasoning import DeepSeekR1, Qwen3
+from aioinfer.text.tool_calls import Hermes
+from aioinfer.text.tool_grammar import AnswerGrammar
+
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+FUNCTIONS: dict[str, Any] = {"weather": {**CITY, "additionalProperties": False}, "now": {"type": "object"}}
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {"zone": 1}}\n</tool_call>'
+BERN = ROME.replace("Rome", "Bern")
+
+
+class Vocabulary:
+    """The bundled model's, with the tags as tokens or without."""
+
+    def __init__(self, special: bool | None) -> None:
+        text = (EngineConfig().model_path / "tokenizer.json").read_text()
+        self.tokenizer = Tokenizer.from_str(text)
+        self.end = self.tokenizer.token_to_id("<|end|>")
+        self.tokens: dict[str, int] = {}
+        if special is not None:
+            self.tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
+            self.tokens = {tag: self.tokenizer.token_to_id(tag) for tag in TAGS}
+        self.size = self.tokenizer.get_vocab_size()
+        self.backend = GuidanceBackend(self.tokenizer.to_str(), self.size, [self.end])
+
+    def allows(self, output: str, /, **options: Any) -> bool:
+        """The text is a whole answer, token by token allowed by the masks."""
+        grammar = AnswerGrammar(Hermes, **{"functions": FUNCTIONS, "tokens": self.tokens, **options}).build()
+        matcher = self.backend.compile(grammar)
+        mask = np.zeros(-(-self.size // 32), np.int32)
+        for token in [*self.tokenizer.encode(output, add_special_tokens=False).ids, self.end]:
+            if matcher.stopped:
+                return token == self.end
+            self.backend.fill([matcher], [mask])
+            if not mask[token // 32] >> (token % 32) & 1:
+                return False
+            assert matcher.accept(token)
+        return True
+
+
+@pytest.fixture(params=[None, False, True], ids=["text", "added", "special"], scope="module")
+def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
+    return Vocabulary(request.param)
+
+
+def test_required_calls(vocabulary: Vocabulary) -> None:
+    for text in (ROME, NOW, f"{ROME}\n{NOW}\n{ROME}"):
+        assert vocabulary.allows(text), text
+    for text in ("", "Rome", BERN, f"x{ROME}", f"{ROME}x", ROME[:-1], ROME.replace("weather", "whether")):
+        assert not vocabulary.allows(text), text
+
+
+def test_a_single_call(vocabulary: Vocabulary) -> None:
+    assert vocabulary.allows(ROME, parallel=False)
+    assert not vocabulary.allows(f"{ROME}\n{NOW}", parallel=False)
+    assert not vocabulary.allows("", parallel=False)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_text_with_or_without_calls(vocabulary: Vocabulary, parallel: bool) -> None:
+    options = {"text": True, "parallel": parallel}
+    for text in ("", 'Ro\n\n{"me"}', ROME, f"Let me see.\n{ROME}"):
+        assert vocabulary.allows(text, **options), text
+    for text in (BERN, f"hm {BERN}", "<tool_call>", "<tool_call>\n{}"):
+        assert not vocabulary.allows(text, **options), text
+    assert vocabulary.allows(f"Let me see.\n{ROME} and {NOW}.", **options) == parallel
+
+
+def test_an_instance_of_a_schema_or_calls(vocabulary: Vocabulary) -> None:
+    options: Any = {"answer": {"type": "integer"}}
+    for text in ("42", ROME, f"{ROME}\n{NOW}"):
+        assert vocabulary.allows(text, **options), text
+    for text in ("", "x", f"4{ROME}", BERN):
+        assert not vocabulary.allows(text, **options), text
+    assert vocabulary.allows("4", functions={}, **options)
+    assert not vocabulary.allows(ROME, functions={}, **options)
+
+
+def test_reasoning_comes_first(vocabulary: Vocabulary) -> None:
+    thought = "\nWhich city? { <tool> }\n</think>\n\n"
+    for options in ({}, {"text": True}, {"functions": {}, "answer": True}):
+        end = "7" if "answer" in options else ROME
+        assert vocabulary.allows(end, reasoning=Qwen3, **options)
+        assert vocabulary.allows(f"<think>{thought}{end}", reasoning=Qwen3, **options)
+        assert vocabulary.allows(f"{thought}{end}", reasoning=DeepSeekR1, **options)
+        assert not vocabulary.allows(end, reasoning=DeepSeekR1, **options)
+    assert not vocabulary.allows(f"<think>{thought}", reasoning=Qwen3)
+    assert not vocabulary.allows(f"<think>{thought}{BERN}", reasoning=Qwen3)
+
+
+def test_white_space_is_bounded_and_arguments_are_json(vocabulary: Vocabulary) -> None:
+    def call(space: str) -> str:
+        return NOW.replace('{"zone": 1}', f'{{{space}"zone": [{{"<x>": "</tool_call"}}]}}')
+
+    assert vocabulary.allows(call(" \n\t "))
+    assert not vocabulary.allows(call(" " * 40))
+
+
+def test_limits(vocabulary: Vocabulary) -> None:
+    many = {f"function_{at}": CITY for at in range(128)}
+    assert vocabulary.allows(ROME.replace("weather", "function_127"), functions=many)
+    deep: Any = {"type": "object"}
+    for _ in range(100):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with pytest.raises(ValueError, match="nested"):
+        AnswerGrammar(Hermes, {"f": deep}).build()
+    with pytest.raises(InvalidRequest, match="characters"):
+        AnswerGrammar(Hermes, {"f": {"enum": ["x" * 70_000]}}).build()
+    with pytest.raises(InvalidRequest):
+        vocabulary.backend.compile(AnswerGrammar(Hermes, {"f": json.loads('{"type": "nothing"}')}).build())
