@@ -25,12 +25,10 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Step
-from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell
-from aioinfer.text.grammar import GrammarState
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
-    from aioinfer.text.grammar import Compiler, GrammarBackend, Matcher
+    from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Core"]
@@ -40,7 +38,6 @@ class Core:
     """Owns all scheduling state. Never called from two threads."""
 
     __slots__ = (
-        "_bad_words",
         "_clock",
         "_compiler",
         "_compiler_lock",
@@ -75,7 +72,6 @@ class Core:
         self._next_key = 0
         self._compiler: Compiler | None = None
         self._compiler_lock = threading.Lock()
-        self._bad_words = BadWordsBackend()
 
     def now(self) -> float:
         """The engine's clock in seconds."""
@@ -99,6 +95,9 @@ class Core:
         """
         if not params.masked:
             return None
+        from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # few need numpy here
+        from aioinfer.text.grammar import GrammarState
+
         backend: GrammarBackend | None = None
         matcher: Matcher | None = None
         if params.grammar is not None:
@@ -106,7 +105,8 @@ class Core:
             backend, matcher = compiler.backend, compiler.matcher(params.grammar)
         if params.bad_words:
             words = spell(params.bad_words, self.tokenizer)
-            backend, matcher = self._bad_words, BadWordsMatcher(words, backend, matcher)
+            matcher = BadWordsMatcher(words, backend, matcher)
+            backend = BadWordsBackend()
         assert backend is not None
         assert matcher is not None
         # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
