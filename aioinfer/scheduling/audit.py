@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from aioinfer.scheduling.scheduler import Scheduler
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.scheduler import Scheduler
 
 __all__ = ["audit", "check", "check_idle"]
 
