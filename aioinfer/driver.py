@@ -1,26 +1,27 @@
-"""Driver: the one task behind an engine. Plan, launch, resolve, and wait for nothing else.
+"""Driver: what goes on behind an engine. Plan, launch, resolve, and wait for nothing.
 
-Read :meth:`Driver.run` first. It is the whole life of the engine: plan and launch, and only when the
-in-flight window is full (or there is nothing to launch) wait for the oldest flight and resolve it.
+Read :meth:`Driver._turn` first. It is the whole life of the engine: launch while the in-flight window has
+room and there is something to compute; if not, resolve the oldest flight, when it has landed. It is a
+callback of the loop, called when a flight lands and, a turn of the loop later, when :meth:`Driver.wake` was.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from aioinfer.bell import Bell
-from aioinfer.execution.device import DeviceLost, StepResult
+from aioinfer.execution.device import DeviceLost
 from aioinfer.observe.timeline import Timeline, now
 from aioinfer.request import Request
 from aioinfer.scheduling.audit import check_idle
 
 if TYPE_CHECKING:
     from aioinfer.core import Core
-    from aioinfer.execution.launcher import Launcher
+    from aioinfer.execution.launcher import Landing, Launcher
     from aioinfer.scheduling.step import Step
 
 __all__ = ["Driver"]
@@ -32,21 +33,24 @@ class Driver:
     """Keeps up to ``window`` steps in flight ahead of the one being read.
 
     ``admitted`` hears of requests that got their first row, ``moved`` of those that a resolved step gave
-    a token or an end.
+    a token or an end, ``lost`` of the error after which nothing can go on: DeviceLost, or whatever else.
     """
 
     __slots__ = (
         "_admitted",
-        "_bell",
+        "_context",
         "_core",
+        "_due",
         "_flights",
         "_last_progress",
         "_launcher",
         "_loop",
+        "_lost",
         "_moved",
         "_quiet",
         "_stopping",
         "_timeline",
+        "_turning",
         "_window",
         "failed_checks",
         "paused",
@@ -60,6 +64,7 @@ class Driver:
         *,
         admitted: Callable[[Request], None],
         moved: Callable[[Request], None],
+        lost: Callable[[Exception], None],
         timeline: Timeline,
     ) -> None:
         self._timeline = timeline
@@ -68,9 +73,14 @@ class Driver:
         self._window = window
         self._admitted = admitted
         self._moved = moved
+        self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._bell = Bell()
-        self._flights: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()
+        #: whoever wakes the driver, what it does is not done in their context
+        self._context = contextvars.copy_context()
+        self._flights: deque[tuple[Step, Landing]] = deque()
+        #: a turn will come; one is going on
+        self._due = False
+        self._turning = False
         self._stopping = False
         self.paused = False
         #: set while pause() waits for the steps in flight
@@ -80,24 +90,11 @@ class Driver:
         #: when a step last resolved, or work began to be there
         self._last_progress = self._loop.time()
 
-    async def run(self) -> None:
-        """Until :meth:`stop`. Raises DeviceLost, or whatever else nobody can go on after."""
-        flights = self._flights
-        while not self._stopping:
-            if self._may_launch and (step := self._plan()) is not None:
-                self._launch(step)
-            elif flights and flights[0][1].done():
-                self._resolve(*flights.popleft())
-                # Consumers get a turn after every step, also when the device is always ahead.
-                await asyncio.sleep(0)
-            else:
-                if not flights:
-                    self._rest()
-                await self._bell.wait()
-
     def wake(self) -> None:
         """Something changed that may allow a plan. On the loop's thread only."""
-        self._bell.ring()
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._woken, context=self._context)
 
     def work_arrives(self) -> None:
         """Call before a request is submitted, and :meth:`wake` after."""
@@ -137,6 +134,41 @@ class Driver:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _turn(self) -> None:
+        """Launch what may be launched, and resolve one step if it has landed."""
+        flights, resolved = self._flights, False
+        while not self._stopping:
+            if self._may_launch and (step := self._plan()) is not None:
+                self._launch(step)
+            elif not flights:
+                self._rest()
+                return
+            elif not flights[0][1].done:
+                return
+            elif resolved:
+                # Consumers get a turn after every step, also when the device is always ahead.
+                self.wake()
+                return
+            else:
+                self._resolve(*flights.popleft())
+                resolved = True
+
+    def _woken(self) -> None:
+        self._due = False
+        self._landed()
+
+    def _landed(self) -> None:
+        """A flight has landed, perhaps within a turn, or there may be more to launch."""
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            self._turn()
+        except Exception as error:
+            self._lost(error)
+        finally:
+            self._turning = False
+
     @property
     def _may_launch(self) -> bool:
         return len(self._flights) <= self._window and not self.paused
@@ -150,28 +182,22 @@ class Driver:
 
     def _launch(self, step: Step) -> None:
         start = now()
-        future = self._launcher.launch(step)
+        landing = self._launcher.launch(step, self._landed)
         self._timeline.loop.add("pack", step.id, start, now())
-        future.add_done_callback(self._landed)
-        self._flights.append((step, future))
+        self._flights.append((step, landing))
         for row in step.prefills:
             if row.admission is not None and not row.request.retractions:
                 self._admitted(row.request)
 
-    def _landed(self, future: asyncio.Future[StepResult]) -> None:
-        if not future.cancelled():
-            future.exception()  # mark as seen, should nobody be left to resolve it
-        self.wake()
-
-    def _resolve(self, step: Step, future: asyncio.Future[StepResult]) -> None:
+    def _resolve(self, step: Step, landing: Landing) -> None:
         """Commit a landed flight and tell of it."""
         self._last_progress = self._loop.time()
         start = now()
-        error = future.exception()
+        error, result = landing.error, landing.result
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
-            result = future.result()
+            assert result is not None
             self._timeline.noticed(start - result.done_at)
             moved = self._core.resolve(step, result)
         else:

@@ -97,7 +97,6 @@ class Engine:
         self._launcher: Launcher | None = None
         self._core: Core | None = None
         self._driver: Driver | None = None
-        self._driving: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
@@ -143,10 +142,10 @@ class Engine:
             self.config.window,
             admitted=self._admitted,
             moved=self._moved,
+            lost=self._lost,
             timeline=self._launcher.timeline,
         )
         self._state = EngineState.RUNNING
-        self._driving = loop.create_task(self._drive(self._driver), name="aioinfer-driver")
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Stop serving. Idempotent; when cancelled, closing goes on in the background.
@@ -184,7 +183,6 @@ class Engine:
         assert self._loop is not None
         assert self._launcher is not None
         assert self._driver is not None
-        assert self._driving is not None
         assert self._workers is not None
         if drain_seconds > 0 and self._busy and self._failure is None:
             self._drained = self._loop.create_future()
@@ -193,9 +191,7 @@ class Engine:
             timer.cancel()
         self._end_all(lambda: EngineClosed("the engine was closed"))
         self._driver.stop()
-        if not await self._launcher.aclose():
-            self._driving.cancel()
-        await asyncio.wait([self._driving])
+        await self._launcher.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
         if self._compilers is not None:
             self._compilers.shutdown(wait=False, cancel_futures=True)
@@ -336,17 +332,9 @@ class Engine:
             self._started_core().scheduler.unpark(cell.request)
             self._driver.wake()
 
-    async def _drive(self, driver: Driver) -> None:
-        try:
-            await driver.run()
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            _log.exception("the engine is lost")
-            self._fail(error)
-
-    def _fail(self, cause: BaseException) -> None:
+    def _lost(self, cause: Exception) -> None:
         """The device or the driver is lost: every open stream ends now, with the reason."""
+        _log.error("the engine is lost", exc_info=cause)
         self._failure = cause
         self._state = EngineState.FAILED
         self._end_all(self._failed_error)

@@ -4,7 +4,7 @@
     ────                       ─────────────                ─────────────────
     launch(step) ──inbox────►  device.launch(prepared) ───► flight.wait()   (GIL released)
          │                          │ synchronous device         │
-      Future  ◄── one call_soon_threadsafe per step ─────────────┘
+     Landing  ◄── one call_soon_threadsafe per step ─────────────┘
 
 Every torch call of an engine happens on its launch thread: a second thread that enters an OpenMP region
 slows each step of the first, and grad mode and streams are per thread.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -22,9 +23,30 @@ from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Pr
 from aioinfer.observe.timeline import Lane, Timeline, now
 from aioinfer.scheduling.step import Step
 
-__all__ = ["InlineLauncher", "Launcher", "ThreadLauncher"]
+__all__ = ["InlineLauncher", "Landing", "Launcher", "ThreadLauncher"]
 
 _log = logging.getLogger("aioinfer")
+
+
+class Landing:
+    """Where the result of a step arrives on the loop.
+
+    Unlike a future it tells of it at once and not one turn of the loop later: while a device computes, each
+    turn costs the loop's thread a fight for the interpreter, and the device's thread the other side of it.
+    """
+
+    __slots__ = ("_tell", "done", "error", "result")
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self.done = False
+        self.result: StepResult | None = None
+        self.error: BaseException | None = None
+
+    def settle(self, result: StepResult | None, error: BaseException | None = None) -> None:
+        """The step has ended. On the loop's thread."""
+        self.done, self.result, self.error = True, result, error
+        self._tell()
 
 
 class Launcher(Protocol):
@@ -36,35 +58,36 @@ class Launcher(Protocol):
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         """Open the device. Raises what opening raised."""
 
-    def launch(self, step: Step) -> asyncio.Future[StepResult]:
-        """Put a step in flight behind all earlier ones. The future resolves on the loop with the
-        step's result, or with the device's exception; ``DeviceLost`` if no later step can succeed."""
+    def launch(self, step: Step, landed: Callable[[], None]) -> Landing:
+        """Put a step in flight behind all earlier ones. When it has ended, ``landed`` is called on the loop,
+        perhaps before this returns; the landing has the step's result then, or the device's exception:
+        ``DeviceLost`` if no later step can succeed."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         """Close the device; False if it did not come to rest within ``timeout`` seconds."""
 
 
 class _Poster:
-    """Settles futures of one loop from any thread, with one ``call_soon_threadsafe`` each."""
+    """Has things done on one loop from any thread, with one ``call_soon_threadsafe`` each."""
 
     def __init__(self, device: Device, loop: asyncio.AbstractEventLoop) -> None:
         self.device = device
         self.loop = loop
 
-    def post(self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
+    def post(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
-            self.loop.call_soon_threadsafe(_settle, future, result, error)
+            self.loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
             _log.debug("a result came in after its loop was closed")
 
-    def land(self, flight: Flight, future: asyncio.Future[StepResult]) -> None:
+    def land(self, flight: Flight, landing: Landing) -> None:
         """Wait for a flight and post what came of it."""
         try:
-            tokens = flight.wait()
+            result = flight.wait()
         except BaseException as error:
-            self.post(future, None, _diagnose(self.device, error))
+            self.post(landing.settle, None, _diagnose(self.device, error))
         else:
-            self.post(future, tokens)
+            self.post(landing.settle, result)
 
 
 class _CompletionThread:
@@ -72,12 +95,12 @@ class _CompletionThread:
 
     def __init__(self, poster: _Poster) -> None:
         self._poster = poster
-        self._flights: SimpleQueue[tuple[Flight, asyncio.Future[StepResult]] | None] = SimpleQueue()
+        self._flights: SimpleQueue[tuple[Flight, Landing] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="aioinfer-completion", daemon=True)
         self._thread.start()
 
-    def submit(self, flight: Flight, future: asyncio.Future[StepResult]) -> None:
-        self._flights.put((flight, future))
+    def submit(self, flight: Flight, landing: Landing) -> None:
+        self._flights.put((flight, landing))
 
     def join(self) -> None:
         self._flights.put(None)
@@ -122,11 +145,10 @@ class ThreadLauncher:
         self._thread.start()
         return await opened
 
-    def launch(self, step: Step) -> asyncio.Future[StepResult]:
-        assert self._loop is not None, "not started"
-        future: asyncio.Future[StepResult] = self._loop.create_future()
-        self._inbox.put((step.id, self._device.prepare(step), future))
-        return future
+    def launch(self, step: Step, landed: Callable[[], None]) -> Landing:
+        landing = Landing(landed)
+        self._inbox.put((step.id, self._device.prepare(step), landing))
+        return landing
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._rested is None or self._thread is None:
@@ -158,32 +180,32 @@ def _launch_thread(
     """The launch thread, from opening the device to closing it. Knows nothing of its launcher."""
     device = poster.device
     try:
-        poster.post(opened, device.open(progress))
+        poster.post(_settle, opened, device.open(progress))
     except BaseException as error:
-        poster.post(opened, None, error)
+        poster.post(_settle, opened, None, error)
     completion = None if device.synchronous else _CompletionThread(poster)
     while (item := inbox.get()) is not None:
-        step, prepared, future = item
+        step, prepared, landing = item
         start = now()
         try:
             flight = device.launch(prepared)
             lane.add("launch", step, start, now())
         except BaseException as error:
-            poster.post(future, None, _diagnose(device, error))
+            poster.post(landing.settle, None, _diagnose(device, error))
         else:
             if completion is None:
-                poster.land(flight, future)
+                poster.land(flight, landing)
             else:
-                completion.submit(flight, future)
-        del item, prepared, future
+                completion.submit(flight, landing)
+        del item, prepared, landing
     if completion is not None:
         completion.join()
     _close(device)
-    poster.post(rested, None)
+    poster.post(_settle, rested, None)
 
 
 #: step id, what the device prepared, and whom to tell
-_Inbox = SimpleQueue[tuple[int, Any, "asyncio.Future[StepResult]"] | None]
+_Inbox = SimpleQueue[tuple[int, Any, Landing] | None]
 
 
 class InlineLauncher:
@@ -207,21 +229,22 @@ class InlineLauncher:
             self._completion = _CompletionThread(_Poster(self._device, self._loop))
         return info
 
-    def launch(self, step: Step) -> asyncio.Future[StepResult]:
-        assert self._loop is not None, "not started"
-        future: asyncio.Future[StepResult] = self._loop.create_future()
+    def launch(self, step: Step, landed: Callable[[], None]) -> Landing:
+        landing = Landing(landed)
         prepared = self._device.prepare(step)
         start = now()
         try:
             flight = self._device.launch(prepared)
             self.timeline.launch.add("launch", step.id, start, now())
             if self._completion is not None:
-                self._completion.submit(flight, future)
-            else:
-                _settle(future, flight.wait(), None)
+                self._completion.submit(flight, landing)
+                return landing
+            result = flight.wait()
         except Exception as error:
-            _settle(future, None, _diagnose(self._device, error))
-        return future
+            landing.settle(None, _diagnose(self._device, error))
+        else:
+            landing.settle(result)
+        return landing
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._completion is not None:
@@ -242,6 +265,8 @@ def _diagnose(device: Device, error: BaseException) -> BaseException:
     """The step's own error if the device can go on, DeviceLost from it if not."""
     if isinstance(error, DeviceLost):
         return error
+    if not isinstance(error, Exception):
+        return DeviceLost(f"the device raised {error!r}")
     try:
         device.check()
     except BaseException as lost:
@@ -251,7 +276,7 @@ def _diagnose(device: Device, error: BaseException) -> BaseException:
     return error
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
     if future.done():
         return
     if error is None:

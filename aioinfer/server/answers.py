@@ -133,7 +133,11 @@ class AnswerReader:
     def message(self, text: str) -> dict[str, Any]:
         """``choices[].message`` of a whole answer."""
         reasoning, content, deltas = self._read(text, True)
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if deltas else ""), "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if deltas else ""),
+            "refusal": None,
+        }
         if reasoning:
             message["reasoning_content"] = reasoning
         calls: list[dict[str, Any]] = []

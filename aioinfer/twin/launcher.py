@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress, StepResult
+from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress
+from aioinfer.execution.launcher import Landing
 from aioinfer.observe.timeline import Timeline
 from aioinfer.scheduling.step import Step
 
@@ -30,27 +31,29 @@ class TimedLauncher:
         self._free_at = asyncio.get_running_loop().time()
         return self._device.open(progress)
 
-    def launch(self, step: Step) -> asyncio.Future[StepResult]:
+    def launch(self, step: Step, landed: Callable[[], None]) -> Landing:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[StepResult] = loop.create_future()
+        landing = Landing(landed)
         prepared = self._device.prepare(step)
         self._free_at = max(self._free_at, loop.time()) + self._step_time(step)
-        loop.call_at(self._free_at, self._compute, prepared, future)
-        return future
+        loop.call_at(self._free_at, self._compute, prepared, landing)
+        return landing
 
-    def _compute(self, prepared: Any, future: asyncio.Future[StepResult]) -> None:
-        if self.hung or future.cancelled():
+    def _compute(self, prepared: Any, landing: Landing) -> None:
+        if self.hung:
             return
         try:
-            future.set_result(self._device.launch(prepared).wait())
+            result = self._device.launch(prepared).wait()
         except Exception as error:
             try:
                 self._device.check()
             except DeviceLost as lost:
                 lost.__cause__ = error
-                future.set_exception(lost)
+                landing.settle(None, lost)
             else:
-                future.set_exception(error)
+                landing.settle(None, error)
+        else:
+            landing.settle(result)
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         self._device.close()
