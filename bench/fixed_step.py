@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
+import ctypes
 import statistics
+import sys
 import time
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceInfo, Landed, StepResult
-from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
@@ -24,17 +25,14 @@ WINDOWS = (0, 1, 2)
 
 
 class FixedStepDevice:
-    """Every step takes ``seconds``; meanwhile other threads run. Its tokens mean nothing.
-
-    Short steps are spent hashing, which releases the GIL: sleeping is not exact enough for those.
-    """
+    """Every step takes ``seconds`` and no processor, as one on a GPU does. Its tokens mean nothing."""
 
     synchronous = True
 
     def __init__(self) -> None:
         self.lane = DeviceLane()
         self.seconds = 0.0
-        self._per_second = _hashes_per_second()
+        self._oversleep: float | None = None
 
     def open(self, progress: Any = None) -> DeviceInfo:
         return DeviceInfo(1000, 4096, 100_000, frozenset(), "takes its time")
@@ -43,11 +41,11 @@ class FixedStepDevice:
         return step
 
     def launch(self, step: Step) -> Landed:
+        if self._oversleep is None:
+            self._oversleep = _oversleep()
         start = now()
-        if self.seconds > 0.005:
-            time.sleep(self.seconds)
-        elif self.seconds:
-            hashlib.pbkdf2_hmac("sha256", b"a step", b"", max(1, int(self.seconds * self._per_second)))
+        if self.seconds:
+            time.sleep(max(0.0, self.seconds - self._oversleep))
         self.lane.step(step.id, start, start, start, now())
         return Landed(StepResult([5] * step.num_rows))
 
@@ -58,19 +56,26 @@ class FixedStepDevice:
         """Nothing to give back."""
 
 
-def _hashes_per_second() -> float:
+def _oversleep() -> float:
+    """By how much sleeping takes longer than it should, on this thread; made as small as can be."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: one nanosecond
+
     def once() -> float:
         start = time.perf_counter()
-        hashlib.pbkdf2_hmac("sha256", b"a step", b"", 2000)
-        return time.perf_counter() - start
+        time.sleep(2e-4)
+        return time.perf_counter() - start - 2e-4
 
-    return 2000 / statistics.median(once() for _ in range(50))
+    return statistics.median(once() for _ in range(100))
 
 
-async def _engine(stack: AsyncExitStack, batch: int, window: int) -> tuple[Engine, FixedStepDevice]:
+async def _engine(
+    stack: AsyncExitStack, batch: int, window: int, mode: str = "thread"
+) -> tuple[Engine, FixedStepDevice]:
     config = EngineConfig(model="toy", window=window, max_running_requests=batch, max_step_tokens=8 * batch)  # type: ignore[arg-type]
     device = FixedStepDevice()
-    engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: None)
+    launcher = ThreadLauncher if mode == "thread" else InlineLauncher
+    engine = Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: None)
     return await stack.enter_async_context(engine), device
 
 
@@ -88,41 +93,64 @@ async def _run(engine: Engine, batch: int, output: int) -> float:
 
 
 async def bench_toy(options: argparse.Namespace) -> list[dict[str, float]]:
-    """A device as fast as the host: one behind the other takes twice as long as one beside the other."""
+    """A device as fast as the host: one after the other (inline) takes twice as long as one beside the other.
+
+    A window of 0 with a launch thread is in between: consumers run while the device computes.
+    """
     lines = []
-    names = "".join(f"{f'window {window}':>10s}" for window in WINDOWS)
-    print(f"{'batch':>6s}{'host us':>9s}{names}{'1 over 0':>10s}{'2 over 0':>10s}")
+    ways = {"inline": (0, "inline"), **{f"window {window}": (window, "thread") for window in WINDOWS}}
+    print(
+        f"{'batch':>6s}{'host us':>9s}{'device us':>11s}"
+        + "".join(f"{name:>10s}" for name in ways)
+        + "   gains"
+    )
     for batch in options.batch:
         async with AsyncExitStack() as stack:
-            engines = [await _engine(stack, batch, window) for window in WINDOWS]
-            await _run(engines[0][0], batch, options.output)
-            # Of a step with nothing to hide behind: planning, handing over, resolving, delivering.
-            host = statistics.median(
-                [await _run(engines[0][0], batch, options.output) for _ in range(options.rounds)]
-            )
-            for _, device in engines:
-                device.seconds = host
-            rounds = [
-                [await _run(engine, batch, options.output) for engine, _ in engines]
-                for _ in range(options.rounds)
-            ]
-            times = [statistics.median(column) for column in zip(*rounds, strict=True)]
-            gains = [statistics.median(each[0] / each[window] for each in rounds) for window in WINDOWS]
+            engines = [await _engine(stack, batch, *way) for way in ways.values()]
+            for engine, _ in engines:
+                await _run(engine, batch, options.output)
+            rounds, hosts = [], []
+            for _ in range(options.rounds):
+                # Anew in every round: the machine's moods last longer than one, and a host whose device
+                # takes its time is slower than one that never waits.
+                host = await _host(*engines[0], batch, options.output)
+                for _, device in engines:
+                    device.seconds = host
+                hosts.append(host)
+                rounds.append([await _run(engine, batch, options.output) for engine, _ in engines])
+            host = statistics.median(hosts)
+            device_us = 1e6 * engines[2][1].lane.busy / engines[2][1].lane.steps
+        times = dict(zip(ways, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+        gains = {
+            name: statistics.median(each[0] / each[at] for each in rounds) for at, name in enumerate(ways)
+        }
         lines.append(
             {
                 "batch": batch,
                 "host_us": 1e6 * host,
-                **{f"window_{window}_us": 1e6 * times[window] for window in WINDOWS},
-                "gain_1": gains[1],
-                "gain_2": gains[2],
+                "device_us": device_us,
+                **{f"{name}_us": 1e6 * seconds for name, seconds in times.items()},
+                **{f"{name}_gain": gain for name, gain in gains.items()},
             }
         )
         print(
-            f"{batch:6d}{1e6 * host:9.0f}"
-            + "".join(f"{1e6 * seconds:10.0f}" for seconds in times)
-            + f"{gains[1]:9.2f}x{gains[2]:9.2f}x"
+            f"{batch:6d}{1e6 * host:9.0f}{device_us:11.0f}"
+            + "".join(f"{1e6 * seconds:10.0f}" for seconds in times.values())
+            + "  "
+            + "".join(f"{gain:6.2f}x" for gain in gains.values())
         )
     return lines
+
+
+async def _host(engine: Engine, device: FixedStepDevice, batch: int, output: int) -> float:
+    """Seconds that the host needs for a step: planning, resolving, delivering, reading."""
+    device.seconds = 0.0
+    for _ in range(2):
+        busy, steps = device.lane.busy, device.lane.steps
+        seconds = await _run(engine, batch, output)
+        seconds -= (device.lane.busy - busy) / (device.lane.steps - steps)
+        device.seconds = seconds
+    return seconds
 
 
 async def bench_stall(options: argparse.Namespace, stall: float = 0.05) -> list[dict[str, float]]:
