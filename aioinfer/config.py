@@ -41,7 +41,7 @@ _POSITIVE = (
     "clip_new_tokens",
     "max_lag",
 )
-_NOT_NEGATIVE = ("force_fifo_every", "share_prefix_tokens")
+_NOT_NEGATIVE = ("force_fifo_every", "share_prefix_tokens", "max_overlapped_prefill")
 
 
 def _option(default: Any, help: str) -> Any:
@@ -90,8 +90,8 @@ class EngineConfig:
     new_token_ratio_decay: float = _option(0.002, "decay of the ratio per step")
     clip_new_tokens: int = _option(4096, "possible output of one request counted at most")
     window: Literal[0, 1, 2] = _option(1, "steps launched ahead of the one being read; 0 is sequential")
-    overlap_prefills: bool = _option(
-        True, "steps with prefill chunks are launched behind one another, not after the one before was read"
+    max_overlapped_prefill: int = _option(
+        256, "prefill tokens of a step behind which more prefill is launched before its result was read"
     )
     fast_forward: bool = _option(True, "take tokens that a grammar forces without computing them one by one")
     grammar_patience: float = _option(

@@ -188,9 +188,9 @@ class Core:
 
     def plan(self, behind: Step | None = None) -> Step | None:
         """The next step to launch, if there is one, ``behind`` the newest one in flight."""
-        overlaps = behind is None or not behind.prefills or self._config.overlap_prefills
-        if not overlaps and self.scheduler.has_prefill:
-            return None  # what arrives until that step has resolved goes into the plan
+        prefill = 0 if behind is None else behind.num_tokens - behind.num_decodes
+        if prefill > self._config.max_overlapped_prefill and self.scheduler.has_prefill:
+            return None  # such a step takes long: who arrives until it has resolved is in the next one
         step = self.scheduler.plan()
         if step is not None:
             now = self._clock()

@@ -6,7 +6,7 @@ load through real streams; floor and ways take turns. ``grammar`` has one on eve
 
 With ``--toy``, a step takes the device as long as it takes the host; a window of one then hides the one
 behind the other, and the best that can be is twice the speed. With ``--stall`` the event loop stands still
-for 50 ms now and then. ``--prefills`` compares TTFT with and without ``overlap_prefills``.
+for 50 ms now and then. ``--prefills`` compares TTFT with and without ``max_overlapped_prefill``.
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--toy", action="store_true", help="a device as fast as the host")
     parser.add_argument("--stall", action="store_true", help="what a loop that stands still costs the device")
-    parser.add_argument("--prefills", action="store_true", help="overlap_prefills on and off")
+    parser.add_argument("--prefills", action="store_true", help="with and without max_overlapped_prefill")
+    parser.add_argument("--most", type=int, default=256, help="the max_overlapped_prefill of --prefills")
     parser.add_argument("--trace", help="write PREFIX-BATCH.json and .png of window 1")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     options = parser.parse_args()

@@ -212,7 +212,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         max_decode_rows=rng.choice([None, None, 1, 3]),
         mixed=mixed,
         first=rng.choice(["decode", "prefill"]),
-        overlap_prefills=rng.random() < 0.7,
+        max_overlapped_prefill=rng.choice([0, 4, 1000]),
         policy=policy,
         preemption=rng.random() < 0.5,
         admission=admission,  # type: ignore[arg-type]
