@@ -26,13 +26,17 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
+from aioinfer.execution.device import DeviceInfo, Flight
+from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.execution.packing import Packed
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.observe.timeline import Timeline
+from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import Step
 from bench.drawing import draw
 from bench.fixed_step import bench_stall, bench_toy
 from bench.prefill_overlap import bench_prefills
@@ -69,13 +73,56 @@ def prompts(options: argparse.Namespace, batch: int) -> list[list[int]]:
     return [[100 + (7 * number + at) % 700 for at in range(options.prompt)] for number in range(batch)]
 
 
+class SharedLane(DeviceLane):
+    """Tells the lane of whoever has the device at the time."""
+
+    __slots__ = ("current",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = DeviceLane()
+
+    def step(self, step: int, start: float, forward: float, mask: float, end: float) -> None:
+        self.current.step(step, start, forward, mask, end)
+
+
+class SharedDevice:
+    """One device for the floor and all engines, which take turns: where in memory a model lies makes more of
+    a difference than what is compared here."""
+
+    synchronous = True
+
+    def __init__(self, device: TorchDevice, info: DeviceInfo, lane: SharedLane) -> None:
+        self._device = device
+        self._info = info
+        self._lane = lane
+        self.lane = DeviceLane()
+
+    def open(self, progress: Any = None) -> DeviceInfo:
+        return self._info
+
+    def prepare(self, step: Step) -> Packed:
+        return self._device.prepare(step)
+
+    def launch(self, prepared: Packed) -> Flight:
+        self._lane.current = self.lane
+        return self._device.launch(prepared)
+
+    def check(self) -> None:
+        self._device.check()
+
+    def close(self) -> None:
+        """Others have it still."""
+
+
 class Floor:
     """The bare loop: the steps of a load, planned and packed beforehand."""
 
     def __init__(self, options: argparse.Namespace, batch: int) -> None:
         config = make_config(options, batch)
         self._device = TorchDevice(config)
-        info = self._device.open()
+        self._lane = self._device.lane = SharedLane()
+        self._info = info = self._device.open()
         memory = Memory(PageAllocator(info.num_pages, 16), SlotPool(config.num_slots), prefix_cache=False)
         limits = Limits(
             max_running_requests=batch, max_step_tokens=config.max_step_tokens, chunk_size=config.chunk_size
@@ -90,8 +137,13 @@ class Floor:
             self._packed.append(self._device.prepare(step))
             scheduler.resolve(step, [5] * step.num_rows)
 
+    def shared(self) -> SharedDevice:
+        """Its device, for an engine."""
+        return SharedDevice(self._device, self._info, self._lane)
+
     def run(self) -> float:
         """Seconds."""
+        self._lane.current = DeviceLane()
         start = time.perf_counter()
         for packed in self._packed:
             self._device.launch(packed).wait()
@@ -144,7 +196,9 @@ async def bench_batch(options: argparse.Namespace, batch: int) -> list[dict[str,
     async with AsyncExitStack() as stack:
         ways = []
         for window, mode, grammar in WAYS:
-            engine = Engine(make_config(options, batch, window, mode))
+            kind = ThreadLauncher if mode == "thread" else InlineLauncher
+            config = make_config(options, batch, window, mode)
+            engine = Engine(config, launcher=lambda _, kind=kind: kind(floor.shared()))
             ways.append(Way(window, mode, grammar, await stack.enter_async_context(engine)))
             await run(engine, options, batch, grammar=grammar)
         before = await asyncio.to_thread(floor.run)

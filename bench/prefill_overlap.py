@@ -24,7 +24,7 @@ OUTPUT = 16
 
 
 async def bench_prefills(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Without and with a ``max_overlapped_prefill`` in turns: all requests at once, and at 70 % of that rate."""
+    """With and without ``max_overlapped_prefill``: all requests at once, and at 70 % of that rate."""
     lines = []
     print(
         f"{'steps':14s}{'load':10s}{'TTFT p50':>10s}{'p99':>8s}{'tokens/s':>10s}   (limited over unlimited)"
