@@ -1,4 +1,4 @@
-"""Drawings: a timeline as a picture, as Perfetto would show it. Needs matplotlib."""
+"""Drawings: a timeline as a picture, as Perfetto would show it. Needs the extra ``aioinfer[drawings]``."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class Roster:
     any_penalty: bool
     #: rows, ids and bits of float32 of all biases, int64 [B] each
     biases: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-    #: (row, mask) where only some tokens are allowed; masks as of grammars
-    allowed: list[tuple[int, npt.NDArray[np.int32]]]
+    #: rows where only some tokens are allowed, int64 [G], and their masks as of grammars, int32 [G, words]
+    allowed: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None
     #: (row, how many of the likeliest tokens) where logprobs are wanted
     logprobs: list[tuple[int, int]]
     #: (row, state) where there is a grammar
@@ -147,13 +147,22 @@ class Parameters:
             any_min_p=bool(min_p.any()),
             any_penalty=any_penalty,
             biases=self._biases(slots),
-            allowed=[
-                (row, self._allowed[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._allowed
-            ],
+            allowed=self._masks(slots),
             logprobs=[(row, int(logprobs[row])) for row in np.flatnonzero(logprobs >= 0).tolist()],
             grammars=grammars,
             unending=unending,
         )
+
+    def _masks(
+        self, slots: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None:
+        found = {row: self._allowed[slot] for row, slot in enumerate(slots.tolist()) if slot in self._allowed}
+        if not found:
+            return None
+        masks = np.zeros((len(found), max(map(len, found.values()))), np.int32)
+        for mask, words in zip(masks, found.values(), strict=True):
+            mask[: len(words)] = words
+        return np.fromiter(found, np.int64), masks
 
     def _biases(
         self, slots: npt.NDArray[np.int64]

@@ -101,8 +101,8 @@ class Runner:
         logits = logits[:count]
         if len(biases[0]):
             add_biases_(logits, *biases)
-        for row, words in packed.roster.allowed:
-            _allow(logits, row, words)
+        if packed.roster.allowed is not None:
+            _apply(logits, *packed.roster.allowed)
         constraints = None
         if packed.grammars:
             if before_masks is not None:
@@ -124,14 +124,13 @@ class Runner:
     def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow]) -> Constraints:
         """Apply the masks of this step, which were made while its forward ran."""
         found = self.masks.collect(grammars, len(logits))
-        rows = torch.tensor([row.at for row in grammars])
-        apply_masks_(logits, rows.to(logits.device), torch.from_numpy(found.masks).to(logits.device))
+        _apply(logits, np.asarray([row.at for row in grammars]), found.masks)
         return found
 
 
-def _allow(logits: torch.Tensor, row: int, words: npt.NDArray[np.int32]) -> None:
-    mask = torch.from_numpy(words).unsqueeze(0).to(logits.device)
-    apply_masks_(logits, torch.tensor([row], device=logits.device), mask)
+def _apply(logits: torch.Tensor, rows: npt.NDArray[np.int64], masks: npt.NDArray[np.int32]) -> None:
+    device = logits.device
+    apply_masks_(logits, torch.from_numpy(rows).to(device), torch.from_numpy(masks).to(device))
 
 
 def _logprobs(logits: torch.Tensor, packed: Packed) -> Logprobs:

@@ -277,7 +277,7 @@ def test_a_planted_bug_is_rejected(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "forgotten"), [("logit_bias", "add_biases_"), ("allowed_token_ids", "_allow")]
+    ("name", "forgotten"), [("logit_bias", "add_biases_"), ("allowed_token_ids", "apply_masks_")]
 )
 def test_a_forgotten_constraint_is_rejected(
     name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
