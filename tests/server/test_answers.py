@@ -51,6 +51,8 @@ def from_deltas(answer: AnswerFormat, parts: list[str]) -> tuple[dict[str, Any],
                     calls.append({"id": call["id"], "type": call["type"], "function": call["function"]})
                 else:
                     calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    if "tool_calls" not in message:
+        message["content"] = message["content"] or ""
     return message, reader.finish_reason("stop")
 
 
