@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from aioinfer.llm import LLM
     from aioinfer.outputs import Chunk, RequestMetrics, Result, Usage
-    from aioinfer.params import SamplingParams
+    from aioinfer.params import Grammar, SamplingParams
     from aioinfer.stats import EngineStats
     from aioinfer.stream import Stream
 
@@ -51,6 +51,7 @@ _HOME = {
     "EngineFailed": "errors",
     "EngineState": "engine",
     "EngineStats": "stats",
+    "Grammar": "params",
     "InvalidRequest": "errors",
     "LLM": "llm",
     "OutOfMemory": "errors",
@@ -80,6 +81,7 @@ __all__ = [
     "EngineFailed",
     "EngineState",
     "EngineStats",
+    "Grammar",
     "InvalidRequest",
     "OutOfMemory",
     "Rejected",

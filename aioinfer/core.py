@@ -95,8 +95,26 @@ class Core:
         """
         if not params.masked:
             return None
-        from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # few need numpy here
         from aioinfer.text.grammar import GrammarState
+
+        # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
+        # must be more than these would have brought.
+        least_forced = self._config.window + 2 if self._config.fast_forward and params.logprobs is None else 0
+        rest = len(prompt_ids), self.info.vocab_size, least_forced
+        backend, matcher = self._matcher(params)
+        try:
+            return GrammarState.start(backend, matcher, *rest)
+        except InvalidRequest:
+            if params.grammar is None:
+                raise
+            # Copies share what llguidance's limits count, and earlier outputs may have used it up.
+            self._grammar_compiler().forget(params.grammar)
+            backend, matcher = self._matcher(params)
+            return GrammarState.start(backend, matcher, *rest)
+
+    def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
+        """Of the grammar and the bad words of a new output. Raises InvalidRequest, ConfigError."""
+        from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # few need numpy here
 
         backend: GrammarBackend | None = None
         matcher: Matcher | None = None
@@ -109,10 +127,7 @@ class Core:
             backend = BadWordsBackend()
         assert backend is not None
         assert matcher is not None
-        # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
-        # must be more than these would have brought.
-        least_forced = self._config.window + 2 if self._config.fast_forward and params.logprobs is None else 0
-        return GrammarState.start(backend, matcher, len(prompt_ids), self.info.vocab_size, least_forced)
+        return backend, matcher
 
     def _grammar_compiler(self) -> Compiler:
         with self._compiler_lock:

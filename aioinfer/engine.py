@@ -70,9 +70,10 @@ class Engine:
             async for chunk in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
                 print(chunk.text, end="")
 
-    It belongs to the loop that started it. It starts one task and, in thread mode, one thread (two on
-    CUDA); it touches no signal, no loop policy, no logging root and no environment variable. A closed
-    engine can be started again, also under a new loop.
+    It belongs to the loop that started it. It starts no task; in thread mode a thread for the device (two on
+    CUDA), and a few for tokenizing and for grammars when there is such work. It touches no signal, no loop
+    policy, no logging root and no environment variable. A closed engine can be started again, also under a
+    new loop.
     """
 
     def __init__(

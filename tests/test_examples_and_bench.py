@@ -129,10 +129,14 @@ def test_an_unknown_distribution_is_refused(text: str) -> None:
         length_distribution(text)(random.Random(0))
 
 
-def test_the_readmes_ten_lines_run(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+def test_the_readmes_examples_run(tmp_path: Path) -> None:
+    """The ten lines, and behind them the others, which use names of theirs."""
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    assert len(examples) == 2
     file = tmp_path / "readme.py"
-    file.write_text(code)
+    file.write_text("\n".join(examples))
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "17 + 25 = 42 stop Usage(" in done.stdout
+    first, structured = re.split(r"(?<=\n)(?={)", done.stdout)
+    assert "\n17 + 25 = 42 stop Usage(" in first
+    assert json.loads(structured)["pet"] in ("cat", "dog")

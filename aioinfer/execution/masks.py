@@ -162,8 +162,11 @@ class Masks:
             for state, _ in work:
                 if state.failed is None:
                     state.mask = masks[id(state)]
-                    if not state.mask.any():
-                        state.failed = state.matcher.error or "its grammar allows no token here"
+                    # A limit that was reached may leave the end tokens allowed; that is no end.
+                    if (wrong := state.matcher.error) is not None:
+                        state.failed = f"its grammar failed: {wrong}"
+                    elif not state.mask.any():
+                        state.failed = "its grammar allows no token here"
                 state.slow = slow
                 state.at_work = False
             self._changed.notify_all()

@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["Lane", "Overlap", "Timeline"]
 
-#: events kept per lane: some minutes of a busy engine
+#: events kept per lane: of the loop, 4096 steps
 _EVENTS = 1 << 14
 
 now = time.perf_counter
@@ -35,6 +35,7 @@ class Lane:
         self.events: deque[tuple[str, int, float, float]] = deque(maxlen=_EVENTS)
 
     def add(self, what: str, step: int, start: float, end: float) -> None:
+        """It is over; the oldest event makes room."""
         self.events.append((what, step, start, end))
 
 
@@ -110,6 +111,7 @@ class Timeline:
         self.lag_worst = max(self.lag_worst, seconds)
 
     def overlap(self) -> Overlap:
+        """Of all steps so far."""
         device = self.device
         return Overlap(device.steps, device.busy, device.gap)
 

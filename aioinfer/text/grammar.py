@@ -173,6 +173,11 @@ class Compiler:
             raise InvalidRequest(compiled.field, compiled.message)
         return compiled.copy()
 
+    def forget(self, grammar: Grammar) -> None:
+        """Compile it anew the next time."""
+        with self._lock:
+            self._known.pop(grammar, None)
+
     def _compiled(self, grammar: Grammar) -> Matcher | InvalidRequest:
         while True:
             with self._lock:

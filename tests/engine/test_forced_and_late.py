@@ -190,8 +190,10 @@ class FakeMatcher:
         self._forced = list(forced)
         self.hold = threading.Event()
         self.hold.set()
+        self.arrived = threading.Event()
 
     def accept(self, token: int) -> bool:
+        self.arrived.set()
         self.hold.wait()
         self.accepted.append(token)
         if self._forced and self._forced[0] == token:
@@ -261,6 +263,7 @@ def test_a_slow_grammar_works_beside_the_others() -> None:
     states = [state_of(slow, 5), state_of(quick, 5)]
     slow.hold.clear()
     masks.advance([GrammarRow(0, states[0], 5, known=False)], [1])
+    slow.arrived.wait()  # from now on it is its time that passes, and not that of a thread's start
     assert masks.collect([GrammarRow(0, states[0], 6, known=False)], 1).outcomes == {0: DEFERRED}
     assert states[0].slow
     slow.hold.set()

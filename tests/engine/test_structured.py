@@ -177,6 +177,74 @@ async def test_a_bad_grammar_is_one_clean_error(make_engine: MakeEngine, name: s
         await settle(engine)
 
 
+SOUND = [
+    Grammar("regex", "(ab|c[d-f]{2,5})+x?"),
+    Grammar("regex", "a{3}(b|[^c])*"),
+    Grammar("lark", 'start: (x | "b")+ "c"\nx: /[de]{2}/ | start'),
+    Grammar("choice", '["bcd", "dcb", "b"]'),
+    Grammar("json_schema", '{"type": "array", "items": {"enum": [1, "a"]}, "minItems": 1, "maxItems": 3}'),
+    Grammar("json_schema", '{"anyOf": [{"type": "integer", "minimum": 3}, {"type": "null"}]}'),
+]
+
+
+def spoilt(rng: random.Random) -> Grammar:
+    """A grammar with some slips of the pen, or one that is nested or repeated at random."""
+    sound = rng.choice(SOUND)
+    source = sound.source
+    if rng.random() < 0.2:
+        depth = rng.choice([3, 70, 2000])
+        around = {"regex": ("(", "){1,9}"), "json_schema": ('{"anyOf": [', "]}")}.get(sound.kind, ("[", "]"))
+        return Grammar(sound.kind, around[0] * depth + source + around[1] * depth)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(source) + 1)
+        match rng.randrange(3):
+            case 0:
+                source = source[:at] + source[at + rng.randint(1, 6) :]
+            case 1:
+                source = source[:at] + rng.choice(r"""()[]{}*+?|\"':,.^$-09az~&/""") + source[at:]
+            case 2:
+                source = source[:at] + source[at - 9 : at] * rng.choice([1, 1, 500]) + source[at:]
+    return Grammar(sound.kind, source)
+
+
+async def test_random_slips_are_one_clean_error_or_another_grammar(make_engine: MakeEngine) -> None:
+    rng = random.Random(7)
+    free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    kept = refused = 0
+    async with make_engine(window=2) as engine:
+        for number in range(200):
+            grammar = spoilt(rng)
+            other = engine.generate([1, 2, number % 64], free)
+            try:
+                result = await engine.generate(
+                    [1, 2], SamplingParams(seed=number, max_tokens=10, grammar=grammar)
+                )
+            except (errors.InvalidRequest, errors.StepFailed) as error:
+                assert "grammar" in str(error) or isinstance(error, errors.StepFailed), grammar
+                refused += 1
+            else:
+                assert engine._core is not None
+                assert engine._core._compiler is not None
+                ended = result.finish_reason == "stop"
+                replay(Compiler(engine._core._compiler.backend), grammar, result.token_ids, ended=ended)
+                kept += 1
+            assert (await other).token_ids == toy_generate([1, 2, number % 64], free)
+        await settle(engine)
+    assert min(kept, refused) > 20
+
+
+async def test_a_grammar_that_reaches_a_limit_fails_its_request_and_spoils_no_later_one(
+    make_engine: MakeEngine,
+) -> None:
+    """llguidance then allows an end, which would be none; and what its limits count is shared by copies."""
+    grammar = Grammar("regex", "(" * 70 + "a{3}(b|[^c])*" + "){1,9}" * 70)
+    async with make_engine() as engine:
+        for _ in range(3):
+            with pytest.raises(errors.StepFailed, match=r"grammar failed: .* too many"):
+                await engine.generate([1, 2], SamplingParams(seed=1, max_tokens=60, grammar=grammar))
+        await settle(engine)
+
+
 async def test_a_grammar_that_runs_into_a_wall_fails_its_own_request(make_engine: MakeEngine) -> None:
     """The toy's vocabulary has no capital letters: after the first one nothing can follow."""
     async with make_engine() as engine:

@@ -21,6 +21,7 @@ from tests.engine.conftest import MakeEngine
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from demo_tasks import held_out
 
+ALLOWED = range(60, 400)
 MODES = [(window, mode) for window in (0, 1, 2) for mode in ("thread", "inline")]
 
 
@@ -112,6 +113,22 @@ def bundled_requests() -> list[tuple[Any, SamplingParams]]:
             (story, SamplingParams(temperature=0.8, seed=seed, max_tokens=40, top_k=20, min_p=0.02)),
             (story, SamplingParams(temperature=1.5, seed=seed, max_tokens=40, frequency_penalty=2.0)),
             (story, SamplingParams(temperature=0, max_tokens=40, repetition_penalty=3.0, min_tokens=30)),
+            (
+                story,
+                SamplingParams(
+                    temperature=2.0,
+                    seed=seed,
+                    max_tokens=40,
+                    presence_penalty=1.5,
+                    stop_token_ids=[305],
+                ),
+            ),
+            (
+                story,
+                SamplingParams(
+                    seed=seed, max_tokens=40, logit_bias={75: 3, 90: -9}, allowed_token_ids=ALLOWED
+                ),
+            ),
         ]
     return requests
 
