@@ -332,7 +332,7 @@ class Engine:
             self._started_core().scheduler.unpark(cell.request)
             self._driver.wake()
 
-    def _lost(self, cause: Exception) -> None:
+    def _lost(self, cause: BaseException) -> None:
         """The device or the driver is lost: every open stream ends now, with the reason."""
         _log.error("the engine is lost", exc_info=cause)
         self._failure = cause

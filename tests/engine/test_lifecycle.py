@@ -227,6 +227,28 @@ async def test_a_detokenizer_that_raises_fails_its_own_request(make_engine: Make
         assert engine.ready
 
 
+@pytest.mark.parametrize("window", [0, 2])
+async def test_an_inline_device_that_panics_ends_every_stream(make_engine: MakeEngine, window: int) -> None:
+    """Panics of libraries in Rust are no ``Exception``."""
+
+    class Panic(BaseException):
+        pass
+
+    def fault(step: Step) -> None:
+        if step.id == 3:
+            raise Panic
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    engine = make_engine(fault=fault, launch_mode="inline", window=window)
+    await engine.start()
+    streams = [engine.generate([number], LONG) for number in range(1, 4)]
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*map(_await, streams), return_exceptions=True)
+    assert {type(result) for result in results} == {errors.EngineFailed}
+    assert engine.state is EngineState.FAILED
+    await engine.aclose()
+
+
 async def test_a_lost_device_ends_every_stream_at_once(make_engine: MakeEngine, gate: Gate) -> None:
     device = ToyDevice(num_slots=16)
 
