@@ -249,6 +249,24 @@ async def test_an_inline_device_that_panics_ends_every_stream(make_engine: MakeE
     await engine.aclose()
 
 
+@pytest.mark.parametrize("panic", [False, True])
+async def test_a_tokenizer_that_fails_ends_its_own_stream(make_engine: MakeEngine, panic: bool) -> None:
+    class Panic(BaseException):
+        pass
+
+    class Tokenizer(ToyTokenizer):
+        def encode(self, text: str) -> list[int]:
+            if text == "bad":
+                raise Panic if panic else Boom
+            return super().encode(text)
+
+    async with make_engine(tokenizer=Tokenizer) as engine:
+        async with asyncio.timeout(10):
+            with pytest.raises(errors.InvalidRequest, match="could not be tokenized"):
+                await engine.generate("bad", SHORT)
+        assert len((await engine.generate("good", SHORT)).token_ids) == 10
+
+
 async def test_a_lost_device_ends_every_stream_at_once(make_engine: MakeEngine, gate: Gate) -> None:
     device = ToyDevice(num_slots=16)
 
