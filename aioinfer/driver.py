@@ -64,7 +64,7 @@ class Driver:
         *,
         admitted: Callable[[Request], None],
         moved: Callable[[Request], None],
-        lost: Callable[[Exception], None],
+        lost: Callable[[BaseException], None],
         timeline: Timeline,
     ) -> None:
         self._timeline = timeline
@@ -164,8 +164,10 @@ class Driver:
         self._turning = True
         try:
             self._turn()
-        except Exception as error:
+        except BaseException as error:
             self._lost(error)
+            if not isinstance(error, Exception):
+                raise  # an interrupt, say: it is meant for the loop, too
         finally:
             self._turning = False
 

@@ -279,18 +279,20 @@ class Engine:
             if cell not in self._arriving:
                 return
             self._arriving.discard(cell)
-            try:
-                if error is not None:
-                    raise error
-                ids, grammar = future.result()
-                self._submit(cell, make(ids, grammar=grammar))
-            except RequestError as refused:
-                cell.error = refused
-            except (Exception, asyncio.CancelledError) as other:
-                cell.error = InvalidRequest("prompt", f"could not be tokenized: {other!r}")
-                cell.error.__cause__ = other
-            if cell.error is not None:
-                self._ended(cell)
+            if error is None:
+                try:
+                    ids, grammar = future.result()
+                    self._submit(cell, make(ids, grammar=grammar))
+                except Exception as refused:
+                    error = refused
+            if error is None:
+                return
+            if not isinstance(error, RequestError):
+                # Anything that a thread can raise, panics of libraries in Rust included.
+                cause, error = error, InvalidRequest("prompt", f"could not be tokenized: {error!r}")
+                error.__cause__ = cause
+            cell.error = error
+            self._ended(cell)
 
         self._arriving.add(cell)
         self._loop.run_in_executor(workers, prepare).add_done_callback(prepared)
@@ -333,7 +335,7 @@ class Engine:
             self._started_core().scheduler.unpark(cell.request)
             self._driver.wake()
 
-    def _lost(self, cause: Exception) -> None:
+    def _lost(self, cause: BaseException) -> None:
         """The device or the driver is lost: every open stream ends now, with the reason."""
         _log.error("the engine is lost", exc_info=cause)
         self._failure = cause

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -164,7 +163,8 @@ class SamplingParams:
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequest(field, f"must be a number, got {value!r}")
-    if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
+    # So put, it refuses NaN too, and takes integers that no float can hold.
+    if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
         raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], got {value!r}")
 
@@ -204,7 +204,10 @@ def _check_patterns(patterns: Sequence[str]) -> None:
 
 
 def _token_ids(field: str, ids: Any, most: int) -> tuple[int, ...]:
-    tokens: tuple[int, ...] = tuple(ids or ())
+    try:
+        tokens: tuple[int, ...] = tuple(ids or ())
+    except TypeError:
+        raise InvalidRequest(field, f"must be a list of token ids, got {ids!r}") from None
     if len(tokens) > most:
         raise InvalidRequest(field, f"at most {most} ids, got {len(tokens)}")
     for token in tokens:

@@ -20,6 +20,10 @@ _BUDGET = 0.005
 #: The library unrolls counted repeats, nested ones into one another: nodes that a pattern may grow to.
 _MAX_NODES = 10_000
 _REPEAT = re.compile(r"(.?)(?:\{(\d*)(?:,(\d*))?\}|\+)", re.DOTALL)
+#: Where case may be folded fully (to "SS", say), sets of characters become sets of texts and cost so much.
+_FOLDING_COST = 32
+#: Flags ``f`` or ``V1`` in a group, or a comment before them.
+_FOLDING = re.compile(r"\(\?[^:()<>=!&|P#]*[fV#]")
 
 
 class StopRegex:
@@ -116,7 +120,7 @@ def check_pattern(source: str) -> regex.Pattern[str]:
             (which would end every output before it begins), or searches backwards.
     """
     if _nodes(source) > _MAX_NODES:
-        raise ValueError("repeats too much")
+        raise ValueError("is too large with its repeats unrolled")
     try:
         pattern = regex.compile(source)
         empty = pattern.search("", timeout=_BUDGET)
@@ -150,4 +154,4 @@ def _nodes(source: str) -> int:
         else:
             # One more for the part that is repeated no matter how often.
             factor = min(factor * (count + 1), _MAX_NODES + 1)
-    return size * factor
+    return size * factor * (_FOLDING_COST if _FOLDING.search(source) else 1)

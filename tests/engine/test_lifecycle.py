@@ -227,6 +227,46 @@ async def test_a_detokenizer_that_raises_fails_its_own_request(make_engine: Make
         assert engine.ready
 
 
+@pytest.mark.parametrize("window", [0, 2])
+async def test_an_inline_device_that_panics_ends_every_stream(make_engine: MakeEngine, window: int) -> None:
+    """Panics of libraries in Rust are no ``Exception``."""
+
+    class Panic(BaseException):
+        pass
+
+    def fault(step: Step) -> None:
+        if step.id == 3:
+            raise Panic
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    engine = make_engine(fault=fault, launch_mode="inline", window=window)
+    await engine.start()
+    streams = [engine.generate([number], LONG) for number in range(1, 4)]
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*map(_await, streams), return_exceptions=True)
+    assert {type(result) for result in results} == {errors.EngineFailed}
+    assert engine.state is EngineState.FAILED
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("panic", [False, True])
+async def test_a_tokenizer_that_fails_ends_its_own_stream(make_engine: MakeEngine, panic: bool) -> None:
+    class Panic(BaseException):
+        pass
+
+    class Tokenizer(ToyTokenizer):
+        def encode(self, text: str) -> list[int]:
+            if text == "bad":
+                raise Panic if panic else Boom
+            return super().encode(text)
+
+    async with make_engine(tokenizer=Tokenizer) as engine:
+        async with asyncio.timeout(10):
+            with pytest.raises(errors.InvalidRequest, match="could not be tokenized"):
+                await engine.generate("bad", SHORT)
+        assert len((await engine.generate("good", SHORT)).token_ids) == 10
+
+
 async def test_a_lost_device_ends_every_stream_at_once(make_engine: MakeEngine, gate: Gate) -> None:
     device = ToyDevice(num_slots=16)
 

@@ -165,6 +165,9 @@ REFUSED = {
     "bomb in the open": "(?x) (?:a?) # [\n {99} {99} {99} b",
     "bomb of pluses": "(?:" * 60 + "a?" + ")+" * 60 + "b",
     "one large count": "(?:a|b?){1000000}c",
+    "folded sets": r"(?if)[\p{L}\p{N}]{2000}z",
+    "folded sets by default": r"(?V1i)[\p{L}\p{N}]{2000}z",
+    "folded sets well hidden": "(?x)(?i#:\nf)[\\p{L}\\p{N}]{2000}z",
     "a larger count": "a{" + "9" * 300 + "}",
 }
 
@@ -179,7 +182,14 @@ def test_what_is_no_pattern_or_too_large_a_one_is_refused_at_once(name: str) -> 
 
 def test_parameters_take_one_pattern_or_a_few() -> None:
     assert SamplingParams(stop_regex="a+b").stop_regex == ("a+b",)
-    ordinary = ["\n\n+", r"\d{3}-\d{4}", r"(?:\d{1,3}\.){3}\d{1,3}", r"```\s*$", ".{0,200}foo.{0,200}x"]
+    ordinary = [
+        r"(?if)stra[\xdfs]{1,2}e",
+        "\n\n+",
+        r"\d{3}-\d{4}",
+        r"(?:\d{1,3}\.){3}\d{1,3}",
+        r"```\s*$",
+        ".{0,200}foo.{0,200}x",
+    ]
     assert SamplingParams(stop_regex=ordinary).stop_regex == tuple(ordinary)
     for bad in (["a"] * 9, "a" * 513, [""], [1], 7, {"a": 1}):
         with pytest.raises(InvalidRequest, match="stop_regex"):
