@@ -95,7 +95,7 @@ class EngineConfig:
     )
     fast_forward: bool = _option(True, "take tokens that a grammar forces without computing them one by one")
     grammar_patience: float = _option(
-        0.01, "seconds that a step waits for late grammar masks before it goes on without their rows"
+        0.002, "seconds that a step waits for late grammar masks before it goes on without their rows"
     )
     launch_mode: Literal["thread", "inline"] = _option("thread", "where steps are launched")
     threads: int | None = _option(None, "CPU threads of the device; by default all cores")

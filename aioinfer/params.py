@@ -29,7 +29,8 @@ class Grammar:
     """What an output must look like.
 
     ``source`` is a JSON schema (``json_schema``, as text), a regular expression for the whole output
-    (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark (``lark``), or
+    (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark or in GBNF
+    (``lark``), or
     nothing at all (``json_object``: any JSON object). Whether it is well-formed is found out when it is
     compiled, off the event loop.
     """

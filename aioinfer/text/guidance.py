@@ -85,7 +85,7 @@ class GuidanceBackend:
                     raise ValueError("choices are a non-empty list of non-empty texts")
                 text = library.grammar_from_lark("start: " + " | ".join(map(_lark_literal, choices)))
             case "lark":
-                text = library.grammar_from_lark(grammar.source)
+                text = library.grammar_from_lark(_lark(grammar.source))
         return text
 
 
@@ -123,6 +123,19 @@ def check_depth(value: Any, depth: int = 0) -> None:
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for child in children:
         check_depth(child, depth + 1)
+
+
+def _lark(source: str) -> str:
+    """GBNF, as llama.cpp has it and vLLM and SGLang take it, becomes Lark; Lark stays what it is."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    if not source.strip():
+        raise ValueError("is empty")
+    try:
+        text: str = any_to_lark(source)
+    except GbnfToLarkError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
 def _is_text(value: Any) -> bool:

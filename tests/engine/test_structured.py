@@ -113,6 +113,7 @@ async def test_the_window_does_not_change_constrained_outputs(mode: Any) -> None
         (Grammar("choice", '["bcd", "dcb"]'), {"bcd", "dcb"}),
         (Grammar("regex", "[ab]{3}"), {a + b + c for a in "ab" for b in "ab" for c in "ab"}),
         (Grammar("lark", 'start: "x" ("y" | "z")'), {"xy", "xz"}),
+        (Grammar("lark", 'root ::= "x" end\nend ::= "y" | "z"'), {"xy", "xz"}),
     ],
     ids=lambda value: value.kind if isinstance(value, Grammar) else "",
 )
@@ -150,6 +151,8 @@ BAD = {
     "deep": Grammar("json_schema", '{"not": ' * 5000 + "{}" + "}" * 5000),
     "nested": Grammar("json_schema", '{"properties": {"a": ' * 100 + "{}" + "}}" * 100),
     "no lark": Grammar("lark", "start: a"),
+    "no gbnf": Grammar("lark", 'root ::= ( "a"'),
+    "empty lark": Grammar("lark", ""),
     "endless lark": Grammar("lark", "start: start"),
     "no choice": Grammar("choice", "[]"),
     "huge": Grammar("regex", "(" + "|".join(f"[a-z]{{{number}}}" for number in range(1, 4000)) + ")"),
