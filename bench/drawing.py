@@ -17,6 +17,7 @@ COLOURS = {
     "forward": "#54a24b",
     "mask": "#e45756",
     "sample": "#b279a2",
+    "copy": "#bab0ac",
 }
 
 
@@ -41,6 +42,13 @@ def draw(timeline: Timeline, path: Path, milliseconds: float = 30.0) -> None:
     axes.set_xlim(0, milliseconds)
     axes.set_xlabel("milliseconds")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    axes.legend(handles, list(COLOURS), ncol=8, loc="upper center", bbox_to_anchor=(0.5, 1.25), frameon=False)
+    axes.legend(
+        handles,
+        list(COLOURS),
+        ncol=len(COLOURS),
+        loc="upper center",
+        bbox_to_anchor=(0.5, 1.25),
+        frameon=False,
+    )
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

@@ -121,6 +121,15 @@ class Runner:
         wanted = tokens[[row for row, _ in packed.roster.logprobs]]
         return Sampled(tokens, logprobs, logprobs.of(torch.cat((wanted, score_ids))), forced)
 
+    def read(self, packed: Packed, sampled: Sampled, tensors: Sequence[torch.Tensor]) -> StepResult:
+        """The result of a step from its ``tensors``, which are on the host by now. What its grammars allow
+        next is being worked out from here on."""
+        start = now()
+        result = sampled.result(packed, tensors)
+        self._lane.add("copy", packed.step_id, start, now())
+        self.masks.advance_step(packed.grammars, packed.sample_rows, result.tokens)
+        return result
+
     def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow]) -> Constraints:
         """Apply the masks of this step, which were made while its forward ran."""
         found = self.masks.collect(grammars, len(logits))

@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 
 from aioinfer.execution.device import DeviceLost, Flight, Landed, StepResult
-from aioinfer.execution.masks import Masks
 from aioinfer.execution.packing import Packed
 from aioinfer.execution.runner import Runner, Sampled
 
@@ -41,9 +40,7 @@ class CpuBackend:
         sampled = self._runner.run(
             packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.roster.floats)
         )
-        result = sampled.result(packed, sampled.tensors())
-        self._runner.masks.advance_step(packed.grammars, packed.sample_rows, result.tokens)
-        return Landed(result)
+        return Landed(self._runner.read(packed, sampled, sampled.tensors()))
 
     def check(self) -> None:
         """A CPU is never lost."""
@@ -108,7 +105,7 @@ class CudaBackend:
             copies = [self._to_host(place, tensor) for tensor in sampled.tensors()]
             place.done.record(self._copy)
         # ``sampled`` is kept until the copy is done: its memory belongs to the forward stream.
-        self._newest = _CudaFlight(packed, copies, place.done, sampled, self._runner.masks)
+        self._newest = _CudaFlight(packed, copies, place.done, sampled, self._runner)
         return self._newest
 
     def _to_host(self, place: _PinnedBuffers, tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +124,7 @@ class CudaBackend:
 
 
 class _CudaFlight:
-    __slots__ = ("_copies", "_done", "_lock", "_masks", "_packed", "_result", "_sampled")
+    __slots__ = ("_copies", "_done", "_lock", "_packed", "_result", "_runner", "_sampled")
 
     def __init__(
         self,
@@ -135,9 +132,9 @@ class _CudaFlight:
         copies: list[torch.Tensor],
         done: torch.cuda.Event,
         sampled: Sampled,
-        masks: Masks,
+        runner: Runner,
     ) -> None:
-        self._masks = masks
+        self._runner = runner
         self._packed = packed
         self._copies = copies
         self._done = done
@@ -149,9 +146,7 @@ class _CudaFlight:
         with self._lock:
             if self._result is None:
                 self._done.synchronize()
-                packed = self._packed
-                self._result = self._sampled.result(packed, self._copies)
-                self._masks.advance_step(packed.grammars, packed.sample_rows, self._result.tokens)
+                self._result = self._runner.read(self._packed, self._sampled, self._copies)
             return self._result
 
 
