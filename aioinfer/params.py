@@ -30,16 +30,16 @@ class Grammar:
 
     ``source`` is a JSON schema (``json_schema``, as text), a regular expression for the whole output
     (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark or in GBNF
-    (``lark``), or
+    (``lark``), one of :class:`~aioinfer.text.tool_grammar.AnswerGrammar`'s making (``answer``), or
     nothing at all (``json_object``: any JSON object). Whether it is well-formed is found out when it is
     compiled, off the event loop.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "answer"]
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("json_schema", "json_object", "regex", "choice", "lark"):
+        if self.kind not in ("json_schema", "json_object", "regex", "choice", "lark", "answer"):
             raise InvalidRequest("grammar", f"{self.kind!r} is not a kind of grammar")
         if not isinstance(self.source, str):
             raise InvalidRequest("grammar", "must be given as text")

@@ -126,14 +126,18 @@ class Masks:
         state = row.state
         void = state.unsampled and not row.known
         state.unsampled = False
-        if state.failed is not None and not void:
-            found.outcomes[row.at] = BAD_GRAMMAR
-        elif void or state.at_work or state.position < row.position:
+        if void or state.at_work:
             found.outcomes[row.at] = DEFERRED
             state.unsampled = True
         elif state.forced and state.position == row.position + len(state.forced):
+            # Also where nothing can follow them: they may hold the end of the output.
             found.outcomes[row.at], found.forced[row.at] = FORCED, state.forced
             state.forced, state.unsampled = [], True
+        elif state.failed is not None:
+            found.outcomes[row.at] = BAD_GRAMMAR
+        elif state.position < row.position:
+            found.outcomes[row.at] = DEFERRED
+            state.unsampled = True
         elif state.position > row.position:
             state.failed = f"its grammar is at position {state.position}, not {row.position}"
             found.outcomes[row.at] = BAD_GRAMMAR

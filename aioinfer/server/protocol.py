@@ -6,6 +6,7 @@ ignored, because clients send bookkeeping (``metadata``, ``store``, ``user`` ...
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import time
@@ -249,8 +250,10 @@ def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
     """The same parameters for another choice: a given seed must not give the same text again."""
     if params.seed is None:
         return params
-    values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    return SamplingParams(**{**values, "seed": (params.seed + number) % 2**63})
+    # Nothing else is checked again: with large parameters and many choices that would take a second.
+    other = copy.copy(params)
+    object.__setattr__(other, "seed", (params.seed + number) % 2**63)
+    return other
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

@@ -117,13 +117,15 @@ class GrammarState:
         """The state of a new output whose first token is at ``position``, ready for it.
 
         So many tokens or more that leave no choice are taken without sampling them; 0: none are. Raises
-        InvalidRequest if there is no first token.
+        InvalidRequest if there is no first token; that none can follow later is no reason yet.
         """
         state = cls(backend, matcher, position, vocab_size, least_forced)
         state.follow()
         backend.fill([matcher], [state.mask])
         if matcher.error is not None or not state.mask.any():
-            raise InvalidRequest("grammar", matcher.error or "allows no output")
+            if not state.forced:
+                raise InvalidRequest("grammar", matcher.error or "allows no output")
+            state.failed = matcher.error or "its grammar allows no token here"
         return state
 
     def accept(self, token: int) -> None:

@@ -20,6 +20,10 @@ _MAX_DEPTH = 64
 #: some white space between the parts, as models like to write it, but not an output full of it
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 
+#: Where a greedy token must be followed by what it has swallowed, forced bytes have no end, and llguidance
+#: looks for them without a limit and without letting other threads run. The last such line counts.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+
 
 class GuidanceBackend:
     """llguidance for one tokenizer. Limits on fuel and size bound the time of every call."""
@@ -85,7 +89,9 @@ class GuidanceBackend:
                     raise ValueError("choices are a non-empty list of non-empty texts")
                 text = library.grammar_from_lark("start: " + " | ".join(map(_lark_literal, choices)))
             case "lark":
-                text = library.grammar_from_lark(_lark(grammar.source))
+                text = library.grammar_from_lark(_lark(grammar.source) + _NO_FORCING)
+            case "answer":
+                text = library.grammar_from_lark(grammar.source)
         return text
 
 

@@ -53,7 +53,7 @@ class AnswerGrammar:
             rules += self._calls(self.parser)
         if self.answer is not None:
             rules.append(f"answer: {_json(self.answer)}")
-        return Grammar("lark", "\n".join(rules))
+        return Grammar("answer", "\n".join(rules))
 
     def _calls(self, parser: type[ToolCallParser]) -> list[str]:
         opening = parser.write("").opening

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.masks import GrammarRow, Masks
@@ -73,6 +74,31 @@ async def test_fast_forward_saves_steps_and_changes_nothing(window: Any) -> None
     retracted, stats = await outputs(params(), window=window, retract=4)
     assert stats.retractions > 0
     assert retracted == plain
+
+
+@pytest.mark.parametrize("choices", [["nothing of the kind"], ["nothing of the kind", "all of that kind"]])
+async def test_a_dead_end_behind_forced_tokens_is_not_reached_before_them(choices: list[str]) -> None:
+    async def outcome(max_tokens: int, **config: Any) -> Any:
+        async with Engine(EngineConfig(threads=1, dtype="float32", **config)) as engine:
+            assert engine.tokenizer is not None
+            spelled = [engine.tokenizer.decode([token]) for token in range(engine.info.vocab_size)]
+            dead_end = [[token] for token, text in enumerate(spelled) if text.strip().startswith("k")]
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                grammar=Grammar("choice", json.dumps(choices)),
+                bad_words=dead_end,
+            )
+            try:
+                return (await engine.generate(PROMPT, params)).text
+            except errors.StepFailed as error:
+                return str(error)
+
+    for max_tokens in (6, 60):
+        plain = await outcome(max_tokens, fast_forward=False)
+        assert ("allows no token" in plain) == (max_tokens == 60)
+        for window in (0, 1, 2):
+            assert await outcome(max_tokens, window=window) == plain
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])

@@ -248,6 +248,19 @@ async def test_a_grammar_that_reaches_a_limit_fails_its_request_and_spoils_no_la
         await settle(engine)
 
 
+async def test_a_grammar_whose_forced_text_has_no_end_holds_nobody(make_engine: MakeEngine) -> None:
+    """``/b+/`` takes every b, so the one behind it never comes, and nothing but a b may. (Looking for the end
+    of that would stop the whole process.)"""
+    for source in ('start: /b+/ "b"', '%llguidance {"no_forcing": false}\nstart: /b+/ /b+/ // end'):
+        async with make_engine() as engine:
+            output = await engine.generate(
+                [1, 2], SamplingParams(max_tokens=10, grammar=Grammar("lark", source))
+            )
+            assert set(output.text) == {"b"}
+            assert output.finish_reason == "length"
+            await settle(engine)
+
+
 async def test_a_grammar_that_runs_into_a_wall_fails_its_own_request(make_engine: MakeEngine) -> None:
     """The toy's vocabulary has no capital letters: after the first one nothing can follow."""
     async with make_engine() as engine:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from aioinfer.params import SamplingParams
+from aioinfer.server.protocol import parse_completion
 from aioinfer.twin import ToyTokenizer, toy_generate
 from aioinfer.twin.toy import toy_logprob
 from tests.server.conftest import Serving
@@ -112,6 +113,14 @@ async def test_n_choices_differ_when_sampled_and_repeat_with_their_seed(serving:
         first, second = await ask(), await ask()
     assert first == second
     assert len(set(first)) > 1
+
+
+def test_the_parameters_of_further_choices_are_not_checked_again() -> None:
+    """Large ones, 128 times, would hold the loop for a second."""
+    body = {"prompt": "abc", "n": 3, "seed": 2**63 - 1, "logit_bias": {"5": 1}}
+    chosen = [params for _, params in parse_completion(body, SamplingParams(), "toy").choices()]
+    assert [params.seed for params in chosen] == [2**63 - 1, 0, 1]
+    assert all(params.logit_bias is chosen[0].logit_bias for params in chosen)
 
 
 async def test_bad_words_go_with_the_body(serving: Serving) -> None:
