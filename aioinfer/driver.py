@@ -138,6 +138,10 @@ class Driver:
         """Launch what may be launched, and resolve one step if it has landed."""
         flights, resolved = self._flights, False
         while not self._stopping:
+            if resolved and self._launcher.blocking:
+                # Consumers first: launching would compute the next step.
+                self.wake()
+                return
             if self._may_launch and (step := self._plan()) is not None:
                 self._launch(step)
             elif not flights:

@@ -103,6 +103,8 @@ class Engine:
         self._failure: BaseException | None = None
         #: streams whose prompts are being tokenized
         self._arriving: set[StreamCell] = set()
+        #: of the requests that the scheduler has, in the order in which it got them
+        self._open: dict[StreamCell, None] = {}
         self.default_params = SamplingParams()
 
     # -- life -----------------------------------------------------------------------------------
@@ -304,6 +306,7 @@ class Engine:
         self._core.submit(request)
         cell.request = request
         request.consumer = cell
+        self._open[cell] = None
         cell.notify()
         self._driver.wake()
 
@@ -352,10 +355,15 @@ class Engine:
             self._arriving.discard(cell)
             cell.error = make_error()
             self._ended(cell)
-        scheduler = self._core.scheduler
-        for request in scheduler.unfinished():
-            self._core.abort(request, make_error())
-            self._ended(_cell(request))
+        for cell in list(self._open):
+            assert cell.request is not None
+            try:
+                self._core.abort(cell.request, make_error())
+            except Exception:
+                _log.exception("%s could not be ended in good order", cell.request)
+            if not cell.request.finished:
+                cell.error = make_error()
+            self._ended(cell)
         self._set_drained()
 
     def _expire(self, cell: StreamCell, phase: str, seconds: float) -> None:
@@ -375,6 +383,7 @@ class Engine:
             self._driver.wake()
 
     def _ended(self, cell: StreamCell) -> None:
+        self._open.pop(cell, None)
         cell.cancel_timer()
         cell.notify()
         if self._drained is not None and not self._busy:

@@ -55,6 +55,10 @@ class Launcher(Protocol):
     #: when what was done; the engine adds what the loop does
     timeline: Timeline
 
+    @property
+    def blocking(self) -> bool:
+        """``launch`` returns when the step is done."""
+
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         """Open the device. Raises what opening raised."""
 
@@ -114,6 +118,9 @@ class _CompletionThread:
 
 class ThreadLauncher:
     """Launches on one dedicated thread, so that the loop never waits for a forward."""
+
+    #: as in Launcher
+    blocking = False
 
     def __init__(self, device: Device) -> None:
         self.timeline = Timeline()
@@ -220,6 +227,11 @@ class InlineLauncher:
         self._device = device
         self._loop: asyncio.AbstractEventLoop | None = None
         self._completion: _CompletionThread | None = None
+
+    @property
+    def blocking(self) -> bool:
+        """As in Launcher."""
+        return self._completion is None
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._loop = asyncio.get_running_loop()

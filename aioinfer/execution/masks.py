@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -71,6 +72,8 @@ class Masks:
         self._changed = threading.Condition()
         self._threaded = threaded
         self._workers = _Workers("aioinfer-masks", self._work)
+        #: work that somebody is at
+        self._batches: list[_Batch] = []
 
     def advance(self, rows: Sequence[GrammarRow], tokens: Sequence[int]) -> None:
         """These rows sampled these ``tokens`` (of all sampling rows): prepare the masks that follow."""
@@ -78,15 +81,15 @@ class Masks:
         for state, _ in work:
             state.at_work = True
         if not self._threaded:
-            self._work(work)
+            self._work(_Batch(work))
             return
         # Told apart before the first is handed over: a worker that is done may find its states slow.
         quick = [token for token in work if not token[0].slow]
         slow = [token for token in work if token[0].slow]
         if quick:
-            self._workers.put(quick)
+            self._workers.put(_Batch(quick))
         for token in slow:
-            self._workers.put([token])
+            self._workers.put(_Batch([token]))
 
     def advance_step(
         self, rows: Sequence[GrammarRow], sample_rows: Sequence[int], tokens: Sequence[int]
@@ -118,9 +121,18 @@ class Masks:
         ):
             for state in prompt:
                 state.slow = state.at_work
+            self._rescue()
         if alone and late and len(late) == len(rows):
             # Without any of them the step would be for nothing. But others may have come by now.
             self._changed.wait_for(lambda: not all(state.at_work for state in late), self._patience)
+
+    def _rescue(self) -> None:
+        """Take work away from threads that are stuck, all but what they are stuck in."""
+        for batch in self._batches:
+            if batch.tokens or batch.accepted:
+                self._workers.put(_Batch(list(batch.tokens), list(batch.accepted)))
+                batch.tokens.clear()
+                batch.accepted.clear()
 
     def _decide(self, row: GrammarRow, index: int, found: Constraints) -> None:
         state = row.state
@@ -144,26 +156,17 @@ class Masks:
         else:
             found.masks[index] = state.mask
 
-    def _work(self, work: list[_Token]) -> None:
+    def _work(self, batch: _Batch) -> None:
         """Accept tokens and fill masks, one call for all rows of a step with the same backend."""
-        start = time.monotonic()
-        groups: dict[int, list[GrammarState]] = {}
-        for state, token in work:
-            state.accept(token)
-            if state.failed is None:
-                groups.setdefault(id(state.backend), []).append(state)
-        masks: dict[int, npt.NDArray[np.int32]] = {}
-        for states in groups.values():
-            fresh = [np.zeros_like(state.mask) for state in states]
-            try:
-                states[0].backend.fill([state.matcher for state in states], fresh)
-            except Exception as error:
-                for state in states:
-                    state.failed = f"its grammar failed: {error}"
-            masks.update((id(state), mask) for state, mask in zip(states, fresh, strict=True))
-        slow = time.monotonic() - start > self._patience * len(work)
+        start, rows = time.monotonic(), len(batch.tokens) + len(batch.accepted)
         with self._changed:
-            for state, _ in work:
+            self._batches.append(batch)
+        while (states := self._accept(batch)) is None:
+            pass
+        masks = _fill([state for state in states if state.failed is None])
+        slow = time.monotonic() - start > self._patience * rows
+        with self._changed:
+            for state in states:
                 if state.failed is None:
                     state.mask = masks[id(state)]
                     # A limit that was reached may leave the end tokens allowed; that is no end.
@@ -175,20 +178,60 @@ class Masks:
                 state.at_work = False
             self._changed.notify_all()
 
+    def _accept(self, batch: _Batch) -> list[GrammarState] | None:
+        """Accept the next token; if there is none, the states whose masks are to be filled."""
+        with self._changed:
+            if not batch.tokens:
+                self._batches.remove(batch)
+                return batch.accepted
+            state, token = batch.tokens.popleft()
+        state.accept(token)
+        with self._changed:
+            batch.accepted.append(state)
+        return None
+
+
+class _Batch:
+    """Tokens for one thread to accept, and states for it to fill the masks of. Somebody may take them away,
+    until it has begun with the masks."""
+
+    __slots__ = ("accepted", "tokens")
+
+    def __init__(self, tokens: list[_Token], accepted: list[GrammarState] | None = None) -> None:
+        self.tokens = deque(tokens)
+        self.accepted: list[GrammarState] = [] if accepted is None else accepted
+
+
+def _fill(states: list[GrammarState]) -> dict[int, npt.NDArray[np.int32]]:
+    """The masks of ``states``, by their ids; what raises fails all with the same backend."""
+    groups: dict[int, list[GrammarState]] = {}
+    for state in states:
+        groups.setdefault(id(state.backend), []).append(state)
+    masks: dict[int, npt.NDArray[np.int32]] = {}
+    for group in groups.values():
+        fresh = [np.zeros_like(state.mask) for state in group]
+        try:
+            group[0].backend.fill([state.matcher for state in group], fresh)
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+            for state in group:
+                state.failed = f"its grammar failed: {error}"
+        masks.update((id(state), mask) for state, mask in zip(group, fresh, strict=True))
+    return masks
+
 
 class _Workers:
     """Daemon threads over one queue: one, and more while work is stuck, up to a few."""
 
-    def __init__(self, name: str, work: Callable[[list[_Token]], None]) -> None:
+    def __init__(self, name: str, work: Callable[[_Batch], None]) -> None:
         self._name = name
         self._work = work
-        self._inbox: SimpleQueue[list[_Token] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         #: pieces of work that nobody has finished
         self._open = 0
 
-    def put(self, work: list[_Token]) -> None:
+    def put(self, work: _Batch) -> None:
         with self._lock:
             self._open += 1
             if len(self._threads) < min(self._open, _MOST_THREADS):

@@ -136,7 +136,7 @@ class GrammarState:
                 return
             self.position += 1
             self.follow()
-        except Exception as error:
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
             self.failed = f"its grammar failed: {error}"
 
     def follow(self) -> None:

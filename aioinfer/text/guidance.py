@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ class GuidanceBackend:
             max_grammar_size=200_000,
             verbose_errors=False,
         )
-        self._executor = llguidance.LLExecutor(1)
+        #: an executor for every thread that calls, so that a slow call holds up no other
+        self._executors = threading.local()
 
     def compile(self, grammar: Grammar) -> Matcher:
         try:
@@ -64,7 +66,10 @@ class GuidanceBackend:
             return
         table = np.zeros((len(matchers), len(masks[0])), np.int32)
         places = [(matcher.library, at) for at, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
-        self._executor.unsafe_compute_mask_ptr(places, table.ctypes.data, table.shape[1] * 4, len(table))
+        executor = getattr(self._executors, "executor", None)
+        if executor is None:
+            executor = self._executors.executor = self._library.LLExecutor(1)
+        executor.unsafe_compute_mask_ptr(places, table.ctypes.data, table.shape[1] * 4, len(table))
         for mask, row in zip(masks, table, strict=True):
             mask[:] = row
 

@@ -18,6 +18,9 @@ class TimedLauncher:
     """Computes a step at the virtual moment at which it ends, not when it was launched, so that whatever
     the host did meanwhile to memory that the step uses shows up as a wrong result."""
 
+    #: as in Launcher
+    blocking = False
+
     def __init__(self, device: Device, step_time: Callable[[Step], float]) -> None:
         self.timeline = Timeline()
         self._device = device

@@ -326,3 +326,48 @@ def test_a_grammar_found_slow_while_work_is_handed_out_hears_of_each_token_once(
         )
     assert [state.matcher.accepted for state in states] == [[1, 2, 3]] * 2  # type: ignore[attr-defined]
     assert [state.position for state in states] == [8, 8]
+
+
+def test_who_shares_a_turn_with_a_stuck_grammar_gets_its_mask() -> None:
+    """Both before and after it: what a thread is not stuck in is taken away from it."""
+    masks = Masks(0.001)
+    matchers = [FakeMatcher(), FakeMatcher(), FakeMatcher()]
+    states = [state_of(matcher, 5) for matcher in matchers]
+    stuck = matchers[1]
+    stuck.hold.clear()
+    masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [1, 1, 1])
+    assert stuck.arrived.wait(10)
+    rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
+    assert masks.collect(rows, 4).outcomes[1] == DEFERRED
+    with masks._changed:
+        assert masks._changed.wait_for(lambda: not (states[0].at_work or states[2].at_work), 10)
+    assert states[1].at_work
+    stuck.hold.set()
+    with masks._changed:
+        assert masks._changed.wait_for(lambda: not states[1].at_work, 10)
+    assert [matcher.accepted for matcher in matchers] == [[1]] * 3
+    assert [state.position for state in states] == [6] * 3
+    masks.close()
+
+
+def test_a_grammar_that_panics_fails_its_own_row_and_no_thread() -> None:
+    class Panic(BaseException):
+        """As libraries in Rust raise them."""
+
+    class Panicking(FakeMatcher):
+        def accept(self, token: int) -> bool:
+            raise Panic
+
+    class PanickingBackend(FakeBackend):
+        def fill(self, matchers: Sequence[Any], masks: Sequence[npt.NDArray[np.int32]]) -> None:
+            raise Panic
+
+    masks = Masks(3600.0)
+    states = [state_of(FakeMatcher(), 5), state_of(Panicking(), 5), state_of(FakeMatcher(), 5)]
+    states[2].backend = PanickingBackend()  # type: ignore[assignment]
+    masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [1, 1, 1])
+    rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
+    assert masks.collect(rows, 3).outcomes == {1: BAD_GRAMMAR, 2: BAD_GRAMMAR}
+    masks.advance([GrammarRow(0, states[0], 6, known=False)], [1])
+    assert not masks.collect([GrammarRow(0, states[0], 7, known=False)], 1).outcomes
+    masks.close()

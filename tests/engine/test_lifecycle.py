@@ -345,3 +345,32 @@ async def test_a_full_queue_rejects(make_engine: MakeEngine, gate: Gate) -> None
 
 async def _await(stream: object) -> object:
     return await stream  # type: ignore[misc]
+
+
+async def test_a_scheduler_that_is_broken_leaves_nobody_waiting(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    await engine.start()
+    streams = [engine.generate([number], SamplingParams(max_tokens=5 + number)) for number in range(1, 7)]
+    streams.append(engine.generate("text", LONG))
+
+    def broken(self: Any, request: Any) -> None:
+        raise Boom("pages are nowhere to be found")
+
+    monkeypatch.setattr("aioinfer.scheduling.memory.Memory.release", broken)
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*map(_await, streams), return_exceptions=True)
+    assert {type(result) for result in results} == {errors.EngineFailed}
+    assert engine.state is EngineState.FAILED
+    streams[0].close()
+    await engine.aclose()
+
+
+async def test_inline_consumers_come_before_the_next_step(make_engine: MakeEngine) -> None:
+    device = ToyDevice(num_slots=8)
+    async with make_engine(device=device, launch_mode="inline", window=0, tokenizer=None) as engine:
+        steps = [
+            device.steps async for _ in engine.generate([1, 2], SamplingParams(max_tokens=6, ignore_eos=True))
+        ]
+    assert steps == [1, 2, 3, 4, 5, 6]
