@@ -163,6 +163,19 @@ def _combine_kernel(
     tl.store(at, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+def _num_splits(longest: int, window: int | None, tuning: DecodeTuning) -> int:
+    """Splits that suffice for any row of up to ``longest`` positions."""
+    if window is not None:
+        longest = min(longest, window + tuning.block_n)
+    return min(tuning.max_splits, -(-longest // tuning.split_size))
+
+
+def _scratch(parts: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for ``parts`` partial results and their weights."""
+    scratch = torch.empty(parts * (head_dim + 1), dtype=torch.float32, device=device)
+    return scratch[: parts * head_dim], scratch[parts * head_dim :]
+
+
 def paged_decode(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -201,16 +214,10 @@ def paged_decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if rows == 0:
         return out
-    group = num_heads // kv_heads
-    heads = min(group, 64)
-    longest = block_table.shape[1] * page_size
-    if window is not None:
-        longest = min(longest, window + tuning.block_n)
-    splits = min(tuning.max_splits, -(-longest // tuning.split_size))
+    heads = min(group := num_heads // kv_heads, 64)
+    splits = _num_splits(block_table.shape[1] * page_size, window, tuning)
     direct = splits == 1
-    scratch = out.new_empty(0 if direct else rows * num_heads * splits * (head_dim + 1), dtype=torch.float32)
-    weights = rows * num_heads * splits * head_dim
-    partial, lse = scratch[:weights], scratch[weights:]
+    partial, lse = _scratch(0 if direct else rows * num_heads * splits, head_dim, q.device)
     inner, outer = score_factors(scale, soft_cap)
     cut = {"WINDOW": window or 0, "SPLIT": tuning.split_size, "MAX_SPLITS": tuning.max_splits}
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": tile_dim(head_dim), "BLOCK_N": tuning.block_n}
