@@ -75,9 +75,12 @@ class Problem:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         extra_pages: int = 1,
+        window: int | None = None,
         seed: int = 0,
     ) -> Problem:
-        """Rows of (q_len, kv_len). The page table is ``extra_pages`` wider than the longest row."""
+        """Rows of (q_len, kv_len). The page table is ``extra_pages`` wider than the longest row. What a
+        ``window`` keeps from all of a row's queries holds NaN as well.
+        """
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-kv // page_size) for _, kv in rows]
         free = list(range(1, sum(counts) + 3))
@@ -85,10 +88,10 @@ class Problem:
         table = torch.zeros(len(rows), max(counts, default=0) + extra_pages, dtype=torch.int64)
         shape = (sum(counts) + 3, page_size, kv_heads, head_dim)
         keys, values = (torch.full(shape, float("nan")) for _ in range(2))
-        for row, (count, (_, kv)) in enumerate(zip(counts, rows, strict=True)):
+        for row, (count, (q_len, kv)) in enumerate(zip(counts, rows, strict=True)):
             pages = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int64)
             table[row, :count] = pages
-            for position in range(kv):
+            for position in range(0 if window is None else max(0, kv - q_len + 1 - window), kv):
                 at = pages[position // page_size], position % page_size
                 keys[at] = torch.randn(kv_heads, head_dim, generator=generator)
                 values[at] = torch.randn(kv_heads, head_dim, generator=generator)

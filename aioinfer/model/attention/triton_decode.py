@@ -54,6 +54,8 @@ class DecodeTuning:
     def __post_init__(self) -> None:
         if self.block_n < 16 or self.block_n & (self.block_n - 1) or self.split_size % self.block_n:
             raise ValueError(f"block_n {self.block_n} and split_size {self.split_size} do not fit")
+        if self.max_splits < 1:
+            raise ValueError("a row needs a split")
 
     @classmethod
     def of(cls, head_dim: int, dtype: torch.dtype) -> DecodeTuning:
