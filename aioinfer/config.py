@@ -57,6 +57,9 @@ class EngineConfig:
         "auto", "weights and activations; auto takes what the checkpoint says"
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto takes cuda where there is one")
+    attention: Literal["auto", "triton", "sdpa"] = _option(
+        "auto", "attention kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"
+    )
     max_model_len: int | None = _option(None, "longest prompt plus output in tokens")
     page_size: int = _option(16, "KV positions per page")
     num_pages: int | None = _option(None, "KV pages; by default from the memory budget")

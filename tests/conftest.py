@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -12,6 +13,11 @@ import uvloop
 # One thread per torch process, subprocesses included: on a busy machine a second one makes each step
 # wait for the slower of the two, many times over. Set before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Without a GPU, Triton kernels run in its interpreter. Triton makes its own functions for one or the other
+# when it is imported, which transformers does too, so a process must know before that.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_asyncio_loop_factories(

@@ -46,8 +46,8 @@ class TorchDevice:
         from aioinfer.execution.relay import Relay
         from aioinfer.execution.runner import Runner
         from aioinfer.execution.streams import CpuBackend, CudaBackend
+        from aioinfer.model.attention.choice import choose_attention, make_attention
         from aioinfer.model.attention.pool import KVPool
-        from aioinfer.model.attention.sdpa import SDPAAttention
         from aioinfer.model.loader import load_model
         from aioinfer.sampling.sampler import Sampler
 
@@ -65,6 +65,7 @@ class TorchDevice:
                 progress=progress,
             )
             spec = model.spec
+            choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention)
             num_pages, max_model_len = _size_pool(config, spec, device)
             pool = KVPool(
                 num_layers=spec.num_layers,
@@ -79,7 +80,7 @@ class TorchDevice:
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
         runner = Runner(
             model,
-            SDPAAttention(pool),
+            make_attention(pool, choice),
             Sampler(config.num_slots, spec.vocab_size, device),
             Relay(config.num_slots, device),
             self._masks,
@@ -94,7 +95,7 @@ class TorchDevice:
             max_model_len=max_model_len,
             num_pages=num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            description=_describe(spec, device, num_pages * config.page_size),
+            description=_describe(spec, device, num_pages * config.page_size, choice.kernels),
         )
 
     def prepare(self, step: Step) -> Packed:
@@ -174,7 +175,8 @@ def _kv_budget(config: EngineConfig, device: torch.device) -> int:
     return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
 
 
-def _describe(spec: ModelSpec, device: torch.device, capacity: int) -> str:
+def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str) -> str:
     dtype = str(spec.dtype).removeprefix("torch.")
     size = spec.num_parameters / 1e6
-    return f"{spec.architecture}, {size:.1f} M parameters, {dtype} on {device.type}, {capacity} KV positions"
+    model = f"{spec.architecture}, {size:.1f} M parameters, {dtype} on {device.type}"
+    return f"{model}, {kernels} attention, {capacity} KV positions"

@@ -1,0 +1,78 @@
+"""Which attention kernels a pool gets, and why. The one place where that is decided."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.model.attention.base import Attention
+from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.sdpa import SDPAAttention
+
+__all__ = ["Choice", "choose_attention", "make_attention"]
+
+_LARGEST_HEAD = 256
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: what tensor cores with bfloat16 came with (Ampere)
+_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernels that run, and the reason in words for people."""
+
+    kernels: Literal["triton", "sdpa"]
+    reason: str
+
+
+def choose_attention(
+    device: torch.device,
+    head_dim: int,
+    dtype: torch.dtype,
+    wanted: Literal["auto", "triton", "sdpa"] = "auto",
+) -> Choice:
+    """``auto`` is Triton on a CUDA device that it compiles for, else torch's own kernels.
+
+    Raises ConfigError if Triton is wanted where it cannot run. On a CPU it can if its interpreter was
+    chosen, which is for tests: it is about a thousand times slower.
+    """
+    if wanted == "sdpa":
+        return Choice("sdpa", "asked for")
+    if wanted == "auto" and device.type != "cuda":
+        return Choice("sdpa", f"the device is a {device.type}")
+    obstacle = _obstacle(device, head_dim, dtype)
+    if obstacle is None:
+        return Choice("triton", "asked for" if wanted == "triton" else "the device is CUDA")
+    if wanted == "triton":
+        raise ConfigError(f"attention: triton was asked for, and {obstacle}")
+    return Choice("sdpa", obstacle)
+
+
+def make_attention(pool: KVPool, choice: Choice) -> Attention:
+    """The kernels of ``choice`` over ``pool``."""
+    if choice.kernels == "sdpa":
+        return SDPAAttention(pool)
+    from aioinfer.model.attention.triton_attention import TritonAttention
+
+    return TritonAttention(pool)
+
+
+def _obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
+    """What keeps Triton's kernels from running there, if anything does."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if head_dim > _LARGEST_HEAD:
+        return f"heads of size {head_dim} are larger than {_LARGEST_HEAD}"
+    if dtype not in _TYPES:
+        return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return "the device is older than compute capability {}.{}".format(*_CAPABILITY)
+    from aioinfer.model.attention.triton_common import INTERPRETED
+
+    if (device.type == "cuda") == INTERPRETED:
+        return "TRITON_INTERPRET is " + ("set" if INTERPRETED else "not set, without which it needs CUDA")
+    return None

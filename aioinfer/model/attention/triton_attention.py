@@ -1,0 +1,118 @@
+"""TritonAttention: the project's attention on its own Triton kernels, for CUDA.
+
+A layer's call is three or four launches, with nothing read back from the device: keys and values are
+stored, decode rows go through split-KV decode (two launches if contexts may be long), the other rows of
+the step through the prefill kernel. Everything that changes from step to step is read on the device, and
+the grids follow from the shapes of the tensors; so the decode part can be captured in a CUDA graph.
+
+A decode row has the same bits in any batch, and a prompt's token the same under any chunking. A token has
+not the same bits as decode and as prefill row: their sums are cut differently.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.triton_decode import DecodeTuning, paged_decode
+from aioinfer.model.attention.triton_prefill import PrefillTuning, paged_prefill
+from aioinfer.model.batch import Batch
+
+__all__ = ["TritonAttention", "store_kv"]
+
+
+class TritonAttention:
+    """See :class:`~aioinfer.model.attention.base.Attention`."""
+
+    __slots__ = ("_decode", "_pool", "_prefill")
+
+    def __init__(
+        self, pool: KVPool, *, decode: DecodeTuning | None = None, prefill: PrefillTuning | None = None
+    ) -> None:
+        head_dim, dtype = pool.keys[0].shape[-1], pool.keys[0].dtype
+        self._pool = pool
+        self._decode = decode or DecodeTuning.of(head_dim, dtype)
+        self._prefill = prefill or PrefillTuning.of(head_dim, dtype)
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        block: int = 1,
+    ) -> torch.Tensor:
+        """As the interface says, and more.
+
+        Args:
+            soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
+            block: a token sees everything up to the end of its own block of so many positions, as far as
+                the row goes; 1 is causal.
+        """
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        store_kv(k, v, keys, values, batch.slot_mapping)
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        table, kv_len, decodes = batch.block_table, batch.kv_len, batch.num_decodes
+        if decodes:
+            paged_decode(
+                q[:decodes], keys, values, table[:decodes], kv_len[:decodes],
+                scale=scale, window=window, soft_cap=soft_cap, out=out[:decodes], tuning=self._decode,
+            )  # fmt: skip
+        if decodes < len(kv_len):
+            paged_prefill(
+                q, keys, values, table[decodes:], batch.cu_q[decodes:], kv_len[decodes:],
+                num_tokens=len(q) - decodes, scale=scale, window=window, soft_cap=soft_cap, block=block,
+                out=out, tuning=self._prefill,
+            )  # fmt: skip
+        return out
+
+
+@triton.jit(do_not_specialize=["slot_mapping"])
+def _store_kernel(
+    k: tl.tensor, v: tl.tensor, keys: tl.tensor, values: tl.tensor, slot_mapping: tl.tensor,
+    stride_k_token: tl.tensor, stride_k_head: tl.tensor, stride_v_token: tl.tensor, stride_v_head: tl.tensor,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy one token's keys and values, HEADS x HEAD_DIM each, to its cell. Grid (tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    cell = tl.load(slot_mapping + token).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    wanted = (head < HEADS) & (dim < HEAD_DIM)
+    to = (cell * HEADS + head) * HEAD_DIM + dim
+    key = tl.load(k + token * stride_k_token + head * stride_k_head + dim, mask=wanted)
+    value = tl.load(v + token * stride_v_token + head * stride_v_head + dim, mask=wanted)
+    tl.store(keys + to, key, mask=wanted)
+    tl.store(values + to, value, mask=wanted)
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write k and v [T, num_kv_heads, head_dim] to cells [T] of keys and values [pages, page_size, ...].
+
+    k and v may be slices of one projection; keys and values are contiguous. Of several tokens with the
+    same cell, as padding has it, any one stays.
+    """
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("the pool must be contiguous")
+    k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (k, v))
+    tokens, heads, head_dim = k.shape
+    _store_kernel[(tokens,)](
+        k, v, keys, values, slot_mapping, *k.stride()[:2], *v.stride()[:2],
+        HEADS=heads, BLOCK_H=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip

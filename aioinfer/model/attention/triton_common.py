@@ -1,0 +1,143 @@
+"""What the Triton kernels share: one step of attention with running softmax over a tile of paged keys.
+
+A program holds a tile of M queries (tokens x heads of one KV head's group, packed so that the matrix unit
+is filled also when there is one token) and walks over its row's keys, BLOCK_N positions at a time:
+
+    scores[M, N] = q[M, D] . k[N, D]^T           new peak = max(peak, scores)
+    total = total * 2^(peak - new) + sum 2^(scores - new)
+    acc[M, D] = acc * 2^(peak - new) + 2^(scores - new) . v[N, D]
+
+the running softmax of Milakov and Gimelshein (arXiv 1805.02867) as FlashAttention-2 uses it (Dao, arXiv
+2307.08691), in base 2 because the hardware's exponential is. Pages are those of PagedAttention (Kwon et
+al., arXiv 2309.06180); packing tokens and heads into one tile is an idea of vLLM's unified Triton kernel
+(arXiv 2511.11581).
+
+Tiles begin at multiples of BLOCK_N counted from position 0 of the sequence, whatever the row or the batch:
+a query meets the same keys in the same groups in any company and under any chunking. Cells that no query
+of the tile may see are not read at all, since what other requests leave there may be NaN.
+
+Under ``TRITON_INTERPRET=1``, set before triton is first imported, the kernels run in Python on CPU
+tensors. The interpreter keeps bfloat16 as bare bits and cannot multiply it, so operands are widened there;
+products of such numbers are exact in float32, hence the arithmetic is that of the hardware.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["INTERPRETED", "attend_tile", "check_layout", "normalized", "score_factors", "tile_dim"]
+
+
+@triton.jit
+def _dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+    """acc + a @ b, accumulated in float32; float32 operands are not rounded to TF32."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _capped(scores: tl.tensor, inner: tl.tensor, outer: tl.tensor) -> tl.tensor:
+    """outer * tanh(scores * inner), from an exponential that cannot overflow."""
+    scaled = scores * inner
+    shrunk = tl.exp2(-2.8853900817779268 * tl.abs(scaled))  # exp(-2 |x|)
+    tanh = (1.0 - shrunk) / (1.0 + shrunk)
+    return outer * tl.where(scaled < 0.0, -tanh, tanh)
+
+
+@triton.jit
+def _cell_offsets(
+    table: tl.tensor, start: tl.tensor, key: tl.tensor, inside: tl.tensor,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Where the cells of positions ``key`` = start + [0, BLOCK_N) begin, int64 [BLOCK_N].
+
+    A tile within one page costs one look-up; otherwise each position looks up its own.
+    """
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+    else:
+        page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    return (page * PAGE_SIZE + key % PAGE_SIZE) * STRIDE
+
+
+@triton.jit
+def attend_tile(
+    q: tl.tensor, acc: tl.tensor, peak: tl.tensor, total: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, table: tl.tensor,
+    start: tl.tensor, first: tl.tensor, stop: tl.tensor, low: tl.tensor, high: tl.tensor,
+    inner: tl.tensor, outer: tl.tensor,
+    STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Let ``q`` [M, BLOCK_D] meet positions [start, start + BLOCK_N); new (acc, peak, total).
+
+    ``keys`` and ``values`` point at the KV head of a contiguous pool whose cells are STRIDE elements apart,
+    ``table`` at the row's page table. Query m sees
+    [low[m], high[m]); all of them together [first, stop), and nothing else is read. Without MASKED every
+    query sees the whole tile.
+    """
+    key = start + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    inside = (key >= first) & (key < stop)
+    cells = _cell_offsets(table, start, key, inside, PAGE_SIZE, BLOCK_N, STRIDE)
+    offsets = cells[:, None] + dim[None, :]
+    if MASKED:
+        wanted = inside[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(keys + offsets, mask=wanted, other=0.0)
+        v = tl.load(values + offsets, mask=wanted, other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        wanted = (dim < HEAD_DIM)[None, :]
+        k = tl.load(keys + offsets, mask=wanted, other=0.0)
+        v = tl.load(values + offsets, mask=wanted, other=0.0)
+    else:
+        k = tl.load(keys + offsets)
+        v = tl.load(values + offsets)
+    scores = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), WIDEN)
+    scores = _capped(scores, inner, outer) if SOFT_CAP else scores * outer
+    if MASKED:
+        seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # A query that has seen nothing yet: no -inf minus -inf.
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = _dot(weights.to(v.dtype), v, acc * decay[:, None], WIDEN)
+    return acc, new_peak, total
+
+
+@triton.jit
+def normalized(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """The weighted mean; zeros for a query that saw nothing."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+#: whether kernels run in Triton's interpreter, on CPU tensors
+INTERPRETED = not isinstance(normalized, triton.JITFunction)
+
+
+def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """(inner, outer) such that ``outer * f(inner * q.k)`` is the score in base 2, f being tanh or absent."""
+    if soft_cap is None:
+        return 1.0, scale * math.log2(math.e)
+    return scale / soft_cap, soft_cap * math.log2(math.e)
+
+
+def tile_dim(head_dim: int) -> int:
+    """Width of a tile that holds a head: a power of two, and no less than a matrix product takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def check_layout(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raises ValueError if kernels cannot go there: q [T, heads, D], pool [pages, size, kv_heads, D]."""
+    if q.stride(2) != 1 or not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("heads and the pool must be contiguous")
+    if q.shape[1] % keys.shape[2] or q.shape[2] != keys.shape[3]:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys.shape)}")

@@ -1,0 +1,239 @@
+"""Decode: one query per row against a long paged context, the context split among programs.
+
+With one token per row there is one tile of queries per (row, KV head), too few programs to fill a device
+when the batch is small. So each row's context is cut into splits that are attended to on their own and
+put together afterwards (Flash-Decoding, Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding):
+
+    positions of a row    0 ......... 255 | 256 ....... 511 | 512 .. 700        (window: begins later)
+                              split 0           split 1         split 2
+    programs (head, row, split)  |                 |               |            further splits exit at once
+                           partial[0], lse[0]   [1]             [2]
+    combine (head, row)          `---- weighted by 2^(lse - max lse) ----'  ->  out
+
+The length of a split follows from the row's own length alone: ``split_size``, or so much more that
+``max_splits`` suffice. Hence a row's bits do not depend on its company; and the grid follows from the
+shape of the page table, so that the launch can be captured in a CUDA graph whose lengths and page tables
+then change on the device. With a page table so narrow that one split holds any row, the result is written
+directly; it has the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from aioinfer.model.attention.triton_common import (
+    INTERPRETED,
+    attend_tile,
+    check_layout,
+    normalized,
+    score_factors,
+    tile_dim,
+)
+
+__all__ = ["DecodeTuning", "paged_decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """How the work is cut. All but the last two change the order of additions, hence the last bits."""
+
+    #: least positions of a split; a multiple of ``block_n``
+    split_size: int = 256
+    #: most splits of a row; bounds the grid and the memory for partial results
+    max_splits: int = 16
+    #: positions per tile, a power of two, at least 16
+    block_n: int = 64
+    num_warps: int = 4
+    #: the look-up of the page is a stage, too
+    num_stages: int = 5
+
+    def __post_init__(self) -> None:
+        if self.block_n < 16 or self.block_n & (self.block_n - 1) or self.split_size % self.block_n:
+            raise ValueError(f"block_n {self.block_n} and split_size {self.split_size} do not fit")
+        if self.max_splits < 1:
+            raise ValueError("a row needs a split")
+
+    @classmethod
+    def of(cls, head_dim: int, dtype: torch.dtype) -> DecodeTuning:
+        """Tiles of keys and values of 32 KiB together, two of them in flight: compiled for sm_90 that takes
+        72 KiB of shared memory and about 128 registers, hence three programs per multiprocessor.
+
+        float32, which has no matrix unit, is kept small enough for the registers.
+        """
+        if dtype.itemsize == 4:
+            return cls(block_n=16)
+        return cls(block_n=32 if head_dim > 128 else 64)
+
+
+@triton.jit
+def _split(
+    length: tl.tensor, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """(first position that is seen, where split 0 begins, length of a split, number of splits)."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    begin = first // BLOCK_N * BLOCK_N
+    even = tl.cdiv(tl.cdiv(length - begin, MAX), BLOCK_N) * BLOCK_N
+    size = tl.maximum(even, SPLIT)
+    return first, begin, size, tl.cdiv(length - begin, size)
+
+
+# Arguments whose alignment or value changes from step to step must not select another compilation.
+@triton.jit(do_not_specialize=["table", "kv_len", "lse", "stride_table", "num_splits"])
+def _decode_kernel(
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, kv_len: tl.tensor,
+    out: tl.tensor, partial: tl.tensor, lse: tl.tensor,
+    inner: tl.tensor, outer: tl.tensor, num_splits: tl.tensor, stride_table: tl.tensor,
+    stride_q_row: tl.tensor, stride_q_head: tl.tensor, stride_out_row: tl.tensor, stride_out_head: tl.tensor,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    DIRECT: tl.constexpr, SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr,
+) -> None:  # fmt: skip
+    """One split of one row for up to HEADS heads of a KV head's group.
+
+    Grid (KV heads x blocks of their group, rows, splits): heads vary fastest, since the heads of one cell
+    lie next to each other. DIRECT writes ``out``; otherwise ``partial`` float32 [rows, NUM_HEADS, splits,
+    HEAD_DIM], normalized, and ``lse`` [rows, NUM_HEADS, splits], the base-2 logarithm of its weight.
+    """
+    blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    kv_head = tl.program_id(0) // blocks
+    length = tl.load(kv_len + row).to(tl.int32)
+    first, begin, size, count = _split(length, WINDOW, SPLIT, MAX_SPLITS, BLOCK_N)
+    if not DIRECT:  # noqa: SIM102 - decided at compile time, the other one at run time
+        if split >= count:
+            return
+    member = tl.program_id(0) % blocks * HEADS + tl.arange(0, BLOCK_M)
+    valid = (tl.arange(0, BLOCK_M) < HEADS) & (member < GROUP)
+    head = kv_head * GROUP + member
+    dim = tl.arange(0, BLOCK_D)
+    wanted = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    at = q + row * stride_q_row + head[:, None] * stride_q_head + dim[None, :]
+    tile = tl.load(at, mask=wanted, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    low = tl.zeros([BLOCK_M], tl.int32) + first
+    high = tl.zeros([BLOCK_M], tl.int32) + length
+    begin += split * size
+    for start in tl.range(begin, tl.minimum(begin + size, length), BLOCK_N):
+        acc, peak, total = attend_tile(
+            tile, acc, peak, total, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
+            table + row * stride_table, start, first, length, low, high, inner, outer,
+            NUM_HEADS // GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SOFT_CAP, True, WIDEN,
+        )  # fmt: skip
+    result = normalized(acc, total)
+    if DIRECT:
+        at = out + row * stride_out_row + head[:, None] * stride_out_head + dim[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=wanted)
+    else:
+        part = (row * NUM_HEADS + head) * num_splits + split
+        tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=wanted)
+        tl.store(lse + part, peak + tl.log2(total), mask=valid)
+
+
+@triton.jit(do_not_specialize=["kv_len", "lse", "num_splits"])
+def _combine_kernel(
+    partial: tl.tensor, lse: tl.tensor, kv_len: tl.tensor, out: tl.tensor,
+    num_splits: tl.tensor, stride_out_row: tl.tensor, stride_out_head: tl.tensor,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+) -> None:  # fmt: skip
+    """The splits of one (head, row), weighted. BLOCK_S does not depend on the batch, nor do the sums."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    _, _, _, count = _split(tl.load(kv_len + row).to(tl.int32), WINDOW, SPLIT, MAX_SPLITS, BLOCK_N)
+    split = tl.arange(0, BLOCK_S)
+    dim = tl.arange(0, BLOCK_D)
+    valid = split < count
+    part = (row * NUM_HEADS + head) * num_splits + split
+    weight = tl.load(lse + part, mask=valid, other=float("-inf"))
+    peak = tl.max(weight, 0)
+    weight = tl.exp2(weight - tl.where(peak == float("-inf"), 0.0, peak))
+    total = tl.sum(weight, 0)
+    wanted = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    value = tl.load(partial + part[:, None] * HEAD_DIM + dim[None, :], mask=wanted, other=0.0)
+    result = tl.sum(value * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    at = out + row * stride_out_row + head * stride_out_head + dim
+    tl.store(at, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def _num_splits(longest: int, window: int | None, tuning: DecodeTuning) -> int:
+    """Splits that suffice for any row of up to ``longest`` positions."""
+    if window is not None:
+        longest = min(longest, window + tuning.block_n)
+    return min(tuning.max_splits, -(-longest // tuning.split_size))
+
+
+def _scratch(parts: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for ``parts`` partial results and their weights."""
+    scratch = torch.empty(parts * (head_dim + 1), dtype=torch.float32, device=device)
+    return scratch[: parts * head_dim], scratch[parts * head_dim :]
+
+
+def paged_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    out: torch.Tensor | None = None,
+    tuning: DecodeTuning | None = None,
+) -> torch.Tensor:
+    """Attention of one query per row, which stands at position ``kv_len - 1``.
+
+    Nothing is read back from the device. Scratch memory comes from torch's allocator, so a captured launch
+    has its own.
+
+    Args:
+        q: [R, num_heads, head_dim], heads contiguous; float32, float16 or bfloat16.
+        keys, values: [pages, page_size, num_kv_heads, head_dim], of q's type.
+        block_table: [R, P] pages of each row, any integer type.
+        kv_len: [R] positions of each row, its own included; 0 marks a row without work, whose output is 0.
+        scale: factor of the dot products.
+        window: the last so many positions only.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118).
+        out: where to write, [R, num_heads, head_dim].
+
+    Returns:
+        [R, num_heads, head_dim]
+    """
+    check_layout(q, keys, values)
+    rows, num_heads, head_dim = q.shape
+    page_size, kv_heads = keys.shape[1:3]
+    tuning = tuning or DecodeTuning.of(head_dim, q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if rows == 0:
+        return out
+    heads = min(group := num_heads // kv_heads, 64)
+    splits = _num_splits(block_table.shape[1] * page_size, window, tuning)
+    direct = splits == 1
+    partial, lse = _scratch(0 if direct else rows * num_heads * splits, head_dim, q.device)
+    inner, outer = score_factors(scale, soft_cap)
+    cut = {"WINDOW": window or 0, "SPLIT": tuning.split_size, "MAX_SPLITS": tuning.max_splits}
+    shape = {"HEAD_DIM": head_dim, "BLOCK_D": tile_dim(head_dim), "BLOCK_N": tuning.block_n}
+    _decode_kernel[(kv_heads * -(-group // heads), rows, splits)](
+        q, keys, values, block_table, kv_len, out, partial, lse, inner, outer, splits,
+        block_table.stride(0), *q.stride()[:2], *out.stride()[:2],
+        NUM_HEADS=num_heads, GROUP=group, HEADS=heads, BLOCK_M=max(16, triton.next_power_of_2(heads)),
+        PAGE_SIZE=page_size, DIRECT=direct, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED, **shape, **cut,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+    )  # fmt: skip
+    if not direct:
+        _combine_kernel[(num_heads, rows)](
+            partial, lse, kv_len, out, splits, *out.stride()[:2],
+            NUM_HEADS=num_heads, BLOCK_S=triton.next_power_of_2(tuning.max_splits), **shape, **cut,
+            num_warps=4,
+        )  # fmt: skip
+    return out

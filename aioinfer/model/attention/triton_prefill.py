@@ -1,0 +1,218 @@
+"""Prefill and extend: packed rows of any length over paged contexts, causal or by diffusion blocks.
+
+Queries of a row and the heads of one KV head's group make tiles of BLOCK_M = BLOCK_Q tokens x heads. What
+a query sees ends with its own block of ``block`` positions, counted from the start of the sequence: with 1
+that is causal attention, with a diffusion model's block size every token of a block sees the whole block
+(block diffusion, Arriola et al., arXiv 2503.09573) as far as it is written. A row's queries are the last
+of its positions, a decode being a row of one:
+
+                    keys 0 1 2 3 | 4 5 6 7 | 8 9            row with kv_len 10, q_len 4
+    query 6, block 1:    x x x x   x x x                     block 4:  x x x x   x x x x
+          7              x x x x   x x x x                             x x x x   x x x x
+          8              x x x x   x x x x   x                         x x x x   x x x x   x x
+          9              x x x x   x x x x   x x                       x x x x   x x x x   x x
+
+The tiles of all rows are numbered so that a program finds its row by bisection in ``cu_q``: row r begins
+at tile ``cu_q[r] // BLOCK_Q + r``, which leaves room enough since a sum of floors, one up per row, is no
+less than the ceilings. So the grid follows from the numbers of tokens and rows, and nothing is read back
+from the device (the idea is vLLM's, arXiv 2511.11581). The last tiles, which look back furthest, start first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from aioinfer.model.attention.triton_common import (
+    INTERPRETED,
+    attend_tile,
+    check_layout,
+    normalized,
+    score_factors,
+    tile_dim,
+)
+
+__all__ = ["PrefillTuning", "paged_prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """How the work is cut. ``block_n`` is in the order of additions, hence in the last bits."""
+
+    #: queries per tile, tokens times heads; a power of two, at least 16
+    block_m: int = 128
+    #: positions per tile, a power of two, at least 16
+    block_n: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for size in (self.block_m, self.block_n):
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{size} is no size of a tile")
+
+    @classmethod
+    def of(cls, head_dim: int, dtype: torch.dtype) -> PrefillTuning:
+        """Tiles that sm_90 compiles to wgmma and without spills, in 96 to 128 KiB of shared memory."""
+        if dtype.itemsize == 4:
+            return cls(block_m=32, block_n=16)
+        return cls(block_n=32) if head_dim > 128 else cls()
+
+
+@triton.jit
+def _find_row(cu_q: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
+    """The last row that begins at ``tile`` or before."""
+    origin = tl.load(cu_q)
+    low = num_rows * 0
+    high = num_rows
+    while low < high:
+        middle = (low + high) // 2
+        begins = (tl.load(cu_q + middle) - origin) // BLOCK_Q + middle <= tile
+        low = tl.where(begins, middle + 1, low)
+        high = tl.where(begins, high, middle)
+    return low - 1
+
+
+@triton.jit
+def _reach(
+    begin: tl.tensor, last: tl.tensor, position: tl.tensor, valid: tl.tensor, length: tl.tensor,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """What the queries at ``position``, between ``begin`` and ``last``, see in a row of ``length``.
+
+    They see [first, stop) together, tiles that begin in [first, whole) are seen by every query in whole,
+    and query m sees [low[m], high[m]). In padding, with length 0, nothing is seen.
+    """
+    high = tl.where(valid, tl.minimum((position // BLOCK + 1) * BLOCK, length), 0)
+    low = high * 0
+    first = length * 0
+    whole = tl.maximum(tl.minimum((begin // BLOCK + 1) * BLOCK, length), 0) // BLOCK_N * BLOCK_N
+    stop = tl.minimum((last // BLOCK + 1) * BLOCK, length)
+    if WINDOW > 0:
+        low = tl.maximum(position - WINDOW + 1, 0)
+        first = tl.maximum(begin - WINDOW + 1, 0)
+        whole = first // BLOCK_N * BLOCK_N
+    return first, whole, stop, low, high
+
+
+# Arguments whose alignment or value changes from step to step must not select another compilation.
+@triton.jit(do_not_specialize=["table", "cu_q", "kv_len", "num_rows", "stride_table"])
+def _prefill_kernel(
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, cu_q: tl.tensor, kv_len: tl.tensor,
+    out: tl.tensor, inner: tl.tensor, outer: tl.tensor, num_rows: tl.tensor, stride_table: tl.tensor,
+    stride_q_token: tl.tensor, stride_q_head: tl.tensor,
+    stride_out_token: tl.tensor, stride_out_head: tl.tensor,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_Q tokens of one row, for up to HEADS heads of a KV head's group.
+
+    Grid (tiles, KV heads x blocks of their group). Query m is token m // HEADS of the tile and head
+    m % HEADS of the block of heads.
+    """
+    blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // blocks
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = _find_row(cu_q, tile, num_rows, BLOCK_Q).to(tl.int64)
+    origin = tl.load(cu_q + row)
+    q_len = (tl.load(cu_q + row + 1) - origin).to(tl.int32)
+    token = ((tile - (origin - tl.load(cu_q)) // BLOCK_Q - row) * BLOCK_Q).to(tl.int32)
+    length = tl.load(kv_len + row).to(tl.int32)
+    if token >= q_len:
+        return
+    lane = tl.arange(0, BLOCK_M)
+    member = tl.program_id(1) % blocks * HEADS + lane % HEADS
+    head = kv_head * GROUP + member
+    tokens = token + lane // HEADS
+    valid = (lane < BLOCK_Q * HEADS) & (member < GROUP) & (tokens < q_len)
+    dim = tl.arange(0, BLOCK_D)
+    wanted = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    at = (origin + tokens)[:, None] * stride_q_token + head[:, None] * stride_q_head + dim[None, :]
+    queries = tl.load(q + at, mask=wanted, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    first, whole, stop, low, high = _reach(
+        length - q_len + token, length - q_len + tl.minimum(token + BLOCK_Q, q_len) - 1,
+        length - q_len + tokens, valid, length, WINDOW, BLOCK, BLOCK_N,
+    )  # fmt: skip
+    keys += kv_head * HEAD_DIM
+    values += kv_head * HEAD_DIM
+    table += row * stride_table
+    # Tiles of keys that every query sees whole, none if there is a window; then the others.
+    if WINDOW == 0:
+        for start in tl.range(0, whole, BLOCK_N):
+            acc, peak, total = attend_tile(
+                queries, acc, peak, total, keys, values, table, start, first, stop, low, high, inner, outer,
+                STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SOFT_CAP, False, WIDEN,
+            )  # fmt: skip
+    for start in tl.range(whole, stop, BLOCK_N):
+        acc, peak, total = attend_tile(
+            queries, acc, peak, total, keys, values, table, start, first, stop, low, high, inner, outer,
+            STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SOFT_CAP, True, WIDEN,
+        )  # fmt: skip
+    at = (origin + tokens)[:, None] * stride_out_token + head[:, None] * stride_out_head + dim[None, :]
+    tl.store(out + at, normalized(acc, total).to(out.dtype.element_ty), mask=wanted)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_q: torch.Tensor,
+    kv_len: torch.Tensor,
+    *,
+    num_tokens: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    block: int = 1,
+    out: torch.Tensor | None = None,
+    tuning: PrefillTuning | None = None,
+) -> torch.Tensor:
+    """Attention of packed rows, each the last positions of its sequence, keys and values being written.
+
+    A query's bits depend neither on its company nor on how its row was cut into chunks.
+
+    Args:
+        q: [T, num_heads, head_dim], heads contiguous; float32, float16 or bfloat16.
+        keys, values: [pages, page_size, num_kv_heads, head_dim], of q's type.
+        block_table: [R, P] pages of each row, any integer type.
+        cu_q: [R + 1] row r owns tokens [cu_q[r], cu_q[r + 1]) of q; need not begin with 0.
+        kv_len: [R] positions of each row, its queries included; 0 marks padding, whose output is 0.
+        num_tokens: at least ``cu_q[R] - cu_q[0]``, on the host.
+        scale: factor of the dot products.
+        window: positions up to the query's own that it sees at most; the rest of its block comes on top.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118).
+        block: a query sees everything up to the end of its own block of so many positions; 1 is causal.
+        out: where to write, [T, num_heads, head_dim]; tokens of no row are left alone.
+
+    Returns:
+        [T, num_heads, head_dim]
+    """
+    check_layout(q, keys, values)
+    rows, (_, num_heads, head_dim) = len(kv_len), q.shape
+    page_size, kv_heads = keys.shape[1:3]
+    tuning = tuning or PrefillTuning.of(head_dim, q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if rows == 0 or num_tokens == 0:
+        return out
+    group = num_heads // kv_heads
+    heads = min(group, tuning.block_m)
+    block_q = tuning.block_m // heads
+    inner, outer = score_factors(scale, soft_cap)
+    _prefill_kernel[(num_tokens // block_q + rows, kv_heads * -(-group // heads))](
+        q, keys, values, block_table, cu_q, kv_len, out, inner, outer, rows,
+        block_table.stride(0), *q.stride()[:2], *out.stride()[:2],
+        GROUP=group, HEADS=heads, BLOCK_Q=block_q, BLOCK_M=tuning.block_m, HEAD_DIM=head_dim,
+        BLOCK_D=tile_dim(head_dim), BLOCK_N=tuning.block_n, PAGE_SIZE=page_size, STRIDE=kv_heads * head_dim,
+        WINDOW=window or 0, BLOCK=block, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,108 @@
+"""Compile the attention kernels for Hopper on a machine without a GPU; run as a module by a test.
+
+The interpreter takes much that the compiler does not. Here the kernels' own launchers are called with CPU
+tensors, a stand-in for Triton's driver names the target, and launches stop after compiling. Prints one
+JSON object per kernel compiled: what it takes, and in which step of which shape.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import KernelInterface
+
+from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.triton_attention import TritonAttention
+from aioinfer.model.batch import Batch
+
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """As much of Triton's driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def ints(values: list[int], shift: int) -> torch.Tensor:
+    """At an address of any alignment, as sections of a packed buffer are."""
+    buffer = torch.empty(len(values) + shift, dtype=torch.int64)
+    buffer[shift:] = torch.tensor(values)
+    return buffer[shift:]
+
+
+def step(rows: list[tuple[int, int]], num_decodes: int, page_size: int, rng: random.Random) -> Batch:
+    q_lens, kv_lens = [q for q, _ in rows], [kv for _, kv in rows]
+    tokens, width = sum(q_lens), -(-max(kv_lens) // page_size)
+    ids = ints([0] * tokens, rng.randrange(2))
+    return Batch(
+        input_ids=ids,
+        positions=ids,
+        slot_mapping=ids,
+        cu_q=ints(torch.tensor([0, *q_lens]).cumsum(0).tolist(), rng.randrange(2)),
+        kv_len=ints(kv_lens, rng.randrange(2)),
+        block_table=ints([0] * (width * len(rows)), rng.randrange(2)).view(len(rows), width),
+        logits_rows=ids[:0],
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        num_decodes=num_decodes,
+    )
+
+
+def compile_steps(
+    name: str, heads: int, kv_heads: int, head_dim: int, page_size: int, **options: Any
+) -> None:
+    """Steps of many sizes; whatever is not constant must not compile again."""
+    dtype = options.pop("dtype")
+    pool = KVPool(
+        num_layers=1, num_kv_heads=kv_heads, head_dim=head_dim, num_pages=1, page_size=page_size,
+        dtype=dtype, device=CPU,
+    )  # fmt: skip
+    attention = TritonAttention(pool)
+    rng = random.Random(0)
+    seen: set[str] = set()
+
+    def getitem(kernel: Any, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            compiled = kernel.run(*args, grid=grid, warmup=True, **constants)
+            if compiled.hash in seen:
+                return
+            seen.add(compiled.hash)
+            found = {"name": compiled.name, "shape": name, "step": at, "shared": compiled.metadata.shared}
+            found["wgmma"] = "wgmma" in compiled.asm["ptx"]
+            print(json.dumps(found), flush=True)  # noqa: T201
+
+        return launch
+
+    KernelInterface.__getitem__ = getitem
+    for at in range(12):
+        # The first two steps have it all: both kinds of rows, contexts of one split and of several.
+        decodes = [(1, rng.randint(300, 4000) if at % 2 else 200)] * (at * 5 % 17 + 1)
+        chunks = [(17 + at, 17 + at)] * (1 if at < 2 else rng.randrange(4))
+        batch = step(decodes + chunks, len(decodes), page_size, rng)
+        qkv = torch.empty(len(batch.input_ids), heads + 2 * kv_heads, head_dim, dtype=dtype)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        attention(0, q, k, v, batch, scale=0.1, **options)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16)
+    compile_steps("capped", 14, 2, 80, 64, dtype=torch.float16, window=100, soft_cap=50.0, block=32)
+
+
+if __name__ == "__main__":
+    main()

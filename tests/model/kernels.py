@@ -1,0 +1,132 @@
+"""Random problems for attention kernels, and attention as the formula says.
+
+The same checks run in Triton's interpreter on the CPU and, marked ``gpu``, compiled on CUDA. Which of the
+two a process does is settled when triton is imported; tests/conftest.py chooses by the machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+#: the devices a check of a kernel runs on, one of them in a given process
+DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)]
+#: Largest error against float64. Inputs are about 1 in size and so are outputs; the half types round the
+#: weights and the result to 8 or 11 bits, float32 rounds sums only.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def kernels_or_skip(device: str) -> ModuleType:
+    """``triton_common``, if this process can run kernels on ``device``."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from aioinfer.model.attention import triton_common
+
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        if triton_common.INTERPRETED:
+            pytest.skip("TRITON_INTERPRET is set, so nothing is compiled")
+        return triton_common
+    if not triton_common.INTERPRETED:
+        pytest.skip("this process compiles kernels; TRITON_INTERPRET=1 runs them on the CPU")
+    if not _interpreter_works():
+        pytest.skip("this triton's interpreter does not know this numpy (triton 3.6 and numpy 2.4)")
+    return triton_common
+
+
+def _interpreter_works() -> bool:
+    """Triton 3.6 asks numpy for the int of a one-element array, which numpy 2.4 refuses."""
+    import numpy as np
+    import triton
+
+    def release(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in version.split(".")[:2])
+
+    return release(triton.__version__) >= (3, 7) or release(np.__version__) < (2, 4)
+
+
+@dataclass(slots=True)
+class Problem:
+    """Rows over a shuffled pool in which every cell that belongs to no row holds NaN."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_table: torch.Tensor
+    cu_q: torch.Tensor
+    kv_len: torch.Tensor
+    q_lens: list[int]
+    kv_lens: list[int]
+
+    @classmethod
+    def make(
+        cls,
+        rows: Sequence[tuple[int, int]],
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        extra_pages: int = 1,
+        window: int | None = None,
+        seed: int = 0,
+    ) -> Problem:
+        """Rows of (q_len, kv_len). The page table is ``extra_pages`` wider than the longest row. What a
+        ``window`` keeps from all of a row's queries holds NaN as well.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-kv // page_size) for _, kv in rows]
+        free = list(range(1, sum(counts) + 3))
+        random.Random(seed).shuffle(free)
+        table = torch.zeros(len(rows), max(counts, default=0) + extra_pages, dtype=torch.int64)
+        shape = (sum(counts) + 3, page_size, kv_heads, head_dim)
+        keys, values = (torch.full(shape, float("nan")) for _ in range(2))
+        for row, (count, (q_len, kv)) in enumerate(zip(counts, rows, strict=True)):
+            pages = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int64)
+            table[row, :count] = pages
+            for position in range(0 if window is None else max(0, kv - q_len + 1 - window), kv):
+                at = pages[position // page_size], position % page_size
+                keys[at] = torch.randn(kv_heads, head_dim, generator=generator)
+                values[at] = torch.randn(kv_heads, head_dim, generator=generator)
+        q_lens, kv_lens = [q for q, _ in rows], [kv for _, kv in rows]
+        q = torch.randn(sum(q_lens), heads, head_dim, generator=generator)
+        ends = torch.tensor([0, *q_lens]).cumsum(0)
+        kv_len = torch.tensor(kv_lens, dtype=torch.int64)
+        kv = [tensor.to(dtype).to(device) for tensor in (q, keys, values)]
+        return cls(*kv, *(tensor.to(device) for tensor in (table, ends, kv_len)), q_lens, kv_lens)
+
+    def expected(
+        self, scale: float, *, window: int | None = None, soft_cap: float | None = None, block: int = 1
+    ) -> torch.Tensor:
+        """[T, heads, head_dim] in float64 on the CPU."""
+        q, keys, values = (tensor.double().cpu() for tensor in (self.q, self.keys, self.values))
+        page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+        result = torch.zeros_like(q)
+        token = 0
+        for pages, q_len, kv_len in zip(self.block_table.cpu(), self.q_lens, self.kv_lens, strict=True):
+            cells = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+            for position in range(kv_len - q_len, kv_len):
+                if kv_len:
+                    first = 0 if window is None else max(0, position + 1 - window)
+                    seen = cells[first : min(kv_len, (position // block + 1) * block)]
+                    k, v = (
+                        store.flatten(0, 1)[seen].repeat_interleave(group, dim=1) for store in (keys, values)
+                    )
+                    scores = torch.einsum("hd,nhd->hn", q[token], k) * scale
+                    if soft_cap is not None:
+                        scores = soft_cap * torch.tanh(scores / soft_cap)
+                    result[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
+                token += 1
+        return result
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    bound = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double().cpu(), expected, rtol=bound, atol=bound)

@@ -1,0 +1,45 @@
+"""The attention kernels compile for Hopper, with no GPU at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: shared memory that a program can have on sm_90
+SHARED = 227 << 10
+
+
+def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
+    """In a process of its own: whether Triton compiles or interprets is settled on import."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.model.compile_kernels"],
+        cwd=ROOT, env=env, text=True, capture_output=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    count = Counter((kernel["shape"], kernel["name"]) for kernel in kernels)
+    # Decode twice: into the output, and into splits. A window of 100 has one split at most.
+    assert count == {
+        ("qwen3-8b", "_store_kernel"): 1,
+        ("qwen3-8b", "_decode_kernel"): 2,
+        ("qwen3-8b", "_combine_kernel"): 1,
+        ("qwen3-8b", "_prefill_kernel"): 1,
+        ("capped", "_store_kernel"): 1,
+        ("capped", "_decode_kernel"): 1,
+        ("capped", "_prefill_kernel"): 1,
+    }
+    for kernel in kernels:
+        assert kernel["step"] < 2, kernel
+        assert kernel["shared"] <= SHARED, kernel
+        assert kernel["wgmma"] == (kernel["name"] == "_prefill_kernel"), kernel

@@ -1,0 +1,125 @@
+"""The decode kernel against attention written out, interpreted on the CPU or compiled on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.model.kernels import DEVICES, Problem, assert_close, kernels_or_skip
+
+LENGTHS = [1, 70, 0, 33, 16]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    kernels_or_skip(request.param)
+    name: str = request.param
+    return name
+
+
+def problem(lengths: list[int], device: str, **changes: Any) -> Problem:
+    """One query per row. A row of length 0 has one too: padding."""
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 32, "page_size": 16, "device": device, **changes}
+    return Problem.make([(1, length) for length in lengths], **shape)
+
+
+def decode(task: Problem, *, split_size: int = 32, max_splits: int = 4, **options: Any) -> torch.Tensor:
+    """Through small tiles, so that short contexts have several splits."""
+    from aioinfer.model.attention.triton_decode import DecodeTuning, paged_decode
+
+    tuning = DecodeTuning(split_size=split_size, max_splits=max_splits, block_n=16, num_stages=2)
+    return paged_decode(
+        task.q, task.keys, task.values, task.block_table, task.kv_len, scale=0.3, tuning=tuning, **options
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_sizes_and_types(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    """With the tuning that a model gets."""
+    from aioinfer.model.attention.triton_decode import paged_decode
+
+    task = problem([40, 0, 7], device, head_dim=head_dim, dtype=dtype)
+    scale = head_dim**-0.5
+    got = paged_decode(task.q, task.keys, task.values, task.block_table, task.kv_len, scale=scale)
+    assert got.dtype == dtype
+    assert_close(got, task.expected(scale), dtype)
+
+
+@pytest.mark.parametrize("page_size", [3, 8, 16, 24, 32, 64])
+def test_page_sizes(device: str, page_size: int) -> None:
+    task = problem(LENGTHS, device, page_size=page_size)
+    assert_close(decode(task), task.expected(0.3), torch.float32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (14, 2), (40, 2), (132, 2)])
+def test_groups_of_heads(device: str, heads: int, kv_heads: int) -> None:
+    """One query per key, groups that are no power of two, more heads than a tile of queries holds."""
+    task = problem([70, 3], device, heads=heads, kv_heads=kv_heads, head_dim=16)
+    assert_close(decode(task), task.expected(0.3), torch.float32)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("window", [1, 4, 17, 64, 1000])
+def test_windows_and_soft_caps(device: str, window: int, soft_cap: float | None) -> None:
+    task = problem(LENGTHS, device, window=window)
+    got = decode(task, window=window, soft_cap=soft_cap)
+    assert_close(got, task.expected(0.3, window=window, soft_cap=soft_cap), torch.float32)
+
+
+def test_a_row_without_work_gives_zeros_from_a_pool_of_nan(device: str) -> None:
+    for extra_pages in (1, 8):
+        task = problem([0, 0], device, extra_pages=extra_pages)
+        assert not task.keys.isfinite().any()
+        assert torch.equal(decode(task), torch.zeros_like(task.q))
+    assert decode(problem([], device)).shape == (0, 4, 32)
+
+
+def test_a_long_row_has_longer_splits_and_not_more(device: str) -> None:
+    task = problem([200, 129, 128], device, page_size=64)
+    assert_close(decode(task, max_splits=3), task.expected(0.3), torch.float32)
+    assert_close(decode(task, max_splits=3, window=150), task.expected(0.3, window=150), torch.float32)
+
+
+def test_a_row_has_the_same_bits_in_any_company_and_under_any_page_table(device: str) -> None:
+    """The width of the page table sets the grid; a narrow one skips the second kernel."""
+    task = problem([70, 5, 33, 17], device)
+    together = decode(task)
+    for row, length in enumerate(task.kv_lens):
+        for width in {-(-length // 16), task.block_table.shape[1]}:
+            alone = Problem(
+                task.q[row : row + 1], task.keys, task.values, task.block_table[row : row + 1, :width],
+                task.cu_q, task.kv_len[row : row + 1], [1], [length],
+            )  # fmt: skip
+            assert torch.equal(decode(alone)[0], together[row]), (length, width)
+
+
+def test_strided_queries_and_outputs(device: str) -> None:
+    """Queries are a slice of the projection of queries, keys and values."""
+    task = problem(LENGTHS, device)
+    wide = torch.randn(len(LENGTHS), 8, 32, device=device)
+    wide[:, 1:5] = task.q
+    out = torch.zeros(len(LENGTHS), 6, 32, device=device)
+    expected = task.expected(0.3)
+    task.q = wide[:, 1:5]
+    assert_close(decode(task, out=out[:, 2:6]), expected, torch.float32)
+    assert_close(out[:, 2:6], expected, torch.float32)
+    assert not out[:, :2].any()
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    from aioinfer.model.attention.triton_decode import DecodeTuning
+
+    task = problem([3], device, heads=4)
+    task.q = task.q[:, :3]
+    with pytest.raises(ValueError, match="do not fit"):
+        decode(task)
+    task.q = problem([3], device).q.transpose(1, 2)
+    with pytest.raises(ValueError, match="contiguous"):
+        decode(task)
+    with pytest.raises(ValueError, match="block_n"):
+        DecodeTuning(split_size=24, block_n=16)
+    with pytest.raises(ValueError, match="needs a split"):
+        DecodeTuning(max_splits=0)
