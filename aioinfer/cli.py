@@ -1,4 +1,4 @@
-"""The command line: ``aioinfer serve``, ``aioinfer generate`` and ``aioinfer trace``.
+"""The command line: ``aioinfer serve``, ``generate``, ``trace`` and ``doctor``.
 
 The only place of the package that handles signals, configures logging and chooses an event loop. Flags
 are made from the fields of the config dataclasses; ``--help`` imports no torch.
@@ -120,6 +120,16 @@ async def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+async def _doctor(options: argparse.Namespace) -> int:
+    from aioinfer.doctor import examine
+
+    findings = examine(read_settings(EngineConfig, options))
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{finding.subject:{width}}  {finding.text}")
+    return int(any(finding.fatal for finding in findings))
+
+
 async def _trace(options: argparse.Namespace) -> int:
     import http.client
     import urllib.request
@@ -214,6 +224,12 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--key", help="API key of the server")
     trace.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
     trace.set_defaults(command=_trace)
+
+    doctor = commands.add_parser("doctor", help="what would run here, with which kernels, and why")
+    doctor.add_argument("model_argument", nargs="?", metavar="MODEL", help="model directory or bundled name")
+    add_settings(doctor, EngineConfig)
+    _add_common(doctor)
+    doctor.set_defaults(command=_doctor)
     return parser
 
 

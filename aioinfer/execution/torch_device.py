@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.streams import Backend
     from aioinfer.model.spec import ModelSpec
 
-__all__ = ["TorchDevice"]
+__all__ = ["TorchDevice", "pick_device"]
 
 _GIB = 1 << 30
 
@@ -52,7 +52,7 @@ class TorchDevice:
         from aioinfer.sampling.sampler import Sampler
 
         config = self._config
-        device = _pick_device(config.device)
+        device = pick_device(config.device)
         if config.threads is not None and device.type == "cpu":
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(config.threads)
@@ -122,7 +122,8 @@ class TorchDevice:
             self._threads_before = None
 
 
-def _pick_device(wanted: str) -> torch.device:
+def pick_device(wanted: str) -> torch.device:
+    """What ``auto``, ``cpu`` or ``cuda`` stands for on this machine. Raises ConfigError."""
     import torch
 
     if wanted == "auto":

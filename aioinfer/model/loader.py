@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import Weights, weight_files
 
-__all__ = ["load_model"]
+__all__ = ["Prospect", "inspect_model", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,6 +41,30 @@ def load_model(
         return TransformersLM(path, config, chosen, device, progress)
     weights = Weights(path, dtype=chosen, device=device, progress=progress)
     return implementation(path, config, weights, chosen, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What a model directory would become, as far as its config tells."""
+
+    architecture: str
+    #: this package's implementation computes it, not transformers'
+    own: bool
+    head_dim: int
+    dtype: torch.dtype
+
+
+def inspect_model(path: Path, *, dtype: str, force_transformers: bool = False) -> Prospect:
+    """What :func:`load_model` would make of a directory, without reading weights. Raises ConfigError."""
+    config = _read_config(path)
+    weight_files(path)
+    text = config.get_text_config()
+    return Prospect(
+        architecture=config.architectures[0],
+        own=not force_transformers and own_implementation(config) is not None,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        dtype=_choose_dtype(config, dtype),
+    )
 
 
 def _read_config(path: Path) -> Any:

@@ -1,0 +1,97 @@
+"""Doctor: what this machine has, what a configuration would run on it, and why. Loads no weights."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import AioInferError
+
+__all__ = ["Finding", "examine"]
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "triton", "llguidance", "aiohttp", "uvloop")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. ``fatal``: an engine with this configuration would not start."""
+
+    subject: str
+    text: str
+    fatal: bool = False
+
+
+def examine(config: EngineConfig) -> list[Finding]:
+    """Everything found, in the order of reading. Raises nothing for what is wrong with the configuration."""
+    findings = [
+        Finding(
+            "aioinfer", f"{version('aioinfer')}, Python {platform.python_version()}, {platform.platform()}"
+        ),
+        Finding("packages", ", ".join(map(_package, _PACKAGES))),
+        Finding("cpu", _cpu()),
+        *_gpus(),
+    ]
+    try:
+        findings += _plan(config)
+    except AioInferError as error:
+        findings.append(Finding("problem", str(error), fatal=True))
+    return findings
+
+
+def _package(name: str) -> str:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"no {name}"
+
+
+def _cpu() -> str:
+    import torch
+
+    text = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} of them and {_capability()}"
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    return f"{text}; {page * pages / 2**30:.1f} GiB of memory"
+
+
+def _capability() -> str:
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _gpus() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        return [Finding("gpu", f"none that torch sees (built {built})")]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        text = f"{device.name}, compute capability {device.major}.{device.minor}, "
+        found.append(Finding(f"gpu {index}", f"{text}{device.total_memory / 2**30:.1f} GiB"))
+    return found
+
+
+def _plan(config: EngineConfig) -> list[Finding]:
+    """What would run. Raises ConfigError."""
+    from aioinfer.execution.torch_device import pick_device
+    from aioinfer.model.attention.choice import choose_attention
+    from aioinfer.model.loader import inspect_model
+
+    device = pick_device(config.device)
+    model = inspect_model(
+        config.model_path, dtype=config.dtype, force_transformers=config.transformers_fallback
+    )
+    choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
+    code = "this package's own code" if model.own else "transformers' code over paged attention"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return [
+        Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
+        Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
+        Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        Finding("launching", f"{config.launch_mode}, window {config.window}"),
+    ]

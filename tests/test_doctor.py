@@ -1,0 +1,45 @@
+"""The doctor tells what an engine would do, and what is wrong, without loading a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aioinfer.cli import main
+from aioinfer.config import EngineConfig
+from aioinfer.doctor import examine
+from aioinfer.execution.torch_device import TorchDevice
+
+
+def test_what_it_says_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    config = EngineConfig(device="cpu")
+    found = {finding.subject: finding.text for finding in examine(config)}
+    device = TorchDevice(config)
+    description = device.open().description
+    device.close()
+    assert found["attention"] == "sdpa: the device is a cpu"
+    assert "sdpa attention" in description
+    architecture = found["model"].split()[1].rstrip(",")
+    assert architecture in description
+    assert "own code" in found["model"]
+    assert "torch" in found["packages"]
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert found["model"] in capsys.readouterr().out
+
+
+def test_a_fallback_is_named() -> None:
+    found = {finding.subject: finding.text for finding in examine(EngineConfig(transformers_fallback=True))}
+    assert "transformers' code" in found["model"]
+
+
+@pytest.mark.parametrize("what", ["no such directory", "cuda without a GPU"])
+def test_what_would_not_start_is_a_problem_and_an_exit_status(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    flags = [str(tmp_path / "missing")] if what == "no such directory" else ["--device", "cuda"]
+    assert main(["doctor", *flags]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("problem")
+    assert ("missing" if "directory" in what else "CUDA") in last
