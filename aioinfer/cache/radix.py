@@ -284,7 +284,7 @@ class RadixTree:
             if node.fence > resolved:
                 break
             keep = max(0, len(node.pages) - (count - len(taken)))
-            taken += node.pages[keep:]
+            taken += reversed(node.pages[keep:])
             self.evictable -= len(node.pages) - keep
             self.version += 1
             if keep:

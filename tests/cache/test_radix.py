@@ -425,3 +425,11 @@ def test_long_runs_part_at_the_right_page() -> None:
     assert tree.match(token_key(ids)) == 200
     assert tree.match(token_key([*ids, 1, 2])) == 200
     assert radix.token_key([1]) == (1).to_bytes(4, "little")
+
+
+def test_a_run_is_evicted_from_its_end() -> None:
+    tree = RadixTree(PAGE)
+    lock = tree.lock(b"")
+    tree.extend(lock, token_key([0, 0, 0, 0]), [1, 2])
+    tree.unlock(lock, 0)
+    assert tree.evict(2, 0) == [2, 1]
