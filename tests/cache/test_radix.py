@@ -381,7 +381,6 @@ MUTANTS = [
     SizeOfTokens,
     SkipsItself,
     SplitForgetsLocks,
-    SplitForgetsFence,
     MostRecentFirst,
     FlushKeepsFindable,
     LeakyDoubles,
@@ -433,3 +432,27 @@ def test_a_run_is_evicted_from_its_end() -> None:
     tree.extend(lock, token_key([0, 0, 0, 0]), [1, 2])
     tree.unlock(lock, 0)
     assert tree.evict(2, 0) == [2, 1]
+
+
+def evictable_after_a_split(tree_class: type[RadixTree]) -> list[int]:
+    """A step newer than what has resolved reads two pages; then somebody shares the first one only."""
+    tree = tree_class(PAGE)
+    lock = tree.lock(b"")
+    tree.extend(lock, token_key([0, 0, 0, 0]), [1, 2])
+    tree.unlock(lock, 5)
+    other = tree.lock(token_key([0, 0, 1, 1]))
+    tree.extend(other, token_key([1, 1]), [3])
+    tree.unlock(other, 0)
+    early = tree.evict(3, 4)
+    assert sorted(early + tree.evict(3, 5)) == [1, 2, 3]
+    return early
+
+
+def test_both_halves_of_a_split_keep_the_fence() -> None:
+    assert not {1, 2} & set(evictable_after_a_split(RadixTree))
+    for tree_class, fence in ((RadixTree, 5), (SplitForgetsFence, 0)):
+        tree = tree_class(PAGE)
+        lock = tree.lock(b"")
+        tree.extend(lock, token_key([0, 0, 0, 0]), [1, 2])
+        tree.unlock(lock, 5)
+        assert tree.lock(token_key([0, 0, 1, 1])).node.fence == fence
