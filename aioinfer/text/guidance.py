@@ -65,7 +65,7 @@ class GuidanceBackend:
         if not matchers:
             return
         table = np.zeros((len(matchers), len(masks[0])), np.int32)
-        places = [(matcher.library, at) for at, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
+        places = [(matcher.native, at) for at, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
         executor = getattr(self._executors, "executor", None)
         if executor is None:
             executor = self._executors.executor = self._library.LLExecutor(1)
@@ -101,30 +101,30 @@ class GuidanceBackend:
 
 
 class _GuidanceMatcher:
-    __slots__ = ("library",)
+    __slots__ = ("native",)
 
-    def __init__(self, library: Any) -> None:
-        self.library = library
+    def __init__(self, native: Any) -> None:
+        self.native = native
 
     def accept(self, token: int) -> bool:
-        accepted: bool = self.library.consume_token(token)
+        accepted: bool = self.native.consume_token(token)
         return accepted
 
     @property
     def stopped(self) -> bool:
-        stopped: bool = self.library.is_stopped()
+        stopped: bool = self.native.is_stopped()
         return stopped
 
     @property
     def error(self) -> str | None:
-        return _first_line(self.library.get_error()) if self.library.is_error() else None
+        return _first_line(self.native.get_error()) if self.native.is_error() else None
 
     def forced(self) -> list[int]:
-        tokens: list[int] = self.library.compute_ff_tokens()
+        tokens: list[int] = self.native.compute_ff_tokens()
         return tokens
 
     def copy(self) -> Matcher:
-        return _GuidanceMatcher(self.library.deep_copy())
+        return _GuidanceMatcher(self.native.deep_copy())
 
 
 def check_depth(value: Any, depth: int = 0) -> None:
