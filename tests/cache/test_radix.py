@@ -22,6 +22,9 @@ from aioinfer.cache.radix import Lock, RadixTree, token_key
 
 PAGE, PAGES = 2, 16
 Prefix = tuple[str, tuple[int, ...]]
+NAMESPACES = st.sampled_from(["", "b"])
+TOKENS = st.lists(st.integers(0, 1), max_size=5 * PAGE)
+VISITS = st.lists(st.tuples(NAMESPACES, TOKENS), min_size=1, max_size=4)
 
 
 class Reader:
@@ -82,8 +85,22 @@ def machine(tree_class: type[RadixTree]) -> type[RuleBasedStateMachine]:
 
         # -- rules ----------------------------------------------------------------------------
 
-        @rule(namespace=st.sampled_from(["", "b"]), ids=st.lists(st.integers(0, 1), max_size=5 * PAGE))
+        @rule(namespace=NAMESPACES, ids=TOKENS)
         def arrive(self, namespace: str, ids: list[int]) -> None:
+            self._arrive(namespace, ids)
+
+        @rule(wishes=VISITS, compute=st.booleans())
+        def visit(self, wishes: list[tuple[str, list[int]]], compute: bool) -> None:
+            """Lives as most are: side by side, all they have is shared, and stays behind unlocked."""
+            visitors = [self.readers[-1] for wish in wishes if self._arrive(*wish)]
+            if compute and self.launched - self.resolved < 3:
+                self._launch(visitors)
+            for reader in visitors:
+                self._extend(reader, len(reader.ids) // PAGE)
+            for reader in visitors:
+                self._leave(reader, False)
+
+        def _arrive(self, namespace: str, ids: list[int]) -> bool:
             sequence = tuple(ids[: len(ids) // PAGE * PAGE])
             wanted = self.longest(namespace, sequence)
             assert self.tree.match(token_key(sequence), namespace) == len(wanted)
@@ -98,19 +115,23 @@ def machine(tree_class: type[RadixTree]) -> type[RuleBasedStateMachine]:
                 self.used.update(
                     dict.fromkeys(self.prefixes(namespace, sequence[: len(wanted) * PAGE]), self.now)
                 )
-                return
+                return False
             fresh = self.pages.take(need)
             for page in fresh:
                 assert self.touched[page] <= self.resolved, "handed out while in flight"
                 assert page not in self.known.values(), "handed out while cached"
             self.readers.append(Reader(namespace, sequence, lock, wanted + fresh))
             self.use(self.readers[-1])
+            return True
 
         @precondition(lambda self: self.readers and self.launched - self.resolved < 3)
         @rule(data=st.data())
         def launch(self, data: st.DataObject) -> None:
+            self._launch(data.draw(st.lists(st.sampled_from(self.readers), unique=True)))
+
+        def _launch(self, readers: list[Reader]) -> None:
             self.launched += 1
-            for reader in data.draw(st.lists(st.sampled_from(self.readers), unique=True)):
+            for reader in readers:
                 reader.last_step = self.launched
                 self.touched.update(dict.fromkeys(reader.pages, self.launched))
 
@@ -124,7 +145,9 @@ def machine(tree_class: type[RadixTree]) -> type[RuleBasedStateMachine]:
         @rule(data=st.data())
         def extend(self, data: st.DataObject) -> None:
             reader = self.draw(data)
-            stop = data.draw(st.integers(reader.shared, len(reader.ids) // PAGE))
+            self._extend(reader, data.draw(st.integers(reader.shared, len(reader.ids) // PAGE)))
+
+        def _extend(self, reader: Reader, stop: int) -> None:
             if stop == reader.shared:
                 return
             own = reader.pages[reader.shared : stop]
@@ -155,7 +178,9 @@ def machine(tree_class: type[RadixTree]) -> type[RuleBasedStateMachine]:
         @precondition(lambda self: self.readers)
         @rule(data=st.data(), forget=st.booleans())
         def leave(self, data: st.DataObject, forget: bool) -> None:
-            reader = self.draw(data)
+            self._leave(self.draw(data), forget)
+
+        def _leave(self, reader: Reader, forget: bool) -> None:
             self.readers.remove(reader)
             if forget:
                 self.tree.forget(reader.lock)
@@ -381,6 +406,7 @@ MUTANTS = [
     SizeOfTokens,
     SkipsItself,
     SplitForgetsLocks,
+    SplitForgetsFence,
     MostRecentFirst,
     FlushKeepsFindable,
     LeakyDoubles,
