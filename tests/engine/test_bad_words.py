@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import Grammar, SamplingParams
+from tests.engine.asking import greedy_ids
 
 PROMPT = list(range(100, 120))
 
@@ -21,11 +23,7 @@ def contains(ids: list[int], word: list[int]) -> bool:
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_bad_words_never_come_and_cost_others_nothing(window: Any) -> None:
     async with Engine(EngineConfig(window=window, threads=1, dtype="float32")) as engine:
-
-        async def ids(**params: Any) -> list[int]:
-            greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **params}
-            return (await engine.generate(PROMPT, SamplingParams(**greedy))).token_ids
-
+        ids = partial(greedy_ids, engine, PROMPT, max_tokens=24)
         plain = await ids()
         beside = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
         for length in (1, 2, 3):

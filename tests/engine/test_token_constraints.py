@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
+from tests.engine.asking import greedy_ids
 
 PROMPT = list(range(100, 120))
 
@@ -17,11 +19,7 @@ PROMPT = list(range(100, 120))
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_biases_and_allowed_tokens_steer_their_own_rows_only(window: Any) -> None:
     async with Engine(EngineConfig(window=window, threads=1, dtype="float32")) as engine:
-
-        async def ids(**params: Any) -> list[int]:
-            greedy = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
-            return (await engine.generate(PROMPT, SamplingParams(**greedy))).token_ids
-
+        ids = partial(greedy_ids, engine, PROMPT, max_tokens=8)
         plain = await ids()
         beside = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
         assert await ids(logit_bias={333: 100.0}) == [333] * 8

@@ -10,20 +10,7 @@ from tokenizers import Tokenizer
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer
 from aioinfer.text.output import OutputText
 from aioinfer.text.stop import StopMatcher
-
-
-class Letters:
-    """Token n is the n-th letter; a tail comes at the end."""
-
-    def __init__(self, tail: str = "") -> None:
-        self.tail = tail
-
-    def push(self, token_id: int) -> str:
-        return "abcdefgh"[token_id]
-
-    def finish(self) -> str:
-        tail, self.tail = self.tail, ""
-        return tail
+from tests.text.letters import Letters
 
 
 def feed(output: OutputText, ids: list[int]) -> list[str]:

@@ -13,6 +13,7 @@ from aioinfer.text import stop_regex
 from aioinfer.text.output import OutputText
 from aioinfer.text.stop import StopMatcher
 from aioinfer.text.stop_regex import StopRegex, check_pattern
+from tests.text.letters import Letters
 
 PATTERNS = [
     *(
@@ -194,20 +195,6 @@ def test_parameters_take_one_pattern_or_a_few() -> None:
     for bad in (["a"] * 9, "a" * 513, [""], [1], 7, {"a": 1}):
         with pytest.raises(InvalidRequest, match="stop_regex"):
             SamplingParams(stop_regex=bad)  # type: ignore[arg-type]
-
-
-class Letters:
-    """Token n is the n-th letter; a tail comes at the end."""
-
-    def __init__(self, tail: str = "") -> None:
-        self.tail = tail
-
-    def push(self, token_id: int) -> str:
-        return "abcdefgh"[token_id]
-
-    def finish(self) -> str:
-        tail, self.tail = self.tail, ""
-        return tail
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "bcd")])

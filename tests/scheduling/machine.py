@@ -1,0 +1,349 @@
+"""SchedulerMachine: the scheduler against a naive model of the device and of every request.
+
+No event loop and no device: rules submit, plan, resolve, fail, abort, park, flush and retract in any
+order, with up to three steps in flight. The model keeps what every KV cell holds, token by token, which
+launched step could touch which page and slot, and what was delivered to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.slots import SlotPool
+from aioinfer.params import SamplingParams
+from aioinfer.request import Request, RequestState
+from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.audit import audit, check, check_idle
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import BAD_LOGITS
+from tests.engine.simulation import LawChecker
+from tests.scheduling.naive import JUNK, Flight, Life, NaiveDevice
+
+STOP = 2
+
+
+class Injected(RuntimeError):
+    """What an injected fault raises."""
+
+
+def submissions() -> st.SearchStrategy[dict[str, Any]]:
+    """Few prompts that begin alike, told apart late or never."""
+    prompts = st.builds(
+        lambda base, length, tail: [*(base * 12)[:length], *tail],
+        st.sampled_from([(0,), (0,), (0, 1)]),
+        st.integers(1, 11),
+        st.lists(st.integers(0, 1), max_size=2),
+    )
+    return st.fixed_dictionaries(
+        {
+            "prompt": prompts,
+            "max_tokens": st.sampled_from([1, 2, 3, 6, 12]),
+            "priority": st.integers(0, 2),
+            "namespace": st.sampled_from(["", "", "", "tenant"]),
+            "routing_key": st.sampled_from([None, "a", "b"]),
+        }
+    )
+
+
+def configs() -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {
+            "policy": st.sampled_from(list(POLICIES)),
+            "page_size": st.sampled_from([1, 2, 4]),
+            "pages": st.integers(0, 8),
+            "prefix_cache": st.sampled_from([True, True, True, False]),
+            "window": st.sampled_from([2, 1, 0]),
+            "max_running_requests": st.integers(1, 5),
+            "more_tokens": st.sampled_from([0, 1, 4, 30]),
+            "chunk_size": st.sampled_from([1, 2, 3, 5, 64]),
+            "max_prefill_tokens": st.sampled_from([None, None, 2, 5]),
+            "max_decode_rows": st.sampled_from([None, None, 1, 2]),
+            "mixed": st.booleans(),
+            "first": st.sampled_from(["decode", "prefill"]),
+            "admission": st.sampled_from(["fifo", "pack"]),
+            "lookahead": st.sampled_from([1, 3, 64]),
+            "force_fifo_every": st.sampled_from([0, 2, 8]),
+            "max_passed_over": st.sampled_from([1, 4]),
+            "share_prefix_tokens": st.sampled_from([0, 2, 4]),
+            "preemption": st.booleans(),
+            "new_token_ratio": st.sampled_from([0.0, 0.0, 0.4, 1.0]),
+        }
+    )
+
+
+TOKENS = st.lists(
+    st.sampled_from([0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, STOP, BAD_LOGITS]), min_size=1, max_size=4
+)
+PICK = st.integers(0, 15)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Everything that may happen to a scheduler, in any order."""
+
+    #: settings that are not left to chance
+    fixed: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lives: dict[int, Life] = {}
+        self.flights: list[Flight] = []
+        self.ended: set[int] = set()
+        self.retracted: list[int] = []
+
+    @initialize(config=configs())
+    def build(self, config: dict[str, Any]) -> None:
+        config = {**config, **self.fixed}
+        size, running = config.pop("page_size"), config["max_running_requests"]
+        self.num_pages = -(-14 // size) + config.pop("pages")
+        self.window = config.pop("window")
+        cache, policy = config.pop("prefix_cache"), config.pop("policy")
+        config["max_step_tokens"] = running + config.pop("more_tokens")
+        least = min(0.1, config["new_token_ratio"])
+        num_slots = running * (self.window + 1)
+        memory = Memory(PageAllocator(self.num_pages, size), SlotPool(num_slots), prefix_cache=cache)
+        limits = Limits(**config, min_new_token_ratio=least)
+        self.memory, self.capacity = memory, self.num_pages * size
+        self.scheduler = LawChecker(watched(self)(memory, limits, POLICIES[policy](memory)))
+        self.device = NaiveDevice(self.num_pages, size, num_slots)
+
+    def _pick(self, among: list[Request], pick: int) -> Request:
+        assume(among)
+        return among[pick % len(among)]
+
+    # -- rules ----------------------------------------------------------------------------------
+
+    @rule(wishes=st.lists(submissions(), min_size=1, max_size=4))
+    def submit(self, wishes: list[dict[str, Any]]) -> None:
+        for wish in wishes:
+            self._submit(dict(wish))
+
+    def _submit(self, wish: dict[str, Any]) -> None:
+        prompt, key = wish.pop("prompt"), len(self.lives) + 1
+        max_tokens = wish.pop("max_tokens")
+        request = Request(
+            key,
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            seed=key,
+            stop_ids=frozenset({STOP}),
+            max_length=min(self.capacity, len(prompt) + max_tokens),
+            **wish,
+        )
+        self.lives[key] = Life(request)
+        self.scheduler.submit(request)
+
+    @precondition(lambda self: len(self.flights) <= self.window)
+    @rule(luck=TOKENS)
+    def plan(self, luck: Sequence[int]) -> None:
+        self._plan(luck)
+
+    def _plan(self, luck: Sequence[int]) -> bool:
+        step = self.scheduler.plan()
+        if step is None:
+            return False
+        assert len({row.request.key for row in step.rows}) == step.num_rows, "a request has two rows"
+        self.flights.append(self.device.launch(step, self.lives, self.flights, luck))
+        return True
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def resolve(self) -> None:
+        flight = self.flights.pop(0)
+        expected = []
+        for row, token in zip(flight.rows, flight.tokens, strict=True):
+            life = self.lives[row.request.key]
+            if not row.samples or life.reason is not None:
+                continue
+            expected.append(row.request)
+            if token == BAD_LOGITS:
+                life.reason = "abort"
+                continue
+            life.delivered.append(token)
+            if token == STOP:
+                life.reason = "stop"
+            elif len(row.request.prompt_ids) + len(life.delivered) == row.request.max_length:
+                life.reason = "length"
+        assert self.scheduler.resolve(flight.step, flight.tokens) == expected
+
+    @rule(steps=st.integers(1, 6), luck=TOKENS)
+    def run(self, steps: int, luck: Sequence[int]) -> None:
+        """As the engine goes on: always as many steps in flight as may be."""
+        for at in range(steps):
+            if len(self.flights) > self.window or not self._plan([*luck[at % len(luck) :], *luck]):
+                if not self.flights:
+                    return
+                self.resolve()
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def fail(self) -> None:
+        flight = self.flights.pop(0)
+        expected = set()
+        for row in flight.rows:
+            life = self.lives[row.request.key]
+            life.doomed = True
+            if life.reason is None:
+                life.reason = "abort"
+                expected.add(row.request.key)
+        for each in (flight, *self.flights):
+            for cell, key in each.written.items():
+                if self.lives[key].doomed and self.device.writer[cell] == each.step.id:
+                    self.device.cells[cell] = JUNK
+        failed = self.scheduler.fail(flight.step, Injected())
+        assert {request.key for request in failed} == expected
+
+    @precondition(lambda self: self.lives)
+    @rule(pick=PICK)
+    def abort(self, pick: int) -> None:
+        request = self._pick([life.request for life in self.lives.values()], pick)
+        life = self.lives[request.key]
+        assert self.scheduler.finish(request, "abort") == (life.reason is None), "a request ends once"
+        life.reason = life.reason or "abort"
+
+    @precondition(lambda self: self.lives)
+    @rule(pick=PICK)
+    def park(self, pick: int) -> None:
+        self.scheduler.park(self._pick([life.request for life in self.lives.values()], pick))
+
+    @rule(pick=PICK)
+    def unpark(self, pick: int) -> None:
+        parked = [life.request for life in self.lives.values() if life.request.parked]
+        self.scheduler.unpark(self._pick(parked, pick))
+
+    @rule()
+    def flush(self) -> None:
+        self.memory.flush()
+
+    @rule(pick=PICK)
+    def retract(self, pick: int) -> None:
+        """As if pages were short, at any moment."""
+        self.scheduler.scheduler._retract(self._pick(self._retractable(), pick))
+
+    @precondition(lambda self: self.window)
+    @rule(pick=PICK, luck=TOKENS)
+    def relapse(self, pick: int, luck: Sequence[int]) -> None:
+        """Retracted in the middle of its prompt, and let in again while a chunk is still in flight."""
+        while len(self.flights) >= self.window:
+            self.resolve()
+        self._plan(luck)
+        halfway = [each for each in self._retractable() if each.key in self.scheduler.prefilling]
+        self.scheduler.scheduler._retract(self._pick(halfway, pick))
+        self._plan(luck)
+        self.resolve()
+
+    def _retractable(self) -> list[Request]:
+        active = [key for key, each in self.scheduler.running.items() if not each.parked]
+        spared = min(active, default=None)
+        return [each for key, each in self.scheduler.running.items() if key != spared]
+
+    # -- laws -----------------------------------------------------------------------------------
+
+    @invariant()
+    def counted(self) -> None:
+        check(self.scheduler)
+        audit(self.scheduler)
+
+    @invariant()
+    def free_is_free(self) -> None:
+        """No page and no slot is free while a step in flight touches it."""
+        pages = {page for flight in self.flights for page in flight.touched}
+        assert not pages & set(self.memory.pages._free), "a page is free and in flight"
+        slots = {row.slot for flight in self.flights for row in flight.rows}
+        assert not slots & set(self.memory.slots._free), "a slot is free and in flight"
+
+    @invariant()
+    def cache_is_true(self) -> None:
+        """What the tree says is what the pages hold, written by steps that have resolved."""
+        if self.memory.tree is None:
+            return
+        size, device = self.device.page_size, self.device
+        stack = [(root, [root.namespace]) for root in self.memory.tree._roots.values()]
+        while stack:
+            node, tokens = stack.pop()
+            keys = memoryview(node.key).cast("i").tolist()
+            for at, token in enumerate(keys):
+                tokens = [*tokens, token]
+                cell = node.pages[at // size] * size + at % size
+                assert device.cells[cell] == tuple(tokens), "a cached page holds something else"
+                assert device.writer[cell] <= self.scheduler.resolved, "a cached page is still in flight"
+            stack += [(child, tokens) for child in node.children.values()]
+
+    @invariant()
+    def told(self) -> None:
+        """What was delivered stays delivered, and everybody knows how far it is."""
+        for life in self.lives.values():
+            request = life.request
+            assert request.output_ids == life.delivered
+            assert request.finish_reason == life.reason
+            assert request.finished == (life.reason is not None) == (request.key in self.ended)
+            if request.finished:
+                assert request.batch is None
+                assert not request.pages
+                continue
+            assert request.pending == len(life.sampled) - len(life.delivered)
+            assert request.length == len(request.prompt_ids) + len(life.sampled) <= request.max_length
+            assert request.known == len(request.prompt_ids) + len(life.delivered)
+            places = (request.key in self.scheduler.running) + (request in self.scheduler.waiting)
+            assert places + (request.key in self.scheduler.shelved) == 1
+            assert (request.state is RequestState.RUNNING) == (request.key in self.scheduler.running)
+        assert {each.key for each in self.scheduler.unfinished()} == self.lives.keys() - self.ended
+
+    @invariant()
+    def led(self) -> None:
+        """Whoever is waited for is computing."""
+        for request in self.scheduler.leaders._leaders.values():
+            assert request.key in self.scheduler.running
+            assert not request.parked
+            assert not request.prefilled
+
+    def teardown(self) -> None:
+        """Left alone, everything ends, and everything is given back."""
+        if not hasattr(self, "scheduler"):
+            return
+        unfinished = [life.request for life in self.lives.values() if life.reason is None]
+        for request in unfinished:
+            self.scheduler.unpark(request)
+        # One position a step for everybody, many times over: each may lose its pages again and again.
+        bound = 20 + 40 * sum(request.max_length for request in unfinished)
+        while self.scheduler.has_unfinished or self.flights:
+            assert bound, "the requests keep each other from ending"
+            bound -= 1
+            if len(self.flights) > self.window or not self._plan([0, 1, 1]):
+                assert self.flights, "nothing is in flight, nothing is planned, and somebody waits"
+                self.resolve()
+            self.counted()
+            self.free_is_free()
+            self.cache_is_true()
+            self.told()
+            self.led()
+        check_idle(self.scheduler)
+        self.memory.flush()
+        assert self.memory.pages.free == self.num_pages
+        assert self.memory.slots.free == self.memory.slots.total
+
+
+def watched(machine: SchedulerMachine) -> type[Scheduler]:
+    """A scheduler that tells the machine of ends and retractions from inside."""
+
+    class Watched(Scheduler):
+        def _retract(self, request: Request) -> None:
+            active = [each.key for each in self.running.values() if not each.parked]
+            assert request.parked or request.key != min(active), "the eldest request was retracted"
+            machine.retracted.append(request.key)
+            super()._retract(request)
+
+        def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
+            first = super().finish(request, reason, error)
+            assert not (first and request.key in machine.ended), "a request ended twice"
+            machine.ended.add(request.key)
+            return first
+
+    return Watched

@@ -1,0 +1,110 @@
+"""A device that computes the scheduler's steps by the book, cell by cell, and what is known of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioinfer.request import Request
+from aioinfer.scheduling.step import BAD_LOGITS, NO_TOKEN, Row, Step
+
+#: what a cell holds that nobody may read
+JUNK = ("junk",)
+
+
+@dataclass
+class Life:
+    """What the model knows of one request."""
+
+    request: Request
+    #: everything the device sampled, and what of it was delivered
+    sampled: list[int] = field(default_factory=list)
+    delivered: list[int] = field(default_factory=list)
+    reason: str | None = None
+    #: a step of it failed: what later ones in flight compute for it is junk
+    doomed: bool = False
+    #: its tenancy of a slot: who touches a page is (key, tenancy)
+    tenancy: int = 0
+
+    def cell(self, stop: int) -> tuple[Any, ...]:
+        """What the cell of position ``stop - 1`` holds: all tokens up to there, and for whom."""
+        return (self.request.namespace, *self.request.prompt_ids, *self.sampled)[: stop + 1]
+
+
+@dataclass
+class Flight:
+    step: Step
+    tokens: list[int]
+    rows: list[Row]
+    #: who touches a page, and who wrote a cell
+    touched: dict[int, set[tuple[int, int]]]
+    written: dict[int, int]
+
+
+class NaiveDevice:
+    """Computes rows by the book, and looks at every cell before it reads it."""
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
+        self.page_size = page_size
+        self.cells: list[tuple[Any, ...]] = [JUNK] * ((num_pages + 1) * page_size)
+        self.writer = [0] * len(self.cells)
+        self.tables: list[list[int]] = [[] for _ in range(num_slots + 1)]
+        self.tenants = [0] * (num_slots + 1)
+        self.relay = [BAD_LOGITS] * (num_slots + 1)
+
+    def launch(
+        self, step: Step, lives: dict[int, Life], flights: list[Flight], luck: Sequence[int]
+    ) -> Flight:
+        rows = step.rows
+        flight = Flight(step, [], rows, {}, {})
+        for row in rows:
+            self._tell(row, lives[row.request.key], flights)
+        for row in rows:
+            self._write(row, lives[row.request.key], flight, flights)
+        for at, row in enumerate(rows):
+            token = NO_TOKEN
+            if row.samples:
+                life = lives[row.request.key]
+                assert row.output_index == len(life.sampled), "a token is sampled twice, or was lost"
+                token = luck[at % len(luck)]
+                life.sampled.append(token)
+                self.relay[row.slot] = token
+            flight.tokens.append(token)
+        return flight
+
+    def _tell(self, row: Row, life: Life, flights: list[Flight]) -> None:
+        table = self.tables[row.slot]
+        if row.admission is not None:
+            busy = [each.step.id for each in flights if any(r.slot == row.slot for r in each.rows)]
+            assert not busy, f"slot {row.slot} is handed out while steps {busy} use it"
+            assert [*row.admission.output_ids] == life.sampled, "introduced with other tokens than it has"
+            table.clear()
+            self.tenants[row.slot] = row.request.key
+            self.relay[row.slot] = BAD_LOGITS
+            life.tenancy += 1
+        assert self.tenants[row.slot] == row.request.key, "the slot has another tenant"
+        assert row.first_new_page <= len(table) or not row.new_pages, "a gap in the page table"
+        table[row.first_new_page : row.first_new_page + len(row.new_pages)] = row.new_pages
+
+    def _write(self, row: Row, life: Life, flight: Flight, flights: list[Flight]) -> None:
+        table, size = self.tables[row.slot], self.page_size
+        assert row.length >= 1
+        assert row.kv_length <= len(table) * size, "a position without a page"
+        cells = [table[at // size] * size + at % size for at in range(row.kv_length)]
+        who = (row.request.key, life.tenancy)
+        for page in {cell // size for cell in cells[row.start :]}:
+            others = {each for past in flights for each in past.touched.get(page, ())} - {who}
+            assert not others, f"page {page} is written while {others} use it"
+        for cell in cells:
+            flight.touched.setdefault(cell // size, set()).add(who)
+        if not life.doomed:
+            for at, cell in enumerate(cells[: row.start]):
+                assert self.cells[cell] == life.cell(at + 1), f"{row.request} reads what is not its own"
+        ids = [self.relay[row.slot]] if row.ids is None else list(row.ids)
+        own = [*row.request.prompt_ids, *life.sampled][row.start : row.kv_length]
+        assert ids == own, "the row computes other tokens than the request has"
+        for at in range(row.start, row.kv_length):
+            self.cells[cells[at]] = JUNK if life.doomed else life.cell(at + 1)
+            self.writer[cells[at]] = flight.step.id
+            flight.written[cells[at]] = row.request.key

@@ -1,0 +1,17 @@
+"""A detokenizer that needs no tokenizer."""
+
+from __future__ import annotations
+
+
+class Letters:
+    """Token n is the n-th letter; a tail comes at the end."""
+
+    def __init__(self, tail: str = "") -> None:
+        self.tail = tail
+
+    def push(self, token_id: int) -> str:
+        return "abcdefgh"[token_id]
+
+    def finish(self) -> str:
+        tail, self.tail = self.tail, ""
+        return tail
