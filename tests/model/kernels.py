@@ -22,7 +22,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def kernels_or_skip(device: str) -> ModuleType:
-    """``triton_common``, if this process can run kernels on ``device``."""
+    """``triton_common``, if this process can run kernels on ``device``.
+
+    A process either interprets kernels or compiles them, so a machine runs one half of the checks: without
+    a GPU the suite interprets, with one it compiles, and ``TRITON_INTERPRET=1`` makes up for the other half.
+    Triton 3.6, whose interpreter breaks on numpy 2.4, is what torch 2.11 brings for CUDA: there only the
+    compiled kernels count. The development extra installs a newer one elsewhere.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     from aioinfer.model.attention import triton_common
 
