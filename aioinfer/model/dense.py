@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
+from aioinfer.model.mlp import SwiGLU
 from aioinfer.model.rope import Rope, rotate
 from aioinfer.model.spec import ModelSpec, eos_token_ids
 from aioinfer.model.weights import Weights
@@ -34,10 +35,7 @@ class _Layer:
     out: torch.Tensor
     out_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    mlp: SwiGLU
     window: int | None
 
 
@@ -80,14 +78,12 @@ class DenseLM:
 
     def _load_layer(self, config: Any, weights: Weights, index: int) -> _Layer:
         prefix = f"model.layers.{index}"
-        hidden, middle = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         q_rows, kv_rows = self._heads * self._head_dim, self._kv_heads * self._head_dim
         projections = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
         rows = [q_rows, kv_rows, kv_rows]
-        mlp = [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up")]
         # Of these families only Llama and Qwen3 ask the config; Qwen2 has q, k, v biases and no other.
         attention_bias = self._family in ("llama", "qwen3") and config.attention_bias
-        mlp_bias = self._family == "llama" and config.mlp_bias
         return _Layer(
             attention_norm=weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=weights.fused([f"{name}.weight" for name in projections], rows, hidden),
@@ -96,11 +92,19 @@ class DenseLM:
             out=weights.take(f"{prefix}.self_attn.o_proj.weight", (hidden, q_rows)),
             out_bias=_fused_bias(weights, [f"{prefix}.self_attn.o_proj"], [hidden], attention_bias),
             mlp_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-            gate_up=weights.fused([f"{name}.weight" for name in mlp], [middle, middle], hidden),
-            gate_up_bias=_fused_bias(weights, mlp, [middle, middle], mlp_bias),
-            down=weights.take(f"{prefix}.mlp.down_proj.weight", (hidden, middle)),
-            down_bias=_fused_bias(weights, [f"{prefix}.mlp.down_proj"], [hidden], mlp_bias),
+            mlp=self._load_mlp(config, weights, f"{prefix}.mlp"),
             window=_window(config, index),
+        )
+
+    def _load_mlp(self, config: Any, weights: Weights, prefix: str) -> SwiGLU:
+        hidden, middle = config.hidden_size, config.intermediate_size
+        both = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
+        bias = self._family == "llama" and config.mlp_bias
+        return SwiGLU(
+            gate_up=weights.fused([f"{name}.weight" for name in both], [middle, middle], hidden),
+            gate_up_bias=_fused_bias(weights, both, [middle, middle], bias),
+            down=weights.take(f"{prefix}.down_proj.weight", (hidden, middle)),
+            down_bias=_fused_bias(weights, [f"{prefix}.down_proj"], [hidden], bias),
         )
 
     def _load_qk_norm(self, weights: Weights, prefix: str) -> torch.Tensor:
@@ -114,9 +118,7 @@ class DenseLM:
         for index, layer in enumerate(self._layers):
             normed = _rms_norm(hidden, layer.attention_norm, self._eps)
             hidden = hidden + self._attend(index, layer, normed, cos, sin, batch, attention)
-            normed = _rms_norm(hidden, layer.mlp_norm, self._eps)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            hidden = hidden + layer.mlp(_rms_norm(hidden, layer.mlp_norm, self._eps))
         wanted = _rms_norm(hidden[batch.logits_rows], self._norm, self._eps)
         return F.linear(wanted, self._head).float()
 

@@ -1,0 +1,27 @@
+"""SwiGLU: the feed-forward part of a dense layer (Shazeer, 2020)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["SwiGLU"]
+
+
+@dataclass(slots=True)
+class SwiGLU:
+    """``down(silu(gate(x)) * up(x))``, gate and up in one matrix."""
+
+    #: [2 * intermediate, hidden]
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    #: [hidden, intermediate]
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], normed, to what is added to the residual."""
+        gate, up = F.linear(hidden, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down, self.down_bias)
