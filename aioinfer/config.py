@@ -41,7 +41,7 @@ _POSITIVE = (
     "clip_new_tokens",
     "max_lag",
 )
-_NOT_NEGATIVE = ("force_fifo_every", "share_prefix_tokens", "max_overlapped_prefill")
+_NOT_NEGATIVE = ("force_fifo_every", "share_prefix_tokens", "max_overlapped_prefill", "decode_graph_rows")
 
 
 def _option(default: Any, help: str) -> Any:
@@ -100,6 +100,7 @@ class EngineConfig:
     grammar_patience: float = _option(
         0.002, "seconds that a step waits for late grammar masks before it goes on without their rows"
     )
+    decode_graph_rows: int = _option(256, "largest decode batch captured as a graph on cuda; 0 captures none")
     launch_mode: Literal["thread", "inline"] = _option("thread", "where steps are launched")
     threads: int | None = _option(None, "CPU threads of the device; by default all cores")
     seed: int | None = _option(None, "seed of the seeds of requests that bring none")

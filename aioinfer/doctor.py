@@ -78,6 +78,7 @@ def _gpus() -> list[Finding]:
 
 def _plan(config: EngineConfig) -> list[Finding]:
     """What would run. Raises ConfigError."""
+    from aioinfer.execution.graphs import graph_obstacle
     from aioinfer.execution.torch_device import pick_device
     from aioinfer.model.attention.choice import choose_attention
     from aioinfer.model.loader import inspect_model
@@ -89,9 +90,13 @@ def _plan(config: EngineConfig) -> list[Finding]:
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     dtype = str(model.dtype).removeprefix("torch.")
+    obstacle = graph_obstacle(device, choice, model.own)
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        Finding(
+            "decode graphs", f"none: {obstacle}" if obstacle else f"up to {config.decode_graph_rows} rows"
+        ),
         Finding("launching", f"{config.launch_mode}, window {config.window}"),
     ]

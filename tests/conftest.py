@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -24,3 +25,22 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """``checkpoint(family) -> (directory, transformers model in float32)``, made once."""
+    import torch
+
+    from tests.model.checkpoints import make_checkpoint
+
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            made[name] = (path, make_checkpoint(name, path))
+        return made[name]
+
+    torch.set_num_threads(1)
+    return get

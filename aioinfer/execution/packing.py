@@ -18,23 +18,32 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.scheduling.step import NO_TOKEN, Row, Step
 
-__all__ = ["FLOAT_FIELDS", "Packed", "Packer"]
+__all__ = ["FLOAT_FIELDS", "SECTIONS", "Packed", "Packer"]
+
+#: what ``Packed.ints`` holds, one after the other
+SECTIONS = (
+    *("input_ids", "positions", "slot_mapping", "cu_q", "kv_len", "slots", "block_table"),
+    *("logits_rows", "sample_slots", "sample_positions", "seeds", "top_k", "banned_rows", "banned_ids"),
+    *("score_ids", "bias_rows", "bias_ids", "bias_bits"),
+)
+_AT = {name: at for at, name in enumerate(SECTIONS)}
 
 
 @dataclass(slots=True)
 class Packed:
     """A step as arrays. Sizes: T tokens, R rows, S sampling rows, P pages of the longest row, K bans.
 
-    ``ints`` holds, one after the other: input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1],
-    kv_len[R], slots[R], block_table[R * P], then of the sampling rows logits_rows[S], sample_slots[S],
-    sample_positions[S], seeds[S], top_k[S], banned_rows[K], banned_ids[K], score_ids[E], and
-    bias_rows[B], bias_ids[B] and bias_bits[B], the bits of a float32.
+    ``ints`` holds input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1], kv_len[R], slots[R],
+    block_table[R * P], then of the sampling rows logits_rows[S], sample_slots[S], sample_positions[S],
+    seeds[S], top_k[S], banned_rows[K], banned_ids[K], score_ids[E], and bias_rows[B], bias_ids[B] and
+    bias_bits[B], the bits of a float32.
 
     ``logits_rows`` has E entries more, of positions that do not sample and whose next token, ``score_ids``,
     is known and to be scored.
     """
 
     ints: npt.NDArray[np.int64]
+    #: length of each section
     sizes: tuple[int, ...]
     step_id: int
     num_decodes: int
@@ -50,6 +59,32 @@ class Packed:
     grammars: list[GrammarRow]
     #: (row, number of scored positions, how many of the likeliest tokens)
     scores: list[tuple[int, int, int]]
+
+    def section(self, name: str) -> npt.NDArray[np.int64]:
+        """One of ``SECTIONS``, flat."""
+        at = _AT[name]
+        start = sum(self.sizes[:at])
+        return self.ints[start : start + self.sizes[at]]
+
+    @property
+    def decodes_only(self) -> bool:
+        """Every row computes one token, which waits in its relay cell, and samples the next."""
+        return self.num_decodes == len(self.q_lens)
+
+    @property
+    def plain(self) -> bool:
+        """Sampling needs no more than seeds, temperatures and filters."""
+        roster = self.roster
+        return not (
+            roster.any_penalty
+            or roster.logprobs
+            or self.scores
+            or self.grammars
+            or self.penalty_resets
+            or roster.allowed is not None
+            or len(self.section("banned_ids"))
+            or len(roster.biases[0])
+        )
 
     @property
     def top(self) -> int:
@@ -81,8 +116,7 @@ class Packed:
 
         for sampled, count in self.roster.logprobs:
             result.logprobs[self.sample_rows[sampled]] = entry(tokens[sampled], count)
-        end = len(self.ints) - sum(self.sizes[-3:])
-        ids = iter(self.ints[end - self.sizes[-4] : end].tolist())
+        ids = iter(self.section("score_ids").tolist())
         for row, number, count in self.scores:
             result.prompt_logprobs[row] = [entry(next(ids), count) for _ in range(number)]
         return result

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from aioinfer.execution.device import StepResult
+from aioinfer.execution.graphs import DecodeGraphs
 from aioinfer.execution.masks import Constraints, GrammarRow, Masks
-from aioinfer.execution.packing import Packed
+from aioinfer.execution.packing import FLOAT_FIELDS, SECTIONS, Packed
 from aioinfer.execution.relay import Relay
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
@@ -23,7 +24,7 @@ from aioinfer.sampling.logprobs import Logprobs
 from aioinfer.sampling.masks import add_biases_, apply_masks_
 from aioinfer.sampling.sampler import Sampler
 
-__all__ = ["Runner", "Sampled"]
+__all__ = ["Link", "Runner", "Sampled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,12 @@ class Sampled:
     #: int64 [S], or None if no row samples
     tokens: torch.Tensor | None
     #: of the rows and positions that asked for them, with ``chosen``, float32 [N]
-    logprobs: Logprobs | None
-    chosen: torch.Tensor | None
+    logprobs: Logprobs | None = None
+    chosen: torch.Tensor | None = None
     #: by sampling row, tokens that follow without having been sampled
     forced: dict[int, list[int]] = field(default_factory=dict)
+    #: seconds on the timeline's clock: the host began, was through with the forward, had the masks, and ended
+    times: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything that has to be copied; read back by :meth:`result` in the same order."""
@@ -53,10 +56,23 @@ class Sampled:
         return packed.result(tokens, self.forced, chosen, top_ids, top)
 
 
+class Link(Protocol):
+    """Between host and device, for one step."""
+
+    def send(self, array: npt.NDArray[Any], /) -> torch.Tensor:
+        """An array of the host on the device, enqueued behind everything before."""
+
+    def await_last_result(self) -> None:
+        """Wait until the host has read the result of the step before."""
+
+    def order_after_last_copy(self) -> None:
+        """Have the device wait until the result of the step before is on the host."""
+
+
 class Runner:
     """Computes steps in the order of their launch. Launch thread only."""
 
-    __slots__ = ("_attention", "_lane", "_model", "_relay", "_sampler", "masks")
+    __slots__ = ("_model", "attention", "graphs", "lane", "masks", "relay", "sampler")
 
     def __init__(
         self,
@@ -66,130 +82,129 @@ class Runner:
         relay: Relay,
         masks: Masks,
         lane: DeviceLane | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.masks = masks
-        self._lane = DeviceLane() if lane is None else lane
+        self.graphs = graphs
+        self.lane = DeviceLane() if lane is None else lane
         self._model = model
-        self._attention = attention
-        self._sampler = sampler
-        self._relay = relay
+        self.attention = attention
+        self.sampler = sampler
+        self.relay = relay
 
     @torch.inference_mode()
-    def run(
-        self,
-        packed: Packed,
-        ints: torch.Tensor,
-        floats: torch.Tensor,
-        before_masks: Callable[[], object] | None = None,
-    ) -> Sampled:
-        """One step; ``ints`` and ``floats`` are ``packed``'s buffers on the device.
-
-        ``before_masks`` is called after the forward and before waiting for masks.
-        """
+    def run(self, packed: Packed, link: Link) -> Sampled:
+        """One step."""
         start = now()
-        batch, slots, sampling, score_ids, biases = _unpack(packed, ints, floats)
-        self._relay.gather(batch.input_ids, slots, batch.num_decodes)
-        logits = self._model.forward(batch, self._attention)
+        if self.graphs is not None and self.graphs.hold(packed):
+            logits = self.graphs.forward(packed, link.send)
+            if packed.plain:
+                forward = now()
+                link.order_after_last_copy()
+                tokens = self.graphs.sample(packed)
+                return Sampled(tokens, times=(start, forward, forward, now()))
+            inputs = _unpack(packed, link.send)
+        else:
+            inputs = _unpack(packed, link.send)
+            self.relay.gather(inputs.batch.input_ids, inputs.slots, inputs.batch.num_decodes)
+            logits = self._model.forward(inputs.batch, self.attention)
+        return self._sample(packed, inputs, logits, link, start)
+
+    def _sample(
+        self, packed: Packed, inputs: _Inputs, logits: torch.Tensor, link: Link, start: float
+    ) -> Sampled:
+        """What the rows ask for, of whatever kind, from the logits of a step that began at ``start``."""
         forward = mask = now()
         count = len(packed.sample_rows)
-        logprobs = _logprobs(logits, packed) if packed.top >= 0 else None
+        logprobs = _logprobs(logits, packed, link) if packed.top >= 0 else None
         if not count:
             # A first chunk of a prompt: what it says of its request must not be lost.
-            self._sampler.reset(packed.penalty_resets)
-            self._lane.step(packed.step_id, start, forward, mask, now())
-            return Sampled(None, logprobs, None if logprobs is None else logprobs.of(score_ids))
+            self.sampler.reset(packed.penalty_resets)
+            chosen = None if logprobs is None else logprobs.of(inputs.score_ids)
+            return Sampled(None, logprobs, chosen, times=(start, forward, mask, now()))
         logits = logits[:count]
-        if len(biases[0]):
-            add_biases_(logits, *biases)
+        if len(inputs.biases[0]):
+            add_biases_(logits, *inputs.biases)
         if packed.roster.allowed is not None:
-            _apply(logits, *packed.roster.allowed)
-        constraints = None
+            rows, masks = packed.roster.allowed
+            apply_masks_(logits, link.send(rows), link.send(masks))
+        found = None
         if packed.grammars:
-            if before_masks is not None:
-                before_masks()
-            constraints = self._constrain(logits, packed.grammars)
+            link.await_last_result()
+            found = self._constrain(logits, packed.grammars, link)
             mask = now()
-        tokens = self._sampler.sample(logits, sampling)
-        forced = {} if constraints is None else constraints.forced
-        if constraints is not None and constraints.outcomes:
-            at, outcomes = torch.tensor([*constraints.outcomes.items()], device=tokens.device).T
+        tokens = self.sampler.sample(logits, inputs.sampling)
+        if found is not None and found.outcomes:
+            at, outcomes = link.send(np.asarray([*found.outcomes.items()], np.int64).T)
             tokens[at] = outcomes
-        self._relay.scatter(sampling.slots, tokens)
-        self._lane.step(packed.step_id, start, forward, mask, now())
-        if logprobs is None:
-            return Sampled(tokens, None, None, forced)
-        wanted = tokens[[row for row, _ in packed.roster.logprobs]]
-        return Sampled(tokens, logprobs, logprobs.of(torch.cat((wanted, score_ids))), forced)
+        self.relay.scatter(inputs.sampling.slots, tokens)
+        chosen = None
+        if logprobs is not None:
+            asked = link.send(np.asarray([row for row, _ in packed.roster.logprobs], np.int64))
+            chosen = logprobs.of(torch.cat((tokens[asked], inputs.score_ids)))
+        forced = {} if found is None else found.forced
+        return Sampled(tokens, logprobs, chosen, forced, (start, forward, mask, now()))
 
     def read(self, packed: Packed, sampled: Sampled, tensors: Sequence[torch.Tensor]) -> StepResult:
         """The result of a step from its ``tensors``, which are on the host by now. What its grammars allow
         next is being worked out from here on."""
         start = now()
         result = sampled.result(packed, tensors)
-        self._lane.add("copy", packed.step_id, start, now())
+        self.lane.add("copy", packed.step_id, start, now())
         self.masks.advance_step(packed.grammars, packed.sample_rows, result.tokens)
         return result
 
-    def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow]) -> Constraints:
+    def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow], link: Link) -> Constraints:
         """Apply the masks of this step, which were made while its forward ran."""
         found = self.masks.collect(grammars, len(logits))
-        _apply(logits, np.asarray([row.at for row in grammars]), found.masks)
+        rows = np.asarray([row.at for row in grammars], np.int64)
+        apply_masks_(logits, link.send(rows), link.send(found.masks))
         return found
 
 
-def _apply(logits: torch.Tensor, rows: npt.NDArray[np.int64], masks: npt.NDArray[np.int32]) -> None:
-    device = logits.device
-    apply_masks_(logits, torch.from_numpy(rows).to(device), torch.from_numpy(masks).to(device))
-
-
-def _logprobs(logits: torch.Tensor, packed: Packed) -> Logprobs:
+def _logprobs(logits: torch.Tensor, packed: Packed, link: Link) -> Logprobs:
     """Of the sampling rows that want them, then of the scored positions."""
     rows = [row for row, _ in packed.roster.logprobs]
     rows += range(len(packed.sample_rows), len(logits))
-    return Logprobs(logits[rows], packed.top)
+    return Logprobs(logits[link.send(np.asarray(rows, np.int64))], packed.top)
 
 
-def _unpack(
-    packed: Packed, ints: torch.Tensor, floats: torch.Tensor
-) -> tuple[Batch, torch.Tensor, SamplingBatch, torch.Tensor, list[torch.Tensor]]:
+class _Inputs(NamedTuple):
+    """A step's arrays on the device."""
+
+    batch: Batch
+    slots: torch.Tensor
+    sampling: SamplingBatch
+    score_ids: torch.Tensor
+    biases: list[torch.Tensor]
+
+
+def _unpack(packed: Packed, send: Callable[[npt.NDArray[Any]], torch.Tensor]) -> _Inputs:
     """Views of the buffers' sections; see :class:`~aioinfer.execution.packing.Packed`."""
-    bounds = list(itertools.accumulate(packed.sizes, initial=0))
-    parts = [ints[start:stop] for start, stop in itertools.pairwise(bounds)]
-    input_ids, positions, slot_mapping, cu_q, kv_len, slots, tables = parts[:7]
-    logits_rows, sample_slots, sample_positions, seeds, top_k, banned_rows, banned_ids = parts[7:14]
-    score_ids, *biases = parts[14:]
+    parts = dict(zip(SECTIONS, send(packed.ints).split(packed.sizes), strict=True))
+    roster = packed.roster
     batch = Batch(
-        input_ids=input_ids,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        cu_q=cu_q,
-        kv_len=kv_len,
-        block_table=tables.view(-1, packed.num_pages),
-        logits_rows=logits_rows,
+        **{name: parts[name] for name in ("input_ids", "positions", "slot_mapping", "cu_q", "kv_len")},
+        block_table=parts["block_table"].view(-1, packed.num_pages),
+        logits_rows=parts["logits_rows"],
         q_lens=packed.q_lens,
         kv_lens=packed.kv_lens,
         num_decodes=packed.num_decodes,
     )
-    temperature, top_p, min_p, repetition, presence, frequency = floats
-    roster = packed.roster
     sampling = SamplingBatch(
-        slots=sample_slots,
-        positions=sample_positions,
-        seeds=seeds,
-        temperature=temperature,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        repetition_penalty=repetition,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
+        slots=parts["sample_slots"],
+        positions=parts["sample_positions"],
+        seeds=parts["seeds"],
+        top_k=parts["top_k"],
+        **dict(zip(FLOAT_FIELDS, send(roster.floats), strict=True)),
         all_greedy=roster.all_greedy,
         any_top_k=roster.any_top_k,
         any_top_p=roster.any_top_p,
         any_min_p=roster.any_min_p,
         any_penalty=roster.any_penalty,
-        banned_rows=banned_rows if len(banned_rows) else None,
-        banned_ids=banned_ids if len(banned_ids) else None,
+        banned_rows=parts["banned_rows"] if len(parts["banned_rows"]) else None,
+        banned_ids=parts["banned_ids"] if len(parts["banned_ids"]) else None,
         penalty_resets=packed.penalty_resets,
     )
-    return batch, slots, sampling, score_ids, biases
+    biases = [parts[name] for name in ("bias_rows", "bias_ids", "bias_bits")]
+    return _Inputs(batch, parts["slots"], sampling, parts["score_ids"], biases)

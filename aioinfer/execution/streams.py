@@ -6,20 +6,33 @@ CUDA, per step::
     forward            ├─ H2D ─ relay, model, sampler, relay ─┬─ (next step)
     copy                                                      └─ D2H into pinned ring[i] ─ event
     completion thread                                                    event.synchronize() ─► tokens
+
+What the launch thread does per step is counted in calls that let go of the interpreter lock, for each may
+cost it a turn: for a decode step whose rows are those of the step before, two replays, an event, a wait, a
+copy and an event.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from aioinfer.execution.device import DeviceLost, Flight, Landed, StepResult
+from aioinfer.execution.graphs import Graph
 from aioinfer.execution.packing import Packed
 from aioinfer.execution.runner import Runner, Sampled
+from aioinfer.observe.timeline import DeviceLane, now
 
-__all__ = ["Backend", "CpuBackend", "CudaBackend"]
+__all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct"]
+
+_ALIGNMENT = 16
+#: seconds by which a chain of events may differ from what the host saw before it is anchored anew
+_DRIFT = 0.01
 
 
 class Backend(Protocol):
@@ -30,91 +43,144 @@ class Backend(Protocol):
     def check(self) -> None: ...
 
 
+class Direct:
+    """Host and device are one: see :class:`~aioinfer.execution.runner.Link`."""
+
+    send = staticmethod(torch.from_numpy)
+
+    def await_last_result(self) -> None: ...
+
+    def order_after_last_copy(self) -> None: ...
+
+
 class CpuBackend:
     """The step is done when ``launch`` returns."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._link = Direct()
 
     def launch(self, packed: Packed) -> Flight:
-        sampled = self._runner.run(
-            packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.roster.floats)
-        )
+        sampled = self._runner.run(packed, self._link)
+        self._runner.lane.step(packed.step_id, *sampled.times)
         return Landed(self._runner.read(packed, sampled, sampled.tensors()))
 
     def check(self) -> None:
         """A CPU is never lost."""
 
 
-class _PinnedBuffers:
-    """Page-locked memory of one ring place: parameters in, tokens out, and the event between uses."""
+class _Place:
+    """A step's place in the ring: page-locked memory of what goes in and comes out, and its events."""
 
-    __slots__ = ("done", "floats", "ints", "tokens")
+    __slots__ = ("_device", "_last", "_memory", "_outgrown", "_used", "done", "sampled", "started", "tokens")
 
-    def __init__(self) -> None:
-        self.ints = torch.empty(0, dtype=torch.int64, pin_memory=True)
-        self.floats = torch.empty(0, dtype=torch.float32, pin_memory=True)
-        self.tokens = torch.empty(0, dtype=torch.int64, pin_memory=True)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: _CudaFlight | None = None
+        self._memory = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
+        self._used = 0
+        self._outgrown: list[torch.Tensor] = []
+        self.tokens = torch.empty(64, dtype=torch.int64, pin_memory=True)
+        self.started = torch.cuda.Event(enable_timing=True)
+        #: the forward stream is through with the step; not the copy stream
+        self.sampled = torch.cuda.Event(enable_timing=True)
         # Blocking: the waiting thread sleeps instead of spinning on a core.
         self.done = torch.cuda.Event(blocking=True)
 
-    def reserve(self, packed: Packed) -> None:
-        """Grow to the step's sizes; rare, for sizes are rounded up to powers of two."""
-        if self.ints.numel() < packed.ints.size:
-            self.ints = torch.empty(_round_up(packed.ints.size), dtype=torch.int64, pin_memory=True)
-        if self.floats.numel() < packed.roster.floats.size:
-            self.floats = torch.empty(
-                _round_up(packed.roster.floats.size), dtype=torch.float32, pin_memory=True
-            )
-        if self.tokens.numel() < len(packed.sample_rows):
-            self.tokens = torch.empty(_round_up(len(packed.sample_rows)), dtype=torch.int64, pin_memory=True)
+    def reuse(self, last: _CudaFlight | None) -> None:
+        """For the step behind ``last``, once the one that was here is done."""
+        self.done.synchronize()
+        self._last = last
+        self._used = 0
+        self._outgrown.clear()
+
+    def send(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """An array on the device, enqueued on the current stream; the host's own is free at once."""
+        end = self._used + array.nbytes
+        if end > self._memory.numel():
+            # The old memory may be read still, by copies on the way.
+            self._outgrown.append(self._memory)
+            self._memory = torch.empty(2 * end, dtype=torch.uint8, pin_memory=True)
+            self._used, end = 0, array.nbytes
+        pinned = self._memory[self._used : end].view(_torch_dtype(array.dtype)).view(array.shape)
+        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        np.copyto(pinned.numpy(), array)
+        return pinned.to(self._device, non_blocking=True)
+
+    def await_last_result(self) -> None:
+        """Until the host has read what the step before sampled, whoever gets to reading it."""
+        if self._last is not None:
+            self._last.wait()
+
+    def order_after_last_copy(self) -> None:
+        """What is enqueued from here on starts when the results of the step before are on the host."""
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last.place.done)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start a copy: tokens into the ring, logprobs, which are rare, into memory of their own."""
+        if tensor.dtype == torch.int64 and tensor.dim() == 1:
+            if self.tokens.numel() < len(tensor):
+                self.tokens = torch.empty(2 * len(tensor), dtype=torch.int64, pin_memory=True)
+            host = self.tokens[: len(tensor)]
+        else:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
 
 class CudaBackend:
-    """Forward stream, copy stream, and a ring of pinned buffers, each with its own event."""
+    """Forward stream, copy stream, and a ring of pinned buffers, each with its own events."""
 
     #: more than the window plus the step being resolved, so that a place is never written while read
     RING = 4
 
-    def __init__(self, runner: Runner, device: torch.device) -> None:
-        self._runner = runner
+    def __init__(self, device: torch.device, lane: DeviceLane) -> None:
         self._device = device
-        self._forward = torch.cuda.Stream(device)
+        self.forward = torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
-        self._forward.wait_stream(torch.cuda.current_stream(device))
-        self._ring = [_PinnedBuffers() for _ in range(self.RING)]
+        self.forward.wait_stream(torch.cuda.current_stream(device))
+        self._ring = [_Place(device) for _ in range(self.RING)]
         self._next = 0
         self._newest: _CudaFlight | None = None
+        self._graph_pool: Any = None
+        self._clock = _Clock(lane)
+        #: set before the first launch
+        self.runner: Runner | None = None
+
+    def capture(self, call: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        """See :data:`~aioinfer.execution.graphs.Capture`. Calls once before, outside, so that kernels are
+        compiled and libraries have their memory. Other threads must leave the device alone meanwhile."""
+        with torch.cuda.stream(self.forward):
+            call()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(
+            graph, pool=self._graph_pool, stream=self.forward, capture_error_mode="thread_local"
+        ):
+            result = call()
+        return graph, result
+
+    def forget_graphs(self) -> None:
+        """What was captured is gone; its memory may serve others."""
+        self._graph_pool = None
 
     def launch(self, packed: Packed) -> Flight:
+        assert self.runner is not None, "no runner"
         place = self._ring[self._next]
         self._next = (self._next + 1) % self.RING
-        place.done.synchronize()
-        place.reserve(packed)
-        num_ints, num_floats = packed.ints.size, packed.roster.floats.size
-        place.ints[:num_ints].copy_(torch.from_numpy(packed.ints))
-        place.floats[:num_floats].copy_(torch.from_numpy(packed.roster.floats).reshape(-1))
-        with torch.cuda.stream(self._forward):
-            ints = place.ints[:num_ints].to(self._device, non_blocking=True)
-            floats = place.floats[:num_floats].to(self._device, non_blocking=True)
-            # The masks of this step need the tokens of the one before, whoever gets to reading them.
-            before = None if self._newest is None else self._newest.wait
-            sampled = self._runner.run(packed, ints, floats.view(packed.roster.floats.shape), before)
-        self._copy.wait_stream(self._forward)
+        place.reuse(self._newest)
+        with torch.cuda.stream(self.forward):
+            place.started.record(self.forward)
+            sampled = self.runner.run(packed, place)
+            place.sampled.record(self.forward)
         with torch.cuda.stream(self._copy):
-            copies = [self._to_host(place, tensor) for tensor in sampled.tensors()]
+            self._copy.wait_event(place.sampled)
+            copies = [place.fetch(tensor) for tensor in sampled.tensors()]
             place.done.record(self._copy)
-        # ``sampled`` is kept until the copy is done: its memory belongs to the forward stream.
-        self._newest = _CudaFlight(packed, copies, place.done, sampled, self._runner)
+        self._newest = _CudaFlight(packed, sampled, copies, place, self.runner, self._clock)
         return self._newest
-
-    def _to_host(self, place: _PinnedBuffers, tensor: torch.Tensor) -> torch.Tensor:
-        """Start a copy: tokens into the ring, logprobs, which are rare, into memory of their own."""
-        if tensor.dtype == torch.int64 and tensor.dim() == 1:
-            host = place.tokens[: len(tensor)]
-        else:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
 
     def check(self) -> None:
         try:
@@ -123,32 +189,60 @@ class CudaBackend:
             raise DeviceLost(f"CUDA: {error}") from error
 
 
+class _Clock:
+    """Tells the device's lane when steps ran, on the host's clock.
+
+    From event to event and not from one origin, for CUDA counts in floats of milliseconds; and by the host's
+    own look where steps do not follow each other.
+    """
+
+    def __init__(self, lane: DeviceLane) -> None:
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._step, self._end = -1, 0.0
+        self._ended: torch.cuda.Event | None = None
+
+    def step(self, step: int, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        """A step that is over."""
+        with self._lock:
+            end, duration = now(), 1e-3 * started.elapsed_time(ended)
+            if self._ended is not None and step == self._step + 1:
+                follows = self._end + 1e-3 * self._ended.elapsed_time(started) + duration
+                end = follows if abs(follows - end) < _DRIFT else end
+            self._lane.step(step, end - duration, end, end, end)
+            self._step, self._end, self._ended = step, end, ended
+
+
 class _CudaFlight:
-    __slots__ = ("_copies", "_done", "_lock", "_packed", "_result", "_runner", "_sampled")
+    __slots__ = ("_clock", "_copies", "_lock", "_packed", "_result", "_runner", "_sampled", "place")
 
     def __init__(
         self,
         packed: Packed,
-        copies: list[torch.Tensor],
-        done: torch.cuda.Event,
         sampled: Sampled,
+        copies: list[torch.Tensor],
+        place: _Place,
         runner: Runner,
+        clock: _Clock,
     ) -> None:
-        self._runner = runner
         self._packed = packed
-        self._copies = copies
-        self._done = done
+        # Kept until the copy is done: its memory belongs to the forward stream.
         self._sampled = sampled
+        self._copies = copies
+        self.place = place
+        self._runner = runner
+        self._clock = clock
         self._lock = threading.Lock()
         self._result: StepResult | None = None
 
     def wait(self) -> StepResult:
         with self._lock:
             if self._result is None:
-                self._done.synchronize()
+                self.place.done.synchronize()
+                self._clock.step(self._packed.step_id, self.place.started, self.place.sampled)
                 self._result = self._runner.read(self._packed, self._sampled, self._copies)
             return self._result
 
 
-def _round_up(size: int) -> int:
-    return 1 << max(size - 1, 1).bit_length()
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}[dtype.name]

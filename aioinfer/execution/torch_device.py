@@ -18,12 +18,11 @@ from aioinfer.scheduling.step import Step
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.execution.graphs import Capture
     from aioinfer.execution.streams import Backend
     from aioinfer.model.spec import ModelSpec
 
 __all__ = ["TorchDevice", "pick_device"]
-
-_GIB = 1 << 30
 
 
 class TorchDevice:
@@ -31,6 +30,8 @@ class TorchDevice:
 
     #: until opened; a CUDA device then becomes asynchronous
     synchronous = True
+    #: stands in for CUDA's decode graphs on the CPU, in tests
+    _capture: Capture | None = None
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -43,13 +44,9 @@ class TorchDevice:
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         import torch
 
-        from aioinfer.execution.relay import Relay
-        from aioinfer.execution.runner import Runner
-        from aioinfer.execution.streams import CpuBackend, CudaBackend
-        from aioinfer.model.attention.choice import choose_attention, make_attention
-        from aioinfer.model.attention.pool import KVPool
+        from aioinfer.execution.building import Parts, build
+        from aioinfer.model.attention.choice import choose_attention
         from aioinfer.model.loader import load_model
-        from aioinfer.sampling.sampler import Sampler
 
         config = self._config
         device = pick_device(config.device)
@@ -66,36 +63,19 @@ class TorchDevice:
             )
             spec = model.spec
             choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention)
-            num_pages, max_model_len = _size_pool(config, spec, device)
-            pool = KVPool(
-                num_layers=spec.num_layers,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                num_pages=num_pages,
-                page_size=config.page_size,
-                dtype=spec.dtype,
-                device=device,
-            )
+            parts = Parts(config, model, choice, device, self._masks, self.lane)
+            self._backend, size = build(parts, self._capture, progress)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
-        runner = Runner(
-            model,
-            make_attention(pool, choice),
-            Sampler(config.num_slots, spec.vocab_size, device),
-            Relay(config.num_slots, device),
-            self._masks,
-            self.lane,
-        )
-        self._backend = CudaBackend(runner, device) if device.type == "cuda" else CpuBackend(runner)
         self.synchronous = device.type == "cpu"
-        max_pages = -(-max_model_len // config.page_size)
+        max_pages = -(-size.max_model_len // config.page_size)
         self._packer = Packer(config.num_slots, max_pages, config.page_size)
         return DeviceInfo(
             vocab_size=spec.vocab_size,
-            max_model_len=max_model_len,
-            num_pages=num_pages,
+            max_model_len=size.max_model_len,
+            num_pages=size.num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            description=_describe(spec, device, num_pages * config.page_size, choice.kernels),
+            description=_describe(spec, device, size.num_pages * config.page_size, choice.kernels),
         )
 
     def prepare(self, step: Step) -> Packed:
@@ -131,49 +111,6 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
-
-
-def _size_pool(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, int]:
-    """Pages of the pool and the longest sequence it serves. Raises ConfigError, OutOfMemory."""
-    from aioinfer.model.attention.pool import KVPool
-
-    page_bytes = KVPool.bytes_per_page(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=config.page_size,
-        dtype=spec.dtype,
-    )
-    wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
-    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; the model knows {spec.max_model_len} positions"
-        )
-    num_pages = config.num_pages
-    if num_pages is None:
-        # Never more than every running request could use at its longest.
-        useful = config.max_running_requests * -(-wanted_len // config.page_size)
-        num_pages = min(useful, _kv_budget(config, device) // page_bytes)
-    if num_pages < 1:
-        raise OutOfMemory(f"not one KV page of {page_bytes} bytes fits into the memory budget")
-    capacity = num_pages * config.page_size
-    if config.max_model_len is not None and config.max_model_len > capacity:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but {num_pages} pages hold {capacity} positions"
-        )
-    if min(wanted_len, capacity) < 2:
-        raise ConfigError("max_model_len and num_pages leave no room for a prompt and an output token")
-    return num_pages, min(wanted_len, capacity)
-
-
-def _kv_budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for KV: a fixed budget on the CPU, on CUDA what the weights left of the allowed share."""
-    import torch
-
-    if device.type == "cpu":
-        return int(config.kv_memory_gib * _GIB)
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
 
 
 def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str) -> str:

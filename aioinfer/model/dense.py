@@ -42,6 +42,8 @@ class _Layer:
 class DenseLM:
     """A decoder of pre-norm attention and SwiGLU layers. See :class:`~aioinfer.model.spec.CausalLM`."""
 
+    capturable = True
+
     def __init__(self, path: Path, config: Any, weights: Weights, dtype: torch.dtype, device: torch.device):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = config.num_attention_heads

@@ -44,6 +44,8 @@ class CausalLM(Protocol):
     """A model that computes packed rows."""
 
     spec: ModelSpec
+    #: its forward asks the host for nothing that differs from step to step: a CUDA graph can hold it
+    capturable: bool
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """Logits of ``batch.logits_rows``, float32 [S, vocab_size]; KV is written on the way."""

@@ -37,6 +37,8 @@ _local = threading.local()
 class TransformersLM:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
+    capturable = False
+
     def __init__(
         self,
         path: Path,

@@ -79,11 +79,12 @@ class DeviceLane(Lane):
 
     def step(self, step: int, start: float, forward: float, mask: float, end: float) -> None:
         """One step from ``start`` to ``end``; the forward ended at ``forward``, waiting for masks at
-        ``mask``."""
+        ``mask``. All the same where nobody knows apart."""
         self.add("forward", step, start, forward)
         if mask > forward:
             self.add("mask", step, forward, mask)
-        self.add("sample", step, mask, end)
+        if end > mask:
+            self.add("sample", step, mask, end)
         if not self._rested:
             self.steps += 1
             self.gap += max(0.0, start - self._ended)

@@ -20,6 +20,7 @@ from aioinfer.execution.masks import Masks
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.relay import Relay
 from aioinfer.execution.runner import Runner
+from aioinfer.execution.streams import Direct
 from aioinfer.params import SamplingParams
 from aioinfer.sampling import sampler as sampler_module
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
@@ -138,7 +139,7 @@ def draw(case: Case, rows: int) -> npt.NDArray[np.int64]:
     relay = Relay(SLOTS, CPU)
     attention: Any = None
     runner = Runner(SameLogits(case.logits), attention, Sampler(SLOTS, vocab, CPU), relay, Masks())
-    sampled = runner.run(packed, torch.from_numpy(packed.ints), torch.from_numpy(packed.roster.floats))
+    sampled = runner.run(packed, Direct())
     assert sampled.tokens is not None
     return np.bincount(sampled.tokens.numpy(), minlength=vocab)
 

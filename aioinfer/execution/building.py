@@ -1,0 +1,148 @@
+"""Building: from a loaded model to a backend that runs steps, with as many KV pages as memory allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.execution.graphs import Capture, DecodeGraphs, graph_obstacle, graph_sizes
+from aioinfer.execution.masks import Masks
+from aioinfer.execution.relay import Relay
+from aioinfer.execution.runner import Runner
+from aioinfer.execution.sizing import PoolSize, cpu_budget, cuda_budget, size_pool
+from aioinfer.execution.streams import Backend, CpuBackend, CudaBackend
+from aioinfer.execution.warmup import largest_steps, measure
+from aioinfer.model.attention.choice import Choice, make_attention
+from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.spec import CausalLM, Progress
+from aioinfer.observe.timeline import DeviceLane
+from aioinfer.sampling.sampler import Sampler
+
+__all__ = ["Parts", "build"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a backend is built from."""
+
+    config: EngineConfig
+    model: CausalLM
+    attention: Choice
+    device: torch.device
+    masks: Masks
+    lane: DeviceLane
+
+    @property
+    def page_bytes(self) -> int:
+        spec, config = self.model.spec, self.config
+        return KVPool.bytes_per_page(
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=config.page_size,
+            dtype=spec.dtype,
+        )
+
+    def pages_of(self, length: int) -> int:
+        """Pages of a sequence."""
+        return -(-length // self.config.page_size)
+
+    def runner(self, num_pages: int) -> Runner:
+        """Runs steps over a new pool."""
+        spec, config = self.model.spec, self.config
+        pool = KVPool(
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            dtype=spec.dtype,
+            device=self.device,
+        )
+        return Runner(
+            self.model,
+            make_attention(pool, self.attention),
+            Sampler(config.num_slots, spec.vocab_size, self.device),
+            Relay(config.num_slots, self.device),
+            self.masks,
+            self.lane,
+        )
+
+    def graph_sizes(self) -> list[int]:
+        """Sizes of the decode graphs to capture; none where they cannot be."""
+        config = self.config
+        if graph_obstacle(self.device, self.attention, self.model.capturable) is not None:
+            return []
+        rows = min(config.max_running_requests, config.max_decode_rows or config.max_running_requests)
+        return graph_sizes(min(rows, config.decode_graph_rows))
+
+
+def build(
+    parts: Parts, capture: Capture | None = None, progress: Progress | None = None
+) -> tuple[Backend, PoolSize]:
+    """A backend that is ready, and the size of its pool. Raises ConfigError, OutOfMemory.
+
+    ``capture``: how a device that is not CUDA stands in for graphs; for tests.
+    """
+    config, spec = parts.config, parts.model.spec
+    if parts.device.type == "cuda":
+        return _build_cuda(parts, progress)
+    size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
+    runner = parts.runner(size.num_pages)
+    if capture is not None:
+        max_pages = parts.pages_of(size.max_model_len)
+        runner.graphs = _graphs(parts, runner, max_pages, graph_sizes(config.max_running_requests))
+        runner.graphs.capture(capture)
+    return CpuBackend(runner), size
+
+
+def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolSize]:
+    config, spec = parts.config, parts.model.spec
+    backend = CudaBackend(parts.device, parts.lane)
+    sizes = parts.graph_sizes()
+    budget = 0 if config.num_pages is not None else _measured_budget(parts, backend, sizes)
+    size = size_pool(config, spec, parts.page_bytes, budget)
+    backend.runner = runner = parts.runner(size.num_pages)
+    max_pages = parts.pages_of(size.max_model_len)
+    # Again with the real pool: torch keeps the memory that steps need.
+    for packed in largest_steps(config, max_pages):
+        backend.launch(packed).wait()
+    if sizes:
+        graphs = _graphs(parts, runner, max_pages, sizes)
+        graphs.capture(backend.capture, progress and partial(progress, "graphs"))
+        runner.graphs = graphs
+    return backend, size
+
+
+def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> int:
+    """Bytes for KV pages beside everything else, found out with a pool of one page."""
+    config = parts.config
+    max_pages = parts.pages_of(config.max_model_len or parts.model.spec.max_model_len)
+    backend.runner = runner = parts.runner(1)
+    wanted = measure(
+        backend,
+        largest_steps(config, max_pages),
+        partial(_graphs, parts, runner, max_pages),
+        sizes,
+    )
+    backend.runner = None
+    del runner
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(parts.device)
+    return cuda_budget(total=total, free=free, wanted=wanted, utilization=config.gpu_memory_utilization)
+
+
+def _graphs(parts: Parts, runner: Runner, max_pages: int, sizes: list[int]) -> DecodeGraphs:
+    return DecodeGraphs(
+        parts.model,
+        runner.attention,
+        runner.sampler,
+        runner.relay,
+        sizes=sizes,
+        max_pages=max_pages,
+        page_size=parts.config.page_size,
+        device=parts.device,
+    )

@@ -1,0 +1,76 @@
+"""Sizing: how many KV pages there are, and what else wants memory on a CUDA device.
+
+    total ┌──────────────┬─────────┬────────────┬────────┬───────────────────────┬──────────────────┐
+          │ other people │ weights │ activations│ graphs │       KV pages        │ left alone       │
+          └──────────────┴─────────┴────────────┴────────┴───────────────────────┴──────────────────┘
+                                                                                  1 - gpu_memory_utilization
+
+Activations and graphs are measured, by the largest step and a trial capture, before the pages are made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.model.spec import ModelSpec
+
+__all__ = ["PoolSize", "cpu_budget", "cuda_budget", "size_pool"]
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Pages of the pool, the junk page not counted, and the longest sequence that is served."""
+
+    num_pages: int
+    max_model_len: int
+
+
+def cpu_budget(config: EngineConfig) -> int:
+    """Bytes for KV on the CPU."""
+    return int(config.kv_memory_gib * _GIB)
+
+
+def cuda_budget(*, total: int, free: int, wanted: int, utilization: float) -> int:
+    """Bytes for KV on a CUDA device; negative if there is less than nothing.
+
+    Args:
+        total: bytes of the device.
+        free: of these, free now, with the weights loaded.
+        wanted: bytes that activations and graphs will take on top.
+        utilization: share of ``total`` that may be used at all.
+    """
+    return int(free - wanted - total * (1 - utilization))
+
+
+def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: int) -> PoolSize:
+    """Pages of ``page_bytes`` for ``budget`` bytes, or as many as the config says.
+
+    Raises ConfigError for lengths that cannot be served, OutOfMemory if the budget is too small.
+    """
+    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; the model knows {spec.max_model_len} positions"
+        )
+    wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
+    num_pages = config.num_pages
+    if num_pages is None:
+        # Never more than every running request could use at its longest.
+        useful = config.max_running_requests * -(-wanted_len // config.page_size)
+        num_pages = min(useful, budget // page_bytes)
+    if num_pages < 1:
+        raise OutOfMemory(
+            f"not one KV page of {page_bytes} bytes fits into the memory budget of {budget} bytes: "
+            "a smaller model or dtype, or more memory (gpu_memory_utilization, kv_memory_gib) is needed"
+        )
+    capacity = num_pages * config.page_size
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but {num_pages} pages hold {capacity} positions"
+        )
+    if min(wanted_len, capacity) < 2:
+        raise ConfigError("max_model_len and num_pages leave no room for a prompt and an output token")
+    return PoolSize(num_pages, min(wanted_len, capacity))

@@ -1,0 +1,71 @@
+"""Warm-up: the largest steps that a configuration allows, so that kernels are compiled before anybody waits
+for them, and what a step takes of the memory is known before the KV pages take the rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.execution.graphs import DecodeGraphs
+from aioinfer.execution.packing import Packed, Packer
+from aioinfer.execution.streams import CudaBackend
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.decodes import NO_DECODES, Decodes
+from aioinfer.scheduling.step import Admission, Row, Step
+
+__all__ = ["largest_steps", "measure"]
+
+#: everything that costs memory
+_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+
+
+def largest_steps(config: EngineConfig, max_pages: int) -> Iterator[Packed]:
+    """A step of prefill only and one of decodes only, as large as may be, on the junk page alone."""
+    packer = Packer(config.num_slots, max_pages, config.page_size)
+    rows = config.max_running_requests
+    # No longer than a request can be, which a small pool or a short model may say.
+    length = max(1, min(config.max_step_tokens // rows, max_pages * config.page_size - 1))
+    nobody: Any = None
+    admission = Admission(_PARAMS, 0, frozenset(), [0] * length, [])
+    prefills = tuple(
+        Row(nobody, slot, 0, length, [0] * length, True, (), 0, admission) for slot in range(1, rows + 1)
+    )
+    yield packer.pack(Step(-2, NO_DECODES, prefills, rows * length))
+    slots = np.arange(1, rows + 1)
+    decodes = Decodes([nobody] * rows, slots, np.full(rows, length), [], [])
+    yield packer.pack(Step(-1, decodes, (), rows))
+
+
+def measure(
+    backend: CudaBackend,
+    steps: Iterator[Packed],
+    graphs: Callable[[list[int]], DecodeGraphs],
+    sizes: list[int],
+) -> int:
+    """Bytes that the largest steps and the graphs of all ``sizes`` take, at least about.
+
+    ``graphs`` makes the graphs of given sizes. Two are captured for trial: all share one pool of memory, so
+    the largest decides, and what the second adds is taken for what each of the others adds.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    for packed in steps:
+        backend.launch(packed).wait()
+    activations = torch.cuda.max_memory_reserved() - before
+    torch.cuda.empty_cache()
+    free = [torch.cuda.mem_get_info()[0]]
+    trial = [graphs([size]) for size in sorted(sizes)[-2:]]
+    for each in reversed(trial):
+        each.capture(backend.capture)
+        free.append(torch.cuda.mem_get_info()[0])
+    taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
+    del trial[:]
+    backend.forget_graphs()
+    torch.cuda.empty_cache()
+    return activations + sum(taken[:1]) + sum(taken[1:]) * (len(sizes) - 1)

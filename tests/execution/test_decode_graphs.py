@@ -1,0 +1,301 @@
+"""Decode graphs, on the stand-in for CUDA's: the same tokens, nothing sent while nothing changes, and padding
+that touches nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.graphs import DecodeGraphs, DecodeRows, graph_obstacle, graph_sizes
+from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.execution.packing import Packed, Packer
+from aioinfer.execution.relay import Relay
+from aioinfer.execution.streams import Direct
+from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.model.attention.choice import Choice
+from aioinfer.model.batch import Batch
+from aioinfer.params import SamplingParams
+from aioinfer.sampling.sampler import Sampler
+from aioinfer.scheduling.decodes import Decodes, TableUpdate
+from aioinfer.scheduling.step import Admission, Step
+from tests.execution.recording import HostRead, Recording, record
+from tests.model.checkpoints import greedy
+from tests.model.kernels import kernels_or_skip
+from tests.model.test_oracle import prompts
+
+TOKENS = 5
+
+
+class Repeated:
+    """Work that cannot be recorded, done again as it was done first."""
+
+    def __init__(self, call: Callable[[], torch.Tensor]) -> None:
+        self._call = call
+        self.result = call()
+
+    def replay(self) -> None:
+        self.result.copy_(self._call())
+
+
+class GraphedDevice(TorchDevice):
+    """The CPU device with decode graphs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.forwards: list[Recording] = []
+
+    def _capture(self, call: Callable[[], torch.Tensor]) -> Any:  # type: ignore[override]
+        graph, result = capture(call)
+        if isinstance(graph, Recording):
+            self.forwards.append(graph)
+        return graph, result
+
+
+def capture(call: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
+    try:
+        return record(call)
+    except HostRead:
+        # The sampler's way on a CPU looks at its rows.
+        repeated = Repeated(call)
+        return repeated, repeated.result
+
+
+def config(path: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "model": str(path),
+            "dtype": "float32",
+            "device": "cpu",
+            "attention": "triton",
+            "num_pages": 40,
+            "page_size": 4,
+            "max_running_requests": 5,
+            "max_model_len": 64,
+            **changes,
+        }
+    )
+
+
+async def ids(
+    settings: EngineConfig, requests: list[tuple[list[int], SamplingParams]], device: TorchDevice
+) -> list[list[int]]:
+    launcher = ThreadLauncher if settings.launch_mode == "thread" else InlineLauncher
+    async with Engine(settings, launcher=lambda _: launcher(device)) as engine:
+        results = await asyncio.gather(*[engine.generate(*request) for request in requests])
+    return [result.token_ids for result in results]
+
+
+@pytest.fixture
+def model(checkpoint: Callable[[str], tuple[Path, Any]]) -> tuple[Path, Any]:
+    kernels_or_skip("cpu")
+    return checkpoint("llama-mqa")
+
+
+@pytest.mark.parametrize(("window", "mode"), [(0, "thread"), (2, "thread"), (1, "inline")])
+async def test_replayed_steps_give_the_tokens_of_transformers(
+    model: tuple[Path, Any], window: int, mode: str
+) -> None:
+    path, oracle = model
+    settings = config(path, window=window, launch_mode=mode)
+    device = GraphedDevice(settings)
+    batch = prompts(3, 5)
+    requests = [
+        (prompt, SamplingParams(temperature=0, max_tokens=TOKENS + at, ignore_eos=True))
+        for at, prompt in enumerate(batch)
+    ]
+    found = await ids(settings, requests, device)
+    assert found == [greedy(oracle, prompt, TOKENS + at) for at, prompt in enumerate(batch)]
+    assert sum(graph.replays for graph in device.forwards) >= TOKENS
+
+
+async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tuple[Path, Any]) -> None:
+    """With an odd number of them, so that a row is padding for longer than the model has positions."""
+    path, _ = model
+    settings = config(path, window=2, max_running_requests=4)
+    kinds: list[dict[str, Any]] = [{"top_k": 20, "top_p": 0.9}, {"temperature": 2.0, "min_p": 0.01}, {}]
+    requests = [
+        (prompt, SamplingParams(**{"seed": at, "max_tokens": TOKENS, "ignore_eos": True, **kind}))
+        for at, (prompt, kind) in enumerate(zip(prompts(5, 3), kinds, strict=True))
+    ]
+    plain = await ids(settings, requests, TorchDevice(settings))
+    device = GraphedDevice(settings)
+    assert await ids(settings, requests, device) == plain
+    assert sum(graph.replays for graph in device.forwards) >= TOKENS - 1
+
+
+async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tuple[Path, Any]) -> None:
+    path, _ = model
+    kinds: list[dict[str, Any]] = [
+        {"top_k": 20, "top_p": 0.9},
+        {"temperature": 2.0, "min_p": 0.01},
+        {"frequency_penalty": 1.5, "repetition_penalty": 1.2},
+        {"logprobs": 3},
+        {"logit_bias": {7: 4.0}, "allowed_token_ids": list(range(60))},
+        {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": list(range(0, 200, 2))},
+    ]
+    requests = [
+        (prompt, SamplingParams(**{"seed": at, "max_tokens": TOKENS, "ignore_eos": True, **kind}))
+        for at, (prompt, kind) in enumerate(zip(prompts(7, len(kinds)), kinds, strict=True))
+    ]
+    settings = config(path, window=1)
+    plain = await ids(settings, requests, TorchDevice(settings))
+    assert await ids(settings, requests, GraphedDevice(settings)) == plain
+
+
+async def test_retraction_and_a_new_tenant_of_the_row_change_nothing(model: tuple[Path, Any]) -> None:
+    """Few pages: requests lose theirs in the middle, slots and rows change hands."""
+    path, oracle = model
+    settings = config(path, window=1, num_pages=19, max_running_requests=3, prefix_cache=False)
+    batch = [list(range(at, at + 30)) for at in range(4)]
+    wanted = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    async with Engine(settings, launcher=lambda _: ThreadLauncher(GraphedDevice(settings))) as engine:
+        results = await asyncio.gather(*[engine.generate(prompt, wanted) for prompt in batch])
+        assert engine.stats().retractions > 0
+    assert [result.token_ids for result in results] == [greedy(oracle, prompt, 9) for prompt in batch]
+
+
+# -- what is sent --------------------------------------------------------------------------------------
+
+PAGES, PAGE, ROWS = 6, 4, 5
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __call__(self, array: Any) -> torch.Tensor:
+        self.sent += 1
+        return Direct().send(array.copy())
+
+
+def admitted(slots: int) -> Packer:
+    packer = Packer(slots, PAGES, PAGE)
+    for slot in range(1, slots + 1):
+        params = SamplingParams(temperature=slot / 8, top_p=1 / slot, top_k=slot, min_p=0.0)
+        packer._parameters.admit(slot, Admission(params, 1000 + slot, frozenset(), [1], []))
+    return packer
+
+
+def decode(packer: Packer, rows: dict[int, int], tables: list[TableUpdate]) -> Packed:
+    """A step of these slots at these positions."""
+    nobody: list[Any] = [None] * len(rows)
+    slots, starts = (np.array([*each], np.int64) for each in (rows.keys(), rows.values()))
+    return packer.pack(Step(1, Decodes(nobody, slots, starts, tables, []), (), len(rows)))
+
+
+def test_rows_that_go_on_send_nothing_and_changes_send_once() -> None:
+    packer, rows, send = admitted(4), DecodeRows(ROWS, PAGES, torch.device("cpu")), Sender()
+    assert rows.update(decode(packer, {3: 0, 1: 0}, [(3, 0, [7]), (1, 0, [9])]), 4, send)
+    for position in range(1, PAGE):
+        rows.moved_on(4)
+        assert not rows.update(decode(packer, {3: position, 1: position}, []), 4, send)
+    assert send.sent == 1
+    rows.moved_on(4)
+    assert rows.update(decode(packer, {3: PAGE, 1: PAGE}, [(3, 1, [8]), (1, 1, [2])]), 4, send)
+    rows.moved_on(4)
+    assert rows.update(decode(packer, {1: PAGE + 1}, []), 4, send), "a row left"
+    assert send.sent == 3
+    rows.forget()
+    assert rows.update(decode(packer, {1: PAGE + 1}, []), 4, send), "after a failure nothing is known"
+
+
+class Model:
+    """Keeps the batch of the forward that is captured, and likes the token behind each row's own."""
+
+    capturable = True
+    spec: Any = None
+
+    def forward(self, batch: Batch, attention: Any) -> torch.Tensor:
+        self.batch = batch
+        return torch.nn.functional.one_hot(batch.input_ids + 1, 64).float()
+
+
+@torch.inference_mode()
+def test_a_replay_moves_its_rows_on_and_padding_stays_where_it_is() -> None:
+    kernels_or_skip("cpu")
+    cpu, model = torch.device("cpu"), Model()
+    relay, packer, send = Relay(4, cpu), admitted(4), Sender()
+    attention: Any = None
+    graphs = DecodeGraphs(
+        model,
+        attention,
+        Sampler(4, 64, cpu),
+        relay,
+        sizes=[4],
+        max_pages=PAGES,
+        page_size=PAGE,
+        device=cpu,
+    )
+    graphs.capture(capture)
+    relay.scatter(torch.tensor([2]), torch.tensor([10]))
+    packer._parameters.admit(2, Admission(SamplingParams(temperature=0), 1, frozenset(), [1], []))
+    for position in range(PAGES * PAGE):
+        pages = [(2, position // PAGE, [50 + position // PAGE])] if position % PAGE == 0 else []
+        step = decode(packer, {2: position}, pages)
+        assert graphs.hold(step)
+        assert graphs.forward(step, send).shape == (1, 64)
+        assert graphs.sample(step).tolist() == [11 + position]
+        batch = model.batch
+        assert batch.input_ids.tolist()[0] == 10 + position
+        assert batch.positions.tolist() == [position, 0, 0, 0]
+        assert batch.kv_len.tolist() == [position + 1, 0, 0, 0]
+        assert batch.slot_mapping.tolist() == [(50 + position // PAGE) * PAGE + position % PAGE, 0, 0, 0]
+    assert send.sent == PAGES
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_any_history_the_device_holds_what_the_step_says(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    packer, rows = admitted(8), DecodeRows(ROWS, PAGES, torch.device("cpu"))
+    send = Sender()
+    for _ in range(60):
+        count = int(random.integers(1, ROWS + 1))
+        size = int(random.integers(count, ROWS + 1))
+        chosen = (1 + random.permutation(8)[:count]).tolist()
+        positions = {slot: int(random.integers(0, PAGES * PAGE)) for slot in chosen}
+        tables: list[TableUpdate] = [(slot, 0, random.integers(1, 90, PAGES).tolist()) for slot in chosen[:2]]
+        step = decode(packer, positions, tables)
+        if random.random() < 0.1:
+            rows.forget()
+            for held in (rows.slots, rows.starts, rows.table):
+                held.random_(0, 5)
+        rows.update(step, size, send)
+        assert rows.slots[:size].tolist() == chosen + [0] * (size - count), seed
+        assert rows.starts[:count].tolist() == list(positions.values()), seed
+        assert rows.seeds[:count].tolist() == [1000 + slot for slot in chosen], seed
+        assert rows.top_k[:count].tolist() == chosen, seed
+        assert rows.temperature[:count].tolist() == [slot / 8 for slot in chosen], seed
+        table = rows.table[:count, : step.num_pages].tolist()
+        assert table == step.section("block_table").reshape(count, -1).tolist(), seed
+        rows.moved_on(size)
+        rows.starts[:size] += rows.slots[:size] > 0
+
+
+# -- choices -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 9, 64, 100])
+def test_sizes_reach_the_most_and_waste_at_most_seven_rows(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert max(sizes, default=0) == most
+    for rows in range(1, most + 1):
+        assert min(size for size in sizes if size >= rows) - rows <= 7
+
+
+def test_graphs_need_cuda_kernels_that_ask_the_host_nothing_and_a_model_of_our_own() -> None:
+    cuda: Any = SimpleNamespace(type="cuda")
+    triton, sdpa = Choice("triton", ""), Choice("sdpa", "")
+    assert graph_obstacle(cuda, triton, True) is None
+    assert "cpu" in (graph_obstacle(torch.device("cpu"), triton, True) or "")
+    assert "sdpa" in (graph_obstacle(cuda, sdpa, True) or "")
+    assert "transformers" in (graph_obstacle(cuda, triton, False) or "")

@@ -1,0 +1,96 @@
+"""How many KV pages there are, and the warm-up that finds out what else needs memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.execution.building import Parts, build
+from aioinfer.execution.masks import Masks
+from aioinfer.execution.sizing import PoolSize, cuda_budget, size_pool
+from aioinfer.execution.warmup import largest_steps
+from aioinfer.model.attention.choice import choose_attention
+from aioinfer.model.loader import load_model
+from aioinfer.model.spec import ModelSpec
+from aioinfer.observe.timeline import DeviceLane
+
+GIB = 1 << 30
+SPEC = ModelSpec(
+    architecture="Any",
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    hidden_size=16,
+    vocab_size=10,
+    max_model_len=1000,
+    dtype=torch.float32,
+    eos_token_ids=frozenset(),
+    num_parameters=0,
+)
+
+
+def sized(budget: int, **settings: Any) -> PoolSize:
+    config = EngineConfig(**{"page_size": 10, "max_running_requests": 4, **settings})
+    return size_pool(config, SPEC, 1000, budget)
+
+
+def test_pages_fill_the_budget_but_never_more_than_all_requests_could_use() -> None:
+    assert sized(150_999) == PoolSize(150, 1000)
+    assert sized(10**9) == PoolSize(400, 1000)
+    assert sized(10**9, max_model_len=95) == PoolSize(40, 95)
+    assert sized(0, num_pages=7) == PoolSize(7, 70)
+
+
+@pytest.mark.parametrize("budget", [999, 0, -5 * GIB])
+def test_a_budget_below_one_page_is_out_of_memory_and_says_what_helps(budget: int) -> None:
+    with pytest.raises(OutOfMemory, match="gpu_memory_utilization"):
+        sized(budget)
+
+
+def test_lengths_that_cannot_be_served_are_refused() -> None:
+    with pytest.raises(ConfigError, match="1000 positions"):
+        sized(10**9, max_model_len=1001)
+    with pytest.raises(ConfigError, match="70 positions"):
+        sized(0, num_pages=7, max_model_len=71)
+    with pytest.raises(ConfigError, match="no room"):
+        sized(0, num_pages=1, page_size=1)
+
+
+def test_a_cuda_budget_leaves_alone_what_it_may_not_use() -> None:
+    total, free = 100 * GIB, 60 * GIB
+    assert cuda_budget(total=total, free=free, wanted=0, utilization=1.0) == free
+    assert cuda_budget(total=total, free=free, wanted=5 * GIB, utilization=0.75) == 30 * GIB
+    assert cuda_budget(total=total, free=20 * GIB, wanted=0, utilization=0.5) < 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_step_tokens": 64, "max_running_requests": 7},
+        {"max_running_requests": 1, "max_model_len": 2, "page_size": 1},
+        {"max_running_requests": 3, "max_step_tokens": 3},
+    ],
+)
+def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str, Any]) -> None:
+    config = EngineConfig(**{"dtype": "float32", "num_pages": 8, **settings})
+    cpu = torch.device("cpu")
+    model = load_model(config.model_path, dtype="float32", device=cpu)
+    choice = choose_attention(cpu, model.spec.head_dim, torch.float32)
+    parts = Parts(config, model, choice, cpu, Masks(), DeviceLane())
+    backend, size = build(parts)
+    prefill, decode = largest_steps(config, parts.pages_of(size.max_model_len))
+    assert set(prefill.section("slot_mapping") // config.page_size) == {0}
+    assert set(decode.section("slot_mapping") // config.page_size) == {0}
+    assert len(decode.q_lens) == config.max_running_requests
+    longest = config.max_running_requests * (size.max_model_len - 1)
+    least = min(config.max_step_tokens - config.max_running_requests + 1, longest)
+    assert least <= len(prefill.section("input_ids")) <= config.max_step_tokens
+    for step in (prefill, decode):
+        tokens = backend.launch(step).wait().tokens
+        assert all(0 <= token < model.spec.vocab_size for token in tokens)
