@@ -1,0 +1,134 @@
+"""Steps on CUDA: graphs, streams and memory. Needs a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.params import SamplingParams
+from tests.model.checkpoints import greedy
+from tests.model.test_oracle import prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+TOKENS = 24
+
+
+def config(path: Path, **changes: Any) -> EngineConfig:
+    settings = {"dtype": "float32", "device": "cuda", "num_pages": 128, "page_size": 16, **changes}
+    return EngineConfig(model=str(path), max_running_requests=12, **settings)
+
+
+class WatchedDevice(TorchDevice):
+    """Raises wherever the launch thread would wait for the device, once ``watching``."""
+
+    def __init__(self, settings: EngineConfig) -> None:
+        super().__init__(settings)
+        self.watching = False
+        self.launched = 0
+
+    def launch(self, prepared: Any) -> Any:
+        self.launched += 1
+        # The first steps of each shape compile kernels, which may wait.
+        torch.cuda.set_sync_debug_mode("error" if self.watching else "default")
+        try:
+            return super().launch(prepared)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_replayed_decodes_give_the_ids_of_transformers(
+    checkpoint: Callable[[str], tuple[Path, Any]], family: str, window: int
+) -> None:
+    path, oracle = checkpoint(family)
+    batch = prompts(13, 9)
+    requests = [
+        (prompt, SamplingParams(temperature=0, max_tokens=TOKENS + at, ignore_eos=True))
+        for at, prompt in enumerate(batch)
+    ]
+    for rows in (0, 4, 256):
+        async with Engine(config(path, window=window, decode_graph_rows=rows)) as engine:
+            results = await asyncio.gather(*[engine.generate(*request) for request in requests])
+        wanted = [greedy(oracle, prompt, TOKENS + at) for at, prompt in enumerate(batch)]
+        assert [result.token_ids for result in results] == wanted, rows
+
+
+async def test_sampled_rows_do_not_depend_on_graphs(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
+    path, _ = checkpoint("qwen3")
+    kinds: list[dict[str, Any]] = [
+        {"top_k": 20, "top_p": 0.9},
+        {"temperature": 2.0, "min_p": 0.01},
+        {},
+        {"logprobs": 2},
+        {"frequency_penalty": 1.0},
+        {"logit_bias": {5: 3.0}},
+    ]
+    for some in (kinds[:3], kinds):
+        seen = []
+        for rows in (0, 256):
+            async with Engine(config(path, decode_graph_rows=rows)) as engine:
+                results = await asyncio.gather(
+                    *[
+                        engine.generate(prompt, SamplingParams(seed=at, max_tokens=TOKENS, **kind))
+                        for at, (prompt, kind) in enumerate(zip(prompts(4, len(some)), some, strict=True))
+                    ]
+                )
+            seen.append([result.token_ids for result in results])
+        assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_p": 0.9, "top_k": 40}])
+async def test_launching_never_waits_for_the_device(
+    checkpoint: Callable[[str], tuple[Path, Any]], params: dict[str, Any]
+) -> None:
+    path, _ = checkpoint("qwen3")
+    settings = config(path)
+    device = WatchedDevice(settings)
+    async with Engine(settings, launcher=lambda _: ThreadLauncher(device)) as engine:
+        for device.watching in (False, True):
+            wanted = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1, **params)
+            results = await asyncio.gather(*[engine.generate(prompt, wanted) for prompt in prompts(2, 5)])
+            assert [len(result.token_ids) for result in results] == [TOKENS] * 5
+    assert device.launched >= 2 * TOKENS
+
+
+async def test_the_pool_leaves_alone_what_it_may_not_use(
+    checkpoint: Callable[[str], tuple[Path, Any]],
+) -> None:
+    path, _ = checkpoint("qwen3")
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free) / total + 0.05
+    # Few positions: without a limit of its own, so small a model takes what all requests could use at most.
+    async with Engine(config(path, num_pages=None, gpu_memory_utilization=share)) as engine:
+        await engine.generate([1, 2, 3], SamplingParams(max_tokens=4))
+        after, _ = torch.cuda.mem_get_info()
+        assert total - after <= share * total
+
+
+async def test_the_timeline_has_the_devices_own_times(
+    checkpoint: Callable[[str], tuple[Path, Any]],
+) -> None:
+    path, _ = checkpoint("qwen3")
+    settings = config(path)
+    device = TorchDevice(settings)
+    async with Engine(settings, launcher=lambda _: ThreadLauncher(device)) as engine:
+        await engine.generate([1, 2, 3], SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+        forwards = [event for event in device.lane.events if event[0] == "forward" and event[1] > 1]
+        stats = engine.stats()
+    assert len(forwards) >= TOKENS - 2
+    for (_, _, start, end), (_, _, after, _) in zip(forwards, forwards[1:], strict=False):
+        assert start < end <= after + 1e-4
+    assert 0 < stats.overlap_ratio <= 1
