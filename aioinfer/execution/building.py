@@ -114,6 +114,7 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
         graphs = _graphs(parts, runner, max_pages, sizes)
         graphs.capture(backend.capture, progress and partial(progress, "graphs"))
         runner.graphs = graphs
+    parts.lane.clear()
     return backend, size
 
 

@@ -67,6 +67,11 @@ class DeviceLane(Lane):
 
     def __init__(self) -> None:
         super().__init__("device")
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing has happened yet."""
+        self.events.clear()
         self.steps = 0
         self.busy = 0.0
         self.gap = 0.0

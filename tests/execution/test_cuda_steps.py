@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,6 @@ async def test_the_timeline_has_the_devices_own_times(
         forwards = [event for event in device.lane.events if event[0] == "forward" and event[1] > 1]
         stats = engine.stats()
     assert len(forwards) >= TOKENS - 2
-    for (_, _, start, end), (_, _, after, _) in zip(forwards, forwards[1:], strict=False):
+    for (_, _, start, end), (_, _, after, _) in pairwise(forwards):
         assert start < end <= after + 1e-4
     assert 0 < stats.overlap_ratio <= 1
