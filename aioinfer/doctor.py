@@ -81,6 +81,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     from aioinfer.execution.torch_device import pick_device
     from aioinfer.model.attention.choice import choose_attention
     from aioinfer.model.loader import inspect_model
+    from aioinfer.model.moe.choice import choose_experts
 
     device = pick_device(config.device)
     model = inspect_model(
@@ -89,9 +90,14 @@ def _plan(config: EngineConfig) -> list[Finding]:
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     dtype = str(model.dtype).removeprefix("torch.")
+    experts = []
+    if model.experts is not None:
+        kernels = choose_experts(device, *model.experts, model.dtype, config.experts)
+        experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        *experts,
         Finding("launching", f"{config.launch_mode}, window {config.window}"),
     ]
