@@ -24,7 +24,9 @@ from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.batch import Batch
 from aioinfer.model.moe.experts import ExpertWeights
+from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.triton_experts import TritonExperts
+from aioinfer.model.moe.triton_routing import TritonRouter
 
 CPU = torch.device("cpu")
 
@@ -129,12 +131,20 @@ def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int
     gate_up = torch.empty(num_experts, 2 * middle, hidden, dtype=dtype, device="meta")
     down = torch.empty(num_experts, hidden, middle, dtype=dtype, device="meta")
     experts = TritonExperts(ExpertWeights(gate_up, down))
+    routers = [
+        TritonRouter(SoftmaxRouter(gate_up[:, 0], 8, True)),
+        TritonRouter(
+            GroupedSigmoidRouter(gate_up[:, 0].float(), gate_up[:, 0, 0].float(), 8, 8, 4, True, 2.5)
+        ),
+    ]
     rng = random.Random(0)
     for at in range(12):
         recorder.step = at
         tokens = (1, 8 * num_experts, rng.randrange(2, 64))[min(at, 2)]
         x = torch.empty(tokens, hidden, dtype=dtype)
         weights = torch.empty(tokens, 8, dtype=dtype)
+        for router in routers:
+            router(x)
         experts(x, weights, ints([0] * (8 * tokens), rng.randrange(2)).view(tokens, 8))
 
 
@@ -143,7 +153,7 @@ def main() -> None:
     compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16)
     compile_steps("capped", 14, 2, 80, 64, dtype=torch.float16, window=100, soft_cap=50.0, block=32)
     compile_experts("qwen3-30b-a3b", torch.bfloat16, 128, 2048, 768)
-    compile_experts("float32-odd", torch.float32, 6, 200, 72)
+    compile_experts("float32-odd", torch.float32, 16, 200, 72)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
         ("capped", "_store_kernel"): 1,
         ("capped", "_decode_kernel"): 1,
         ("capped", "_prefill_kernel"): 1,
+        # Two rules of routing; in float32 both have the same logits.
+        ("qwen3-30b-a3b", "_logits_kernel"): 2,
+        ("qwen3-30b-a3b", "_choose_kernel"): 2,
+        ("float32-odd", "_logits_kernel"): 1,
+        ("float32-odd", "_choose_kernel"): 2,
         # Small tiles and large ones, each for gate and up and for down; float32 has but the small ones.
         ("qwen3-30b-a3b", "_align_kernel"): 2,
         ("qwen3-30b-a3b", "_product_kernel"): 4,

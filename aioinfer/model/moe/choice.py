@@ -1,4 +1,5 @@
-"""Which kernels compute a model's experts, and why. The one place where that is decided."""
+"""Which kernels compute a model's experts, and choose among them, and why. The one place where that is
+decided."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.choice import triton_obstacle
 from aioinfer.model.moe.experts import Experts, ExpertWeights, GroupedExperts, LoopExperts, grouped_mm
+from aioinfer.model.moe.routing import GroupedSigmoidRouter, Router, SoftmaxRouter
 
-__all__ = ["Choice", "Wanted", "choose_experts", "make_experts"]
+__all__ = ["Choice", "Wanted", "choose_experts", "make_experts", "make_router"]
 
 Wanted = Literal["auto", "triton", "grouped", "loop"]
 #: what torch's grouped multiplication asks of the distance between rows
@@ -61,6 +63,15 @@ def make_experts(stack: ExpertWeights, choice: Choice) -> Experts:
     from aioinfer.model.moe.triton_experts import TritonExperts
 
     return TritonExperts(stack)
+
+
+def make_router(rule: SoftmaxRouter | GroupedSigmoidRouter, choice: Choice) -> Router:
+    """What follows ``rule``: Triton's kernels if the experts' are and they can, else torch's."""
+    if choice.kernels != "triton":
+        return rule
+    from aioinfer.model.moe.triton_routing import TritonRouter
+
+    return rule if TritonRouter.obstacle(rule) else TritonRouter(rule)
 
 
 def _grouped_obstacle(device: torch.device, hidden: int, middle: int, dtype: torch.dtype) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.moe.choice import Choice, make_experts
+from aioinfer.model.moe.choice import Choice, make_experts, make_router
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, load_experts
 from aioinfer.model.weights import Weights
@@ -34,5 +34,5 @@ def load_sparse_mlp(config: Any, weights: Weights, prefix: str, choice: Choice) 
     count, hidden = config.num_experts, config.hidden_size
     gate = weights.take(f"{prefix}.gate.weight", (count, hidden))
     stack = load_experts(weights, f"{prefix}.experts", count, hidden, config.moe_intermediate_size)
-    router = SoftmaxRouter(gate, config.num_experts_per_tok, config.norm_topk_prob)
-    return SparseMLP(router, make_experts(stack, choice))
+    rule = SoftmaxRouter(gate, config.num_experts_per_tok, config.norm_topk_prob)
+    return SparseMLP(make_router(rule, choice), make_experts(stack, choice))
