@@ -61,7 +61,7 @@ class EngineConfig:
         "auto", "attention kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"
     )
     experts: Literal["auto", "triton", "grouped", "loop"] = _option(
-        "auto", "kernels of a mixture of experts; auto chooses like that of attention"
+        "auto", "kernels of a mixture of experts; auto takes Triton on cuda where it can, else torch's"
     )
     max_model_len: int | None = _option(None, "longest prompt plus output in tokens")
     page_size: int = _option(16, "KV positions per page")
