@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -189,15 +189,20 @@ def test_a_model_on_these_kernels_generates_what_transformers_does(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("tokens", [1, 5, 70])
-def test_a_captured_layer_follows_what_changes_on_the_device(tokens: int) -> None:
+@pytest.mark.parametrize("kernels", ["triton", "grouped"])
+def test_a_captured_layer_follows_what_changes_on_the_device(
+    kernels: Literal["triton", "grouped"], tokens: int
+) -> None:
     """Experts that other tokens choose, and junk in the rows that a captured size has too many."""
     kernels_or_skip("cuda")
     from aioinfer.model.moe.choice import Choice, make_experts, make_router
 
-    triton = Choice("triton", "a test")
+    if kernels == "grouped" and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("torch reads the groups back here")
+    choice = Choice(kernels, "a test")
     task = Mixture.make(tokens, num_experts=8, dtype=torch.bfloat16, device="cuda")
     gate = torch.randn(8, 32, generator=torch.Generator().manual_seed(9)).to("cuda", torch.bfloat16)
-    layer = SparseMLP(make_router(SoftmaxRouter(gate, 2, True), triton), make_experts(task.stack, triton))
+    layer = SparseMLP(make_router(SoftmaxRouter(gate, 2, True), choice), make_experts(task.stack, choice))
     hidden = task.hidden.clone()
     # Compiled before it is captured.
     layer(hidden)
@@ -209,8 +214,10 @@ def test_a_captured_layer_follows_what_changes_on_the_device(tokens: int) -> Non
         new[1 + seed :] = float("nan")
         hidden.copy_(new)
         graph.replay()
-        # A token's bits do not depend on its company.
-        assert torch.equal(out[: 1 + seed], layer(new[: 1 + seed]))
+        eager = layer(new[: 1 + seed])
+        torch.testing.assert_close(out[: 1 + seed], eager)
+        # A token's bits do not depend on its company, with kernels of our own.
+        assert kernels == "grouped" or torch.equal(out[: 1 + seed], eager)
         assert bool(out[1 + seed :].isnan().all())
 
 

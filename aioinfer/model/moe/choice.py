@@ -80,10 +80,10 @@ def _grouped_obstacle(device: torch.device, hidden: int, middle: int, dtype: tor
     step = _ALIGNMENT // dtype.itemsize
     if hidden % step or middle % step:
         return f"sizes {hidden} and {middle} are no multiples of {step}"
-    rows = torch.zeros(2, step, dtype=dtype, device=device)
+    rows = torch.zeros(2, 64, dtype=dtype, device=device)
     ends = torch.ones(1, dtype=torch.int32, device=device)
     try:
-        grouped_mm(rows, rows.new_zeros(1, step, step).mT, ends)
+        grouped_mm(rows, rows.new_zeros(1, 64, 64).mT, ends)
     except (RuntimeError, NotImplementedError) as error:
         return f"torch says: {str(error).splitlines()[0]}"
     return None
