@@ -82,6 +82,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     from aioinfer.execution.torch_device import pick_device
     from aioinfer.model.attention.choice import choose_attention
     from aioinfer.model.loader import inspect_model
+    from aioinfer.model.moe.choice import choose_experts
 
     device = pick_device(config.device)
     model = inspect_model(
@@ -90,11 +91,20 @@ def _plan(config: EngineConfig) -> list[Finding]:
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     dtype = str(model.dtype).removeprefix("torch.")
-    obstacle = graph_obstacle(device, choice, model.own)
+    experts: list[Finding] = []
+    expert_kernels = None
+    if model.experts is not None:
+        kernels = choose_experts(device, *model.experts, model.dtype, config.experts)
+        experts, expert_kernels = (
+            [Finding("experts", f"{kernels.kernels}: {kernels.reason}")],
+            kernels.kernels,
+        )
+    obstacle = graph_obstacle(device, choice.kernels, model.own, expert_kernels)
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        *experts,
         Finding(
             "decode graphs", f"none: {obstacle}" if obstacle else f"up to {config.decode_graph_rows} rows"
         ),

@@ -74,7 +74,8 @@ class Parts:
     def graph_sizes(self) -> list[int]:
         """Sizes of the decode graphs to capture; none where they cannot be."""
         config = self.config
-        if graph_obstacle(self.device, self.attention, self.model.capturable) is not None:
+        spec, kernels = self.model.spec, self.attention.kernels
+        if graph_obstacle(self.device, kernels, self.model.capturable, spec.expert_kernels) is not None:
             return []
         rows = min(config.max_running_requests, config.max_decode_rows or config.max_running_requests)
         return graph_sizes(min(rows, config.decode_graph_rows))

@@ -30,7 +30,6 @@ import torch
 from aioinfer.execution.packing import FLOAT_FIELDS, Packed
 from aioinfer.execution.relay import Relay
 from aioinfer.model.attention.base import Attention
-from aioinfer.model.attention.choice import Choice
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
 from aioinfer.sampling.batch import SamplingBatch
@@ -61,12 +60,21 @@ def graph_sizes(most: int) -> list[int]:
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}) if most else []
 
 
-def graph_obstacle(device: torch.device, attention: Choice, capturable: bool) -> str | None:
-    """What keeps decode steps from being captured there, if anything does; ``capturable`` is the model's."""
+def graph_obstacle(
+    device: torch.device, attention: str, capturable: bool, experts: str | None = None
+) -> str | None:
+    """What keeps decode steps from being captured there, if anything does.
+
+    Args:
+        attention, experts: the kernels that were chosen.
+        capturable: see :class:`~aioinfer.model.spec.CausalLM`.
+    """
     if device.type != "cuda":
         return f"the device is a {device.type}"
-    if attention.kernels != "triton":
-        return f"{attention.kernels} attention asks the host for lengths"
+    if attention != "triton":
+        return f"{attention} attention asks the host for lengths"
+    if experts not in (None, "triton"):
+        return f"{experts} kernels of experts may ask the host how many tokens each has"
     return None if capturable else "the model's code is transformers' own"
 
 

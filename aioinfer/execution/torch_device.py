@@ -59,6 +59,7 @@ class TorchDevice:
                 dtype=config.dtype,
                 device=device,
                 force_transformers=config.transformers_fallback,
+                experts=config.experts,
                 progress=progress,
             )
             spec = model.spec
@@ -117,4 +118,5 @@ def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str
     dtype = str(spec.dtype).removeprefix("torch.")
     size = spec.num_parameters / 1e6
     model = f"{spec.architecture}, {size:.1f} M parameters, {dtype} on {device.type}"
-    return f"{model}, {kernels} attention, {capacity} KV positions"
+    experts = f", {spec.expert_kernels} experts" if spec.expert_kernels else ""
+    return f"{model}, {kernels} attention{experts}, {capacity} KV positions"

@@ -1,7 +1,8 @@
-"""DenseLM: the Llama, Mistral, Qwen2 and Qwen3 families in one file.
+"""DenseLM: the Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE families in one file.
 
-They differ in three places: biases on q, k and v (Qwen2), a norm on each head's query and key (Qwen3),
-and attention windows (Mistral, some Qwen layers). The architecture and its config say which; what they
+They differ in four places: biases on q, k and v (Qwen2), a norm on each head's query and key (Qwen3),
+attention windows (Mistral, some Qwen layers), and experts instead of one feed-forward part (Qwen3-MoE;
+the name of the class is that of the others). The architecture and its config say which; what they
 call for and the checkpoint lacks is an error, not an option.
 """
 
@@ -16,7 +17,9 @@ import torch.nn.functional as F
 
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
-from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.mlp import FeedForward, SwiGLU
+from aioinfer.model.moe.choice import Wanted, choose_experts
+from aioinfer.model.moe.qwen3 import expert_shape, load_sparse_mlp, sparse_layers
 from aioinfer.model.rope import Rope, rotate
 from aioinfer.model.spec import ModelSpec, eos_token_ids
 from aioinfer.model.weights import Weights
@@ -35,7 +38,7 @@ class _Layer:
     out: torch.Tensor
     out_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    mlp: SwiGLU
+    mlp: FeedForward
     window: int | None
 
 
@@ -44,7 +47,15 @@ class DenseLM:
 
     capturable = True
 
-    def __init__(self, path: Path, config: Any, weights: Weights, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        path: Path,
+        config: Any,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        experts: Wanted = "auto",
+    ) -> None:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = config.num_attention_heads
         self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
@@ -52,6 +63,8 @@ class DenseLM:
         self._eps = config.rms_norm_eps
         self._family = config.model_type
         self._scale = head_dim**-0.5
+        shape = expert_shape(config)
+        self._experts = choose_experts(device, *shape, dtype, experts) if shape else None
         self._rope = Rope(config, head_dim, config.max_position_embeddings, dtype, device)
         hidden = config.hidden_size
         self._embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
@@ -76,6 +89,7 @@ class DenseLM:
             dtype=dtype,
             eos_token_ids=eos_token_ids(path, config),
             num_parameters=weights.num_parameters,
+            expert_kernels=self._experts.kernels if self._experts else None,
         )
 
     def _load_layer(self, config: Any, weights: Weights, index: int) -> _Layer:
@@ -84,21 +98,25 @@ class DenseLM:
         q_rows, kv_rows = self._heads * self._head_dim, self._kv_heads * self._head_dim
         projections = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
         rows = [q_rows, kv_rows, kv_rows]
-        # Of these families only Llama and Qwen3 ask the config; Qwen2 has q, k, v biases and no other.
-        attention_bias = self._family in ("llama", "qwen3") and config.attention_bias
+        # Of these families only Llama and the Qwen3s ask the config; Qwen2 has q, k, v biases and no other.
+        qwen3 = self._family in ("qwen3", "qwen3_moe")
+        attention_bias = (qwen3 or self._family == "llama") and config.attention_bias
         return _Layer(
             attention_norm=weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=weights.fused([f"{name}.weight" for name in projections], rows, hidden),
             qkv_bias=_fused_bias(weights, projections, rows, attention_bias or self._family == "qwen2"),
-            qk_norm=self._load_qk_norm(weights, f"{prefix}.self_attn") if self._family == "qwen3" else None,
+            qk_norm=self._load_qk_norm(weights, f"{prefix}.self_attn") if qwen3 else None,
             out=weights.take(f"{prefix}.self_attn.o_proj.weight", (hidden, q_rows)),
             out_bias=_fused_bias(weights, [f"{prefix}.self_attn.o_proj"], [hidden], attention_bias),
             mlp_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-            mlp=self._load_mlp(config, weights, f"{prefix}.mlp"),
+            mlp=self._load_mlp(config, weights, index),
             window=_window(config, index),
         )
 
-    def _load_mlp(self, config: Any, weights: Weights, prefix: str) -> SwiGLU:
+    def _load_mlp(self, config: Any, weights: Weights, index: int) -> FeedForward:
+        prefix = f"model.layers.{index}.mlp"
+        if self._experts is not None and index in sparse_layers(config):
+            return load_sparse_mlp(config, weights, prefix, self._experts)
         hidden, middle = config.hidden_size, config.intermediate_size
         both = [f"{prefix}.{name}_proj" for name in ("gate", "up")]
         bias = self._family == "llama" and config.mlp_bias
@@ -161,7 +179,8 @@ def _window(config: Any, index: int) -> int | None:
     """Positions that a layer looks back on, or None for all of them."""
     if config.model_type == "llama":
         return None
-    if config.model_type != "mistral" and config.layer_types[index] != "sliding_attention":
+    in_every_layer = config.model_type in ("mistral", "qwen3_moe")
+    if not in_every_layer and config.layer_types[index] != "sliding_attention":
         return None
     window: int | None = config.sliding_window
     return window

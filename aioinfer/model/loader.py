@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.moe.choice import Wanted
+from aioinfer.model.moe.qwen3 import expert_shape
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import Weights, weight_files
@@ -24,12 +26,14 @@ def load_model(
     dtype: str,
     device: torch.device,
     force_transformers: bool = False,
+    experts: Wanted = "auto",
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
 
-    ``dtype`` is a name, or "auto" for what the checkpoint says. Never runs code from the directory,
-    never touches the network. Raises ConfigError.
+    ``dtype`` is a name, or "auto" for what the checkpoint says; ``experts`` names the kernels of a mixture
+    of experts (:mod:`aioinfer.model.moe.choice`). Never runs code from the directory, never touches the
+    network. Raises ConfigError.
     """
     config = _read_config(path)
     weight_files(path)
@@ -40,7 +44,7 @@ def load_model(
 
         return TransformersLM(path, config, chosen, device, progress)
     weights = Weights(path, dtype=chosen, device=device, progress=progress)
-    return implementation(path, config, weights, chosen, device)
+    return implementation(path, config, weights, chosen, device, experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Prospect:
     own: bool
     head_dim: int
     dtype: torch.dtype
+    #: (hidden size, inner size) of the experts; None without any, or if they are transformers'
+    experts: tuple[int, int] | None
 
 
 def inspect_model(path: Path, *, dtype: str, force_transformers: bool = False) -> Prospect:
@@ -59,11 +65,13 @@ def inspect_model(path: Path, *, dtype: str, force_transformers: bool = False) -
     config = _read_config(path)
     weight_files(path)
     text = config.get_text_config()
+    own = not force_transformers and own_implementation(config) is not None
     return Prospect(
         architecture=config.architectures[0],
-        own=not force_transformers and own_implementation(config) is not None,
+        own=own,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         dtype=_choose_dtype(config, dtype),
+        experts=expert_shape(config) if own else None,
     )
 
 

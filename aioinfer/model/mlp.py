@@ -1,13 +1,21 @@
-"""SwiGLU: the feed-forward part of a dense layer (Shazeer, 2020)."""
+"""The feed-forward part of a layer, and the dense one: SwiGLU (Shazeer, 2020)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["SwiGLU"]
+__all__ = ["FeedForward", "SwiGLU"]
+
+
+class FeedForward(Protocol):
+    """Looks at one token at a time."""
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], normed, to what is added to the residual."""
 
 
 @dataclass(slots=True)
@@ -22,6 +30,6 @@ class SwiGLU:
     down_bias: torch.Tensor | None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, hidden], normed, to what is added to the residual."""
+        """See :class:`FeedForward`."""
         gate, up = F.linear(hidden, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, self.down, self.down_bias)

@@ -15,6 +15,7 @@ _OWN = {
     "MistralForCausalLM": ("mistral", DenseLM),
     "Qwen2ForCausalLM": ("qwen2", DenseLM),
     "Qwen3ForCausalLM": ("qwen3", DenseLM),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", DenseLM),
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 

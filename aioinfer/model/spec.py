@@ -38,6 +38,8 @@ class ModelSpec:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
     num_parameters: int
+    #: what computes a mixture of experts, None in a model without
+    expert_kernels: str | None = None
 
 
 class CausalLM(Protocol):

@@ -41,8 +41,22 @@ class Weights:
         self._taken: set[str] = set()
         self.num_parameters = 0
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor. Raises ConfigError if it is missing or shaped otherwise."""
+        return self._read(name, shape).to(self._device, self._dtype)
+
+    def take_into(self, part: torch.Tensor, name: str) -> None:
+        """One tensor into a part of a larger one. Raises ConfigError if it is missing or shaped otherwise."""
+        part.copy_(self._read(name, tuple(part.shape)))
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Room for tensors of the checkpoint, where and as what they are handed out."""
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         opened = self._files.get(name)
         if opened is None:
             raise ConfigError(f"model: the checkpoint has no tensor {name}")
@@ -53,7 +67,7 @@ class Weights:
         self.num_parameters += tensor.numel()
         if self._progress is not None:
             self._progress("weights", len(self._taken), self._total)
-        return tensor.to(self._device, self._dtype)
+        return tensor
 
     def fused(self, names: Iterable[str], rows: Iterable[int], *tail: int) -> torch.Tensor:
         """Tensors ``[rows, *tail]`` on top of each other: one multiplication instead of several."""

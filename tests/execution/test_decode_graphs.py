@@ -21,7 +21,6 @@ from aioinfer.execution.packing import Packed, Packer
 from aioinfer.execution.relay import Relay
 from aioinfer.execution.streams import Direct
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.attention.choice import Choice
 from aioinfer.model.batch import Batch
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.sampler import Sampler
@@ -294,8 +293,9 @@ def test_sizes_reach_the_most_and_waste_at_most_seven_rows(most: int) -> None:
 
 def test_graphs_need_cuda_kernels_that_ask_the_host_nothing_and_a_model_of_our_own() -> None:
     cuda: Any = SimpleNamespace(type="cuda")
-    triton, sdpa = Choice("triton", ""), Choice("sdpa", "")
-    assert graph_obstacle(cuda, triton, True) is None
-    assert "cpu" in (graph_obstacle(torch.device("cpu"), triton, True) or "")
-    assert "sdpa" in (graph_obstacle(cuda, sdpa, True) or "")
-    assert "transformers" in (graph_obstacle(cuda, triton, False) or "")
+    assert graph_obstacle(cuda, "triton", True) is None
+    assert graph_obstacle(cuda, "triton", True, "triton") is None
+    assert "cpu" in (graph_obstacle(torch.device("cpu"), "triton", True) or "")
+    assert "sdpa" in (graph_obstacle(cuda, "sdpa", True) or "")
+    assert "experts" in (graph_obstacle(cuda, "triton", True, "grouped") or "")
+    assert "transformers" in (graph_obstacle(cuda, "triton", False) or "")

@@ -35,6 +35,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+_EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 #: name -> (model class prefix, config)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,6 +58,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-wide-untied": (
         "Qwen3",
         {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 8, "tie_word_embeddings": False},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
+    # A dense layer, then experts whose weights do not sum up to 1, then a layer that could have had some.
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-moe-window": (
+        "Qwen3Moe",
+        {**_EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 7},
     ),
     "gpt2": (
         "GPT2",
@@ -82,7 +100,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OWN = [
     name
     for name, (prefix, _) in FAMILIES.items()
-    if prefix in ("Llama", "Mistral", "Qwen2", "Qwen3") and name not in ("llama-rope-dynamic", "llama-gelu")
+    if prefix in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+    and name not in ("llama-rope-dynamic", "llama-gelu")
 ]
 
 

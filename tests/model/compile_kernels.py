@@ -1,4 +1,4 @@
-"""Compile the attention kernels for Hopper on a machine without a GPU; run as a module by a test.
+"""Compile the kernels for Hopper on a machine without a GPU; run as a module by a test.
 
 The interpreter takes much that the compiler does not. Here the kernels' own launchers are called with CPU
 tensors, a stand-in for Triton's driver names the target, and launches stop after compiling. Prints one
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +23,10 @@ from triton.runtime.jit import KernelInterface
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.batch import Batch
+from aioinfer.model.moe.experts import ExpertWeights
+from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
+from aioinfer.model.moe.triton_experts import TritonExperts
+from aioinfer.model.moe.triton_routing import TritonRouter
 
 CPU = torch.device("cpu")
 
@@ -35,6 +42,39 @@ class Driver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+class Recorder:
+    """Takes the place of all launches, and prints what is compiled for a shape."""
+
+    def __init__(self, shape: str) -> None:
+        self.shape = shape
+        self.step = 0
+        self._seen: set[str] = set()
+        KernelInterface.__getitem__ = lambda kernel, grid: self._launcher(kernel, grid)
+
+    def _launcher(self, kernel: Any, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            compiled = kernel.run(*args, grid=grid, warmup=True, **constants)
+            if compiled.hash in self._seen:
+                return
+            self._seen.add(compiled.hash)
+            found = {"name": compiled.name, "shape": self.shape, "step": self.step}
+            found |= {"shared": compiled.metadata.shared, "wgmma": "wgmma" in compiled.asm["ptx"]}
+            print(json.dumps(found | resources(compiled.asm["cubin"])), flush=True)  # noqa: T201
+
+        return launch
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes that it spills to its stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
+    return {"registers": int(registers), "stack": int(stack)}
 
 
 def ints(values: list[int], shift: int) -> torch.Tensor:
@@ -73,22 +113,9 @@ def compile_steps(
     )  # fmt: skip
     attention = TritonAttention(pool)
     rng = random.Random(0)
-    seen: set[str] = set()
-
-    def getitem(kernel: Any, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **constants: Any) -> None:
-            compiled = kernel.run(*args, grid=grid, warmup=True, **constants)
-            if compiled.hash in seen:
-                return
-            seen.add(compiled.hash)
-            found = {"name": compiled.name, "shape": name, "step": at, "shared": compiled.metadata.shared}
-            found["wgmma"] = "wgmma" in compiled.asm["ptx"]
-            print(json.dumps(found), flush=True)  # noqa: T201
-
-        return launch
-
-    KernelInterface.__getitem__ = getitem
+    recorder = Recorder(name)
     for at in range(12):
+        recorder.step = at
         # The first two steps have it all: both kinds of rows, contexts of one split and of several.
         decodes = [(1, rng.randint(300, 4000) if at % 2 else 200)] * (at * 5 % 17 + 1)
         chunks = [(17 + at, 17 + at)] * (1 if at < 2 else rng.randrange(4))
@@ -98,10 +125,35 @@ def compile_steps(
         attention(0, q, k, v, batch, scale=0.1, **options)
 
 
+def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int, middle: int) -> None:
+    """Steps of many sizes, of one token and of thousands."""
+    recorder = Recorder(name)
+    gate_up = torch.empty(num_experts, 2 * middle, hidden, dtype=dtype, device="meta")
+    down = torch.empty(num_experts, hidden, middle, dtype=dtype, device="meta")
+    experts = TritonExperts(ExpertWeights(gate_up, down))
+    routers = [
+        TritonRouter(SoftmaxRouter(gate_up[:, 0], 8, True)),
+        TritonRouter(
+            GroupedSigmoidRouter(gate_up[:, 0].float(), gate_up[:, 0, 0].float(), 8, 8, 4, True, 2.5)
+        ),
+    ]
+    rng = random.Random(0)
+    for at in range(12):
+        recorder.step = at
+        tokens = (1, 8 * num_experts, rng.randrange(2, 64))[min(at, 2)]
+        x = torch.empty(tokens, hidden, dtype=dtype)
+        weights = torch.empty(tokens, 8, dtype=dtype)
+        for router in routers:
+            router(x)
+        experts(x, weights, ints([0] * (8 * tokens), rng.randrange(2)).view(tokens, 8))
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16)
     compile_steps("capped", 14, 2, 80, 64, dtype=torch.float16, window=100, soft_cap=50.0, block=32)
+    compile_experts("qwen3-30b-a3b", torch.bfloat16, 128, 2048, 768)
+    compile_experts("float32-odd", torch.float32, 16, 200, 72)
 
 
 if __name__ == "__main__":

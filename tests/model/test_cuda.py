@@ -28,7 +28,9 @@ def config(path: Path, **changes: Any) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "gpt2"]
+)
 @pytest.mark.parametrize(("window", "mode"), [(0, "thread"), (1, "thread"), (2, "thread"), (1, "inline")])
 async def test_greedy_ids_equal_transformers(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str, window: int, mode: str
@@ -54,3 +56,12 @@ async def test_seeded_sampling_and_penalties_do_not_depend_on_the_window(
             results = await asyncio.gather(*[engine.generate(*request) for request in requests])
         seen.append([result.token_ids for result in results])
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("experts", ["triton", "grouped"])
+async def test_any_kernels_for_experts(checkpoint: Callable[[str], tuple[Path, Any]], experts: str) -> None:
+    path, oracle = checkpoint("qwen3-moe-mixed")
+    batch = prompts(2, 7)
+    async with Engine(config(path, experts=experts)) as engine:
+        results = await asyncio.gather(*[engine.generate(prompt, GREEDY) for prompt in batch])
+    assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]

@@ -18,7 +18,7 @@ from tests.model.checkpoints import greedy
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral-window", "gpt2"])
 async def test_a_pool_full_of_nan_changes_no_token(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str
 ) -> None:

@@ -74,7 +74,18 @@ def test_the_fallback_gives_the_same_as_our_own_code(checkpoint: Checkpoint, fam
     assert result.token_ids == greedy(oracle, prompt, TOKENS)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("experts", ["grouped", "loop"])
+def test_any_kernels_for_experts(checkpoint: Checkpoint, experts: str) -> None:
+    path, oracle = checkpoint("qwen3-moe-mixed")
+    batch = prompts(6, 5)
+    with LLM(config(path, experts=experts, chunk_size=9)) as llm:
+        results = llm.generate(batch, GREEDY)
+    assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "gpt2"]
+)
 def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str) -> None:
     """Two requests outgrow the pool together; one is retracted and computed again."""
     path, oracle = checkpoint(family)
@@ -87,7 +98,7 @@ def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str)
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, 40) for prompt in batch]
 
 
-@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral", "qwen2", "qwen3", "qwen3-moe", "gpt2"])
 def test_bfloat16_stays_close(checkpoint: Checkpoint, family: str) -> None:
     """The first token's logits, as far as greedy shows them: over many prompts nearly all agree."""
     path, oracle = checkpoint(family)

@@ -1,4 +1,4 @@
-"""The attention kernels compile for Hopper, with no GPU at hand."""
+"""All kernels compile for Hopper, with no GPU at hand."""
 
 from __future__ import annotations
 
@@ -38,8 +38,23 @@ def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
         ("capped", "_store_kernel"): 1,
         ("capped", "_decode_kernel"): 1,
         ("capped", "_prefill_kernel"): 1,
+        # Two rules of routing; in float32 both have the same logits.
+        ("qwen3-30b-a3b", "_logits_kernel"): 2,
+        ("qwen3-30b-a3b", "_choose_kernel"): 2,
+        ("float32-odd", "_logits_kernel"): 1,
+        ("float32-odd", "_choose_kernel"): 2,
+        # Small tiles and large ones, each for gate and up and for down; float32 has but the small ones.
+        ("qwen3-30b-a3b", "_align_kernel"): 2,
+        ("qwen3-30b-a3b", "_product_kernel"): 4,
+        ("qwen3-30b-a3b", "_sum_kernel"): 1,
+        ("float32-odd", "_align_kernel"): 1,
+        ("float32-odd", "_product_kernel"): 2,
+        ("float32-odd", "_sum_kernel"): 1,
     }
     for kernel in kernels:
         assert kernel["step"] < 2, kernel
         assert kernel["shared"] <= SHARED, kernel
-        assert kernel["wgmma"] == (kernel["name"] == "_prefill_kernel"), kernel
+        assert kernel["stack"] == 0, kernel
+        # The large tiles of experts are those of the second step.
+        large = kernel["name"] == "_product_kernel" and kernel["step"] == 1
+        assert kernel["wgmma"] == (kernel["name"] == "_prefill_kernel" or large), kernel

@@ -13,7 +13,7 @@ from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
 
-__all__ = ["Choice", "choose_attention", "make_attention"]
+__all__ = ["Choice", "choose_attention", "make_attention", "triton_obstacle"]
 
 _LARGEST_HEAD = 256
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -62,11 +62,16 @@ def make_attention(pool: KVPool, choice: Choice) -> Attention:
 
 
 def _obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
-    """What keeps Triton's kernels from running there, if anything does."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+    """What keeps Triton's attention kernels from running there, if anything does."""
     if head_dim > _LARGEST_HEAD:
         return f"heads of size {head_dim} are larger than {_LARGEST_HEAD}"
+    return triton_obstacle(device, dtype)
+
+
+def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps any of our Triton kernels from running there, if anything does."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
     if dtype not in _TYPES:
         return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:

@@ -1,0 +1,89 @@
+"""Which kernels compute a model's experts, and choose among them, and why. The one place where that is
+decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.model.attention.choice import triton_obstacle
+from aioinfer.model.moe.experts import Experts, ExpertWeights, GroupedExperts, LoopExperts, grouped_mm
+from aioinfer.model.moe.routing import GroupedSigmoidRouter, Router, SoftmaxRouter
+
+__all__ = ["Choice", "Wanted", "choose_experts", "make_experts", "make_router"]
+
+Wanted = Literal["auto", "triton", "grouped", "loop"]
+#: what torch's grouped multiplication asks of the distance between rows
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernels that run, and the reason in words for people."""
+
+    kernels: Literal["triton", "grouped", "loop"]
+    reason: str
+
+
+def choose_experts(
+    device: torch.device, hidden: int, middle: int, dtype: torch.dtype, wanted: Wanted = "auto"
+) -> Choice:
+    """``auto`` is Triton on a CUDA device that it compiles for, else torch's grouped multiplication, else
+    one expert after the other.
+
+    Raises ConfigError if what is wanted cannot run. Triton on a CPU is for tests, as it is for attention.
+    """
+    if wanted == "loop":
+        return Choice("loop", "asked for")
+    why = f"the device is a {device.type}"
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
+        obstacle = triton_obstacle(device, dtype)
+        if obstacle is None:
+            return Choice("triton", "asked for" if wanted == "triton" else "the device is CUDA")
+        if wanted == "triton":
+            raise ConfigError(f"experts: triton was asked for, and {obstacle}")
+        why = obstacle
+    obstacle = _grouped_obstacle(device, hidden, middle, dtype)
+    if obstacle is None:
+        return Choice("grouped", "asked for" if wanted == "grouped" else why)
+    if wanted == "grouped":
+        raise ConfigError(f"experts: grouped was asked for, and {obstacle}")
+    return Choice("loop", f"{why}, and {obstacle}")
+
+
+def make_experts(stack: ExpertWeights, choice: Choice) -> Experts:
+    """The kernels of ``choice`` over a layer's weights."""
+    if choice.kernels == "loop":
+        return LoopExperts(stack)
+    if choice.kernels == "grouped":
+        return GroupedExperts(stack)
+    from aioinfer.model.moe.triton_experts import TritonExperts
+
+    return TritonExperts(stack)
+
+
+def make_router(rule: SoftmaxRouter | GroupedSigmoidRouter, choice: Choice) -> Router:
+    """What follows ``rule``: Triton's kernels if the experts' are and they can, else torch's."""
+    if choice.kernels != "triton":
+        return rule
+    from aioinfer.model.moe.triton_routing import TritonRouter
+
+    return rule if TritonRouter.obstacle(rule) else TritonRouter(rule)
+
+
+def _grouped_obstacle(device: torch.device, hidden: int, middle: int, dtype: torch.dtype) -> str | None:
+    """What keeps torch's grouped multiplication from running there, if anything does. Types and devices
+    that it takes changed with every version of torch, so it is asked."""
+    step = _ALIGNMENT // dtype.itemsize
+    if hidden % step or middle % step:
+        return f"sizes {hidden} and {middle} are no multiples of {step}"
+    rows = torch.zeros(2, 64, dtype=dtype, device=device)
+    ends = torch.ones(1, dtype=torch.int32, device=device)
+    try:
+        grouped_mm(rows, rows.new_zeros(1, 64, 64).mT, ends)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"torch says: {str(error).splitlines()[0]}"
+    return None

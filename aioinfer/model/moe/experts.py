@@ -1,0 +1,100 @@
+"""Experts on torch's own kernels: tokens sorted by expert, then one multiplication per expert or for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["ExpertWeights", "Experts", "GroupedExperts", "LoopExperts", "grouped_mm"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The SwiGLUs of a layer's E experts, contiguous and of one type."""
+
+    #: [E, 2 * middle, hidden]: the rows of gate, then those of up
+    gate_up: torch.Tensor
+    #: [E, hidden, middle]
+    down: torch.Tensor
+
+
+class Experts(Protocol):
+    """Lets every token pass its experts and adds up what comes out."""
+
+    def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Sum over j of ``weights[t, j] * expert[experts[t, j]](hidden[t])``.
+
+        Args:
+            hidden: [T, hidden], of the experts' type. A token that is not a number spoils itself alone.
+            weights: [T, top_k], any float type.
+            experts: [T, top_k] int64, each in [0, E).
+
+        Returns:
+            [T, hidden] of hidden's type
+        """
+
+
+class GroupedExperts:
+    """All experts in one call of ``torch.nn.functional.grouped_mm``, twice.
+
+    On Hopper and Blackwell in bfloat16 the sizes of the groups are read on the device; elsewhere torch
+    reads them back and loops.
+    """
+
+    __slots__ = ("_stack",)
+
+    def __init__(self, stack: ExpertWeights) -> None:
+        self._stack = stack
+
+    def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """See :class:`Experts`."""
+        stack, top_k = self._stack, experts.shape[1]
+        ordered, order = experts.flatten().sort(stable=True)
+        every = torch.arange(len(stack.down), device=experts.device)
+        ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
+        gate, up = grouped_mm(hidden[order // top_k], stack.gate_up.mT, ends).chunk(2, dim=-1)
+        return _combine(grouped_mm(F.silu(gate) * up, stack.down.mT, ends), order, weights)
+
+
+class LoopExperts:
+    """One expert after the other. Reads back how many tokens each has: meant for the CPU."""
+
+    __slots__ = ("_stack",)
+
+    def __init__(self, stack: ExpertWeights) -> None:
+        self._stack = stack
+
+    def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """See :class:`Experts`."""
+        stack, top_k = self._stack, experts.shape[1]
+        ordered, order = experts.flatten().sort(stable=True)
+        counts = ordered.bincount(minlength=len(stack.down)).tolist()
+        inputs = hidden[order // top_k]
+        outputs = torch.empty_like(inputs)
+        end = 0
+        for expert, count in enumerate(counts):
+            if count:
+                start, end = end, end + count
+                gate, up = F.linear(inputs[start:end], stack.gate_up[expert]).chunk(2, dim=-1)
+                outputs[start:end] = F.linear(F.silu(gate) * up, stack.down[expert])
+        return _combine(outputs, order, weights)
+
+
+def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows [P, K], in groups that end at ``ends`` [E] int32, each times its own of ``matrices`` [E, K, N]."""
+    # Public since torch 2.10.
+    product: torch.Tensor = F.grouped_mm(rows, matrices, offs=ends)
+    return product
+
+
+def _combine(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Outputs [T * top_k, hidden], the i-th of which is of pair ``order[i]``, weighted and added up in the
+    order of the pairs, which no other token has a say in."""
+    pairs = torch.empty_like(outputs)
+    pairs[order] = outputs
+    # In float32: top_k roundings fewer.
+    weighted = pairs.view(*weights.shape, outputs.shape[1]).float() * weights.float()[..., None]
+    return weighted.sum(1).to(outputs.dtype)

@@ -1,0 +1,277 @@
+"""Experts as three Triton kernels and one that sorts, for steps of any size.
+
+A step of T tokens has P = T * top_k pairs of a token and an expert. Rows of a matrix product must have
+their weights in common, so pairs are put into blocks of one expert each (the block alignment of vLLM's and
+SGLang's fused mixture of experts):
+
+    experts of the pairs   2 0 2 | 0 2 2 | 0 2 2         top_k = 3, BLOCK_M = 4
+    blocks                 [1 3 6 .] [       ] [0 2 4 5] [7 8 . .]
+    expert of each block       0        -1         2         2           -1: nothing to do
+
+    act[P, middle]      = silu(hidden . gate^T) * (hidden . up^T)        programs (block, columns)
+    partial[P, hidden]  = act . down^T                                   programs (block, columns)
+    out[T, hidden]      = sum over a token's pairs of weight * partial   programs (token, columns)
+
+At decode sizes an expert has a handful of tokens, and a step is as long as it takes to read the weights of
+the experts chosen: each is read once, by blocks as small as the matrix unit allows.
+
+Nothing is read back. The grids follow from T, top_k and the number of experts, so that launches can be
+captured in a CUDA graph; a program without a block exits. No two programs write to the same place. All
+tiles of a tuning add up in the same order whatever the step, and a row of a tile has nothing to do with the
+others: given its experts and weights, a token's bits depend on nothing but the tuning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from aioinfer.model.attention.triton_common import INTERPRETED
+from aioinfer.model.moe.experts import ExpertWeights
+
+__all__ = ["ExpertTuning", "TritonExperts", "align", "fused_experts", "num_blocks"]
+
+#: pairs that the sorting kernel looks at together
+_SORTED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTuning:
+    """How the products are cut. Only ``block_k`` and the matrix unit's own order touch the last bits."""
+
+    #: tokens of a tile, a power of two, at least 16
+    block_m: int = 16
+    #: rows of weights of a tile; half of them are gate's and half up's in the first product
+    block_n: int = 64
+    block_k: int = 128
+    num_warps: int = 4
+    num_stages: int = 4
+
+    def __post_init__(self) -> None:
+        sizes = (self.block_m, self.block_n // 2, self.block_k)
+        if any(size < 16 or size & (size - 1) for size in sizes):
+            raise ValueError(f"tiles of {self.block_m} x {self.block_n} x {self.block_k}")
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, pairs: int, num_experts: int) -> ExpertTuning:
+        """Small tiles until an expert has so many tokens on average that its weights would be read over and
+        over; then tiles that fill the matrix unit of Hopper. ``pairs`` is known on the host."""
+        if dtype.itemsize == 4:
+            return cls(block_k=32, num_stages=3)
+        if pairs < 32 * num_experts:
+            return cls()
+        return cls(block_m=64, block_n=128, block_k=64)
+
+
+class TritonExperts:
+    """See :class:`~aioinfer.model.moe.experts.Experts`."""
+
+    __slots__ = ("_stack", "_tuning")
+
+    def __init__(self, stack: ExpertWeights, *, tuning: ExpertTuning | None = None) -> None:
+        """With a ``tuning`` steps of all sizes have it; a token's bits then do not depend on the step."""
+        self._stack = stack
+        self._tuning = tuning
+
+    def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        tuning = self._tuning or ExpertTuning.of(hidden.dtype, experts.numel(), len(self._stack.down))
+        return fused_experts(hidden, self._stack, weights, experts, tuning)
+
+
+@triton.jit
+def _first_block(below: tl.tensor, expert: tl.tensor, BLOCK_M: tl.constexpr) -> tl.tensor:
+    """Where an expert's blocks begin, if ``below`` pairs go to experts before it: they can fill no more
+    blocks than that, each expert's last one being partly empty."""
+    return (below + tl.minimum(below, expert) * (BLOCK_M - 1)) // BLOCK_M
+
+
+@triton.jit(do_not_specialize=["ids", "pairs", "blocks"])
+def _align_kernel(
+    ids: tl.tensor, block_expert: tl.tensor, block_pairs: tl.tensor, pairs: tl.tensor, blocks: tl.tensor,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Gather the pairs of one expert, in their order. Grid (EXPERTS,).
+
+    ``block_expert`` [blocks] gets the expert of its blocks, and -1 up to where the next one's begin;
+    ``block_pairs`` [blocks, BLOCK_M] the pairs, and ``pairs`` where there is none.
+    """
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    below = tl.zeros([BLOCK], tl.int32)
+    own = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, pairs, BLOCK):
+        found = tl.load(ids + start + lane, mask=start + lane < pairs, other=EXPERTS)
+        below += ((found >= 0) & (found < expert)).to(tl.int32)
+        own += (found == expert).to(tl.int32)
+    before = tl.sum(below, 0)
+    count = tl.sum(own, 0)
+    first = _first_block(before, expert, BLOCK_M)
+    last = first + tl.cdiv(count, BLOCK_M)
+    # The last expert sees to all blocks that are left.
+    next_first = tl.where(expert == EXPERTS - 1, blocks, _first_block(before + count, expert + 1, BLOCK_M))
+    for start in tl.range(first, next_first, BLOCK):
+        block = start + lane
+        tl.store(block_expert + block, tl.where(block < last, expert, -1), mask=block < next_first)
+    origin = block_pairs + first * BLOCK_M
+    done = count * 0
+    for start in tl.range(0, pairs, BLOCK):
+        found = tl.load(ids + start + lane, mask=start + lane < pairs, other=EXPERTS)
+        mine = (found == expert).to(tl.int32)
+        tl.store(origin + done + tl.cumsum(mine, 0) - 1, start + lane, mask=mine > 0)
+        done += tl.sum(mine, 0)
+    spare = count + tl.arange(0, BLOCK_M)
+    tl.store(origin + spare, pairs, mask=spare < (last - first) * BLOCK_M)
+
+
+@triton.jit
+def _product(
+    acc: tl.tensor, x: tl.tensor, rows: tl.tensor, at: tl.tensor,
+    SIZE: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """acc [M, N] + x [M, K] . rows[N, at]^T, accumulated in float32, not in TF32."""
+    if SIZE % BLOCK_K == 0:
+        w = tl.load(rows[:, None] + at[None, :])
+    else:
+        w = tl.load(rows[:, None] + at[None, :], mask=(at < SIZE)[None, :], other=0.0)
+    if WIDEN:
+        w = w.to(tl.float32)
+    return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _product_kernel(
+    x: tl.tensor, w: tl.tensor, out: tl.tensor, block_expert: tl.tensor, block_pairs: tl.tensor,
+    pairs: tl.tensor, stride_x: tl.tensor,
+    SHARED_BY: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_N columns of one block of pairs. Grid (blocks, column blocks): the blocks of an expert that
+    read the same weights run together.
+
+    x [pairs / SHARED_BY, SIZE] has a row for so many pairs in a row; out is [pairs, COLUMNS]; w [experts,
+    COLUMNS, SIZE], or with GATED [experts, 2 * COLUMNS, SIZE], gate and up, and out is silu(gate) * up.
+    """
+    block = tl.program_id(0)
+    expert = tl.load(block_expert + block)
+    if expert < 0:
+        return
+    pair = tl.load(block_pairs + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    valid = pair < pairs
+    # Rows and columns that are not there compute what others do, and are not stored.
+    origins = x + tl.where(valid, pair, 0) // SHARED_BY * stride_x
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    clamped = tl.minimum(column, COLUMNS - 1)
+    sheets: tl.constexpr = 2 if GATED else 1
+    rows = w + (expert.to(tl.int64) * (sheets * COLUMNS) + clamped) * SIZE
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, SIZE, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        if SIZE % BLOCK_K == 0:
+            tile = tl.load(origins[:, None] + at[None, :])
+        else:
+            tile = tl.load(origins[:, None] + at[None, :], mask=(at < SIZE)[None, :], other=0.0)
+        if WIDEN:
+            tile = tile.to(tl.float32)
+        acc = _product(acc, tile, rows, at, SIZE, BLOCK_K, WIDEN)
+        if GATED:
+            up = _product(up, tile, rows + COLUMNS * SIZE, at, SIZE, BLOCK_K, WIDEN)
+    if GATED:
+        # silu from an exponential that cannot overflow
+        shrunk = tl.exp(-tl.abs(acc))
+        acc = acc * tl.where(acc < 0.0, shrunk, 1.0) / (1.0 + shrunk) * up
+    to = out + pair[:, None] * COLUMNS + column[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=valid[:, None] & (column < COLUMNS)[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    partial: tl.tensor, weights: tl.tensor, out: tl.tensor,
+    TOP_K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """The weighted sum of a token's pairs, in float32 and in their order. Grid (tokens, column blocks)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    total = tl.zeros([BLOCK], tl.float32)
+    for pair in tl.static_range(TOP_K):
+        weight = tl.load(weights + token * TOP_K + pair).to(tl.float32)
+        value = tl.load(partial + (token * TOP_K + pair) * COLUMNS + column, mask=inside, other=0.0)
+        total += weight * value.to(tl.float32)
+    tl.store(out + token * COLUMNS + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def num_blocks(pairs: int, num_experts: int, block_m: int) -> int:
+    """Blocks that ``pairs`` can take however they are spread."""
+    return (pairs + min(pairs, num_experts) * (block_m - 1)) // block_m
+
+
+def align(experts: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put pairs into blocks of one expert each, on the device.
+
+    Args:
+        experts: [P] or [T, top_k], any integer type, contiguous; pairs outside [0, num_experts) get none.
+
+    Returns:
+        the expert of each block, int32 [blocks], -1 for none; and its pairs, int32 [blocks, block_m], in
+        ascending order, P for none (undefined in a block without expert)
+    """
+    pairs = experts.numel()
+    blocks = num_blocks(pairs, num_experts, block_m)
+    block_expert = torch.empty(blocks, dtype=torch.int32, device=experts.device)
+    block_pairs = torch.empty(blocks, block_m, dtype=torch.int32, device=experts.device)
+    _align_kernel[(num_experts,)](
+        experts, block_expert, block_pairs, pairs, blocks,
+        EXPERTS=num_experts, BLOCK_M=block_m, BLOCK=_SORTED, num_warps=4,
+    )  # fmt: skip
+    return block_expert, block_pairs
+
+
+def fused_experts(
+    hidden: torch.Tensor,
+    stack: ExpertWeights,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    tuning: ExpertTuning,
+) -> torch.Tensor:
+    """What :class:`~aioinfer.model.moe.experts.Experts` computes; silu(gate) * up is rounded once.
+
+    Raises ValueError if shapes do not fit or the experts are not contiguous.
+    """
+    gate_up, down = stack.gate_up, stack.down
+    (tokens, size), top_k = hidden.shape, experts.shape[1]
+    num_experts, _, middle = down.shape
+    if gate_up.shape != (num_experts, 2 * middle, size) or down.shape[1] != size:
+        raise ValueError(f"tokens {tuple(hidden.shape)} do not fit experts {tuple(gate_up.shape)}")
+    if experts.shape != (tokens, top_k) or weights.shape != experts.shape:
+        raise ValueError(f"{tokens} tokens, experts {tuple(experts.shape)}, weights {tuple(weights.shape)}")
+    if not (gate_up.is_contiguous() and down.is_contiguous()):
+        raise ValueError("experts must be contiguous")
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    if tokens == 0:
+        return out
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    weights, experts = weights.contiguous(), experts.contiguous()
+    block_expert, block_pairs = align(experts, num_experts, tuning.block_m)
+    pairs, blocks = tokens * top_k, len(block_expert)
+    act = torch.empty(pairs, middle, dtype=hidden.dtype, device=hidden.device)
+    partial = torch.empty(pairs, size, dtype=hidden.dtype, device=hidden.device)
+    tiles = {"BLOCK_M": tuning.block_m, "BLOCK_K": tuning.block_k, "WIDEN": INTERPRETED}
+    launch = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+    half = tuning.block_n // 2
+    _product_kernel[(blocks, -(-middle // half))](
+        hidden, gate_up, act, block_expert, block_pairs, pairs, hidden.stride(0),
+        SHARED_BY=top_k, SIZE=size, COLUMNS=middle, GATED=True, BLOCK_N=half, **tiles, **launch,
+    )  # fmt: skip
+    _product_kernel[(blocks, -(-size // tuning.block_n))](
+        act, down, partial, block_expert, block_pairs, pairs, middle,
+        SHARED_BY=1, SIZE=middle, COLUMNS=size, GATED=False, BLOCK_N=tuning.block_n, **tiles, **launch,
+    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(size))
+    _sum_kernel[(tokens, -(-size // block))](
+        partial, weights, out, TOP_K=top_k, COLUMNS=size, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,175 @@
+"""Experts on torch's kernels against the formula; which kernels are chosen, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.moe import choice as choices
+from aioinfer.model.moe.choice import Choice, choose_experts, make_experts
+from aioinfer.model.moe.experts import ExpertWeights, GroupedExperts, LoopExperts
+from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
+from aioinfer.model.moe.sparse import SparseMLP
+from tests.model.kernels import assert_close
+from tests.model.mixtures import Mixture
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+KINDS = pytest.mark.parametrize("kind", [GroupedExperts, LoopExperts])
+
+
+def compute(kind: type[GroupedExperts] | type[LoopExperts], task: Mixture) -> torch.Tensor:
+    return kind(task.stack)(task.hidden, task.weights, task.experts)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "top_k", "num_experts"), [(1, 1, 1), (1, 4, 9), (40, 3, 4), (7, 5, 5)])
+def test_what_the_formula_says(
+    kind: type[GroupedExperts] | type[LoopExperts],
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    dtype: torch.dtype,
+) -> None:
+    task = Mixture.make(tokens, top_k=top_k, num_experts=num_experts, dtype=dtype)
+    got = compute(kind, task)
+    assert got.dtype == dtype
+    assert_close(got, task.expected(), dtype)
+
+
+@KINDS
+def test_experts_without_tokens_are_not_touched(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
+    task = Mixture.make(9, num_experts=6, used=3)
+    assert task.stack.gate_up.isnan().any()
+    assert_close(compute(kind, task), task.expected(), torch.float32)
+
+
+@KINDS
+def test_junk_in_a_token_stays_in_it(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
+    task = Mixture.make(6, num_experts=3)
+    clean = compute(kind, task)
+    task.hidden[2] = float("nan")
+    task.weights[4] = float("nan")
+    got = compute(kind, task)
+    assert got[[2, 4]].isnan().all()
+    assert torch.equal(got[[0, 1, 3, 5]], clean[[0, 1, 3, 5]])
+
+
+@KINDS
+def test_no_tokens(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
+    assert compute(kind, Mixture.make(0)).shape == (0, 32)
+
+
+@KINDS
+def test_strided_tokens(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
+    task = Mixture.make(6)
+    expected = task.expected()
+    task.hidden = torch.cat((task.hidden, task.hidden), 1)[:, :32]
+    task.experts = task.experts.T.contiguous().T
+    task.weights = task.weights.T.contiguous().T
+    assert_close(compute(kind, task), expected, torch.float32)
+
+
+def randomize(block: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """Fill a block of transformers, and return tokens for it, [50, 64]."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*block.parameters(), *block.buffers()):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    block.to(dtype)
+    return torch.randn(50, 64, generator=generator).to(dtype)
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Within the rounding of what is added up."""
+    bound = 1e-5 if ours.dtype == torch.float32 else 0.01
+    torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound * float(theirs.abs().max()))
+
+
+@KINDS
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_block_of_qwen3(
+    kind: type[GroupedExperts] | type[LoopExperts], dtype: torch.dtype, normalize: bool
+) -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as theirs
+
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4}
+    block = theirs.Qwen3MoeSparseMoeBlock(theirs.Qwen3MoeConfig(**sizes, norm_topk_prob=normalize))
+    hidden = randomize(block, dtype)
+    stack = ExpertWeights(block.experts.gate_up_proj, block.experts.down_proj)
+    ours = SparseMLP(SoftmaxRouter(block.gate.weight, 4, normalize), kind(stack))
+    assert_near(ours(hidden), block(hidden[None])[0])
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dtype: torch.dtype) -> None:
+    """Groups, a bias on the choice, a scale, and a shared expert: what LLaDA2 has."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 32, "n_shared_experts": 2}
+    rule = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    block = theirs.DeepseekV3MoE(theirs.DeepseekV3Config(**sizes, **rule, norm_topk_prob=True))
+    hidden = randomize(block, dtype)
+    bias = block.gate.e_score_correction_bias.float()
+    assert bias.abs().max() > 0.1
+    router = GroupedSigmoidRouter(block.gate.weight.float(), bias, 4, 4, 2, True, 2.5)
+    shared = block.shared_experts
+    gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
+    stack = ExpertWeights(block.experts.gate_up_proj, block.experts.down_proj)
+    ours = SparseMLP(router, kind(stack), SwiGLU(gate_up, None, shared.down_proj.weight, None))
+    assert_near(ours(hidden), block(hidden[None])[0])
+
+
+def test_shared_experts_come_on_top() -> None:
+    task = Mixture.make(5, num_experts=4)
+    router = SoftmaxRouter(torch.randn(4, 32, generator=torch.Generator().manual_seed(3)), 2, True)
+    shared = SwiGLU(torch.ones(8, 32), None, torch.ones(32, 4), None)
+    without = SparseMLP(router, LoopExperts(task.stack))(task.hidden)
+    task.weights, task.experts = router(task.hidden)
+    assert_close(without, task.expected(), torch.float32)
+    got = SparseMLP(router, LoopExperts(task.stack), shared)(task.hidden)
+    torch.testing.assert_close(got, without + shared(task.hidden))
+
+
+def test_sizes_that_torch_does_not_take_are_looped_over() -> None:
+    assert choose_experts(CPU, 48, 24, torch.float32) == Choice("grouped", "the device is a cpu")
+    assert choose_experts(CPU, 48, 24, torch.bfloat16).kernels == "grouped"
+    odd = choose_experts(CPU, 48, 22, torch.float32)
+    assert odd == Choice("loop", "the device is a cpu, and sizes 48 and 22 are no multiples of 4")
+    task = Mixture.make(5, hidden=18, middle=7)
+    assert_close(
+        make_experts(task.stack, odd)(task.hidden, task.weights, task.experts), task.expected(), torch.float32
+    )
+
+
+def test_a_torch_without_grouped_multiplication_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> torch.Tensor:
+        raise NotImplementedError("not here\nlong story")
+
+    monkeypatch.setattr(choices, "grouped_mm", refuse)
+    choice = choose_experts(CPU, 48, 24, torch.float32)
+    assert choice == Choice("loop", "the device is a cpu, and torch says: not here")
+    with pytest.raises(ConfigError, match="grouped was asked for, and torch says: not here"):
+        choose_experts(CPU, 48, 24, torch.float32, "grouped")
+
+
+def test_what_is_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_experts(CPU, 48, 24, torch.float32, "loop") == Choice("loop", "asked for")
+    assert choose_experts(CPU, 48, 24, torch.float32, "grouped") == Choice("grouped", "asked for")
+    with pytest.raises(ConfigError, match="no multiples"):
+        choose_experts(CPU, 48, 22, torch.float32, "grouped")
+    with pytest.raises(ConfigError, match="triton was asked for, and there are no kernels for float64"):
+        choose_experts(CPU, 48, 24, torch.float64, "triton")
+
+
+def test_on_cuda_triton_is_first_and_grouped_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    obstacles = iter([None, "triton is not installed"])
+    monkeypatch.setattr(choices, "triton_obstacle", lambda device, dtype: next(obstacles))
+    monkeypatch.setattr(choices, "_grouped_obstacle", lambda *args: None)
+    assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Choice("triton", "the device is CUDA")
+    assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Choice("grouped", "triton is not installed")

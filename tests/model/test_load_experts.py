@@ -1,0 +1,173 @@
+"""Loading experts: however the checkpoint stores them, once, and with a clear word for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aioinfer.config import EngineConfig
+from aioinfer.doctor import examine
+from aioinfer.errors import ConfigError
+from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.model.loader import load_model
+from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.moe.sparse import SparseMLP
+from tests.model.checkpoints import greedy, make_checkpoint
+from tests.model.harness import Driver
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path, dtype: str = "auto") -> Any:
+    return load_model(path, dtype=dtype, device=CPU)
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("save", [{}, {"save_original_format": False}, {"max_shard_size": "30KB"}])
+def test_one_by_one_stacked_or_sharded(tmp_path: Path, save: dict[str, Any]) -> None:
+    oracle = make_checkpoint("qwen3-moe-mixed", tmp_path, **save)
+    names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    assert ("model.layers.1.mlp.experts.gate_up_proj" in names) == ("save_original_format" in save)
+    model = load(tmp_path)
+    assert model.spec.num_parameters == sum(parameter.numel() for parameter in oracle.parameters())
+    prompt = [3, 1, 4, 1, 5]
+    (sequence,) = Driver(model, chunk=4).run([prompt], 6)
+    assert sequence.ids[5:] == greedy(oracle, prompt, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"decoder_sparse_step": 2}, [1, 3]),
+        ({"decoder_sparse_step": 3}, [2]),
+        ({"mlp_only_layers": [0, 2]}, [1, 3]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, [3]),
+        ({"decoder_sparse_step": 5}, []),
+        ({"num_local_experts": 0}, []),
+    ],
+)
+def test_the_config_says_which_layers_are_sparse(
+    tmp_path: Path, changes: dict[str, Any], sparse: list[int]
+) -> None:
+    """As transformers has it, by whose model the checkpoint is written."""
+    import transformers
+
+    settings = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 8, "head_dim": 8}
+    settings |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+    config = transformers.Qwen3MoeConfig(**settings, num_local_experts=changes.pop("num_local_experts", 4))
+    config.num_experts_per_tok = 2
+    for name, value in changes.items():
+        setattr(config, name, value)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    kinds = [type(layer.mlp) for layer in model._layers]
+    assert kinds == [SparseMLP if index in sparse else SwiGLU for index in range(4)]
+    assert model.spec.expert_kernels == ("grouped" if sparse else None)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        mine = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in mine:
+            self.bytes += result.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_never_there_twice(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_checkpoint("qwen3-moe", tmp_path, dtype)
+    with Allocations() as made:
+        model = load(tmp_path)
+    stacks = [layer.mlp.experts._stack for layer in model._layers]
+    experts = sum(stack.gate_up.nbytes + stack.down.nbytes for stack in stacks)
+    rest = model.spec.num_parameters * dtype.itemsize - experts
+    assert experts > rest
+    # Tables of angles and, in half precision, the frequencies behind them; 256 positions.
+    assert experts < made.bytes < experts + 2 * rest
+
+
+def test_with_a_dtype_other_than_the_checkpoints(tmp_path: Path) -> None:
+    make_checkpoint("qwen3-moe", tmp_path, torch.bfloat16)
+    wide, narrow = load(tmp_path, "float32"), load(tmp_path)
+    ours, stored = (model._layers[0].mlp.experts._stack.gate_up for model in (wide, narrow))
+    assert (ours.dtype, stored.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(ours, stored.float())
+
+
+def drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def reshape(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: torch.zeros(3, 4)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("model.layers.1.mlp.experts.7.up_proj.weight"), "no tensor .*experts.7.up_proj"),
+        (drop("model.layers.0.mlp.gate.weight"), "no tensor .*mlp.gate.weight"),
+        (reshape("model.layers.0.mlp.experts.0.down_proj.weight"), r"down_proj.weight is shaped \(3, 4\)"),
+        (reshape("model.layers.0.mlp.experts.8.down_proj.weight"), "1 unexpected tensors"),
+    ],
+)
+def test_a_broken_checkpoint_says_what_is_wrong(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    make_checkpoint("qwen3-moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_experts_per_tok": 9}, {"num_experts_per_tok": 0}, {"decoder_sparse_step": 0}]
+)
+def test_a_config_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    make_checkpoint("qwen3-moe", tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match="of 8 experts in every"):
+        load(tmp_path)
+
+
+def test_the_doctor_says_what_computes_the_experts(tmp_path: Path) -> None:
+    make_checkpoint("qwen3-moe", tmp_path)
+
+    def report(**settings: Any) -> tuple[str | None, str]:
+        config = EngineConfig(model=str(tmp_path), device="cpu", num_pages=8, max_model_len=64, **settings)
+        found = {finding.subject: finding.text for finding in examine(config)}
+        device = TorchDevice(config)
+        description = device.open().description
+        device.close()
+        return found.get("experts"), description
+
+    text, description = report()
+    assert text == "grouped: the device is a cpu"
+    assert "sdpa attention, grouped experts" in description
+    text, description = report(experts="loop")
+    assert text == "loop: asked for"
+    assert "loop experts" in description
+    text, description = report(transformers_fallback=True)
+    assert text is None
+    assert "experts" not in description
