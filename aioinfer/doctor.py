@@ -92,13 +92,11 @@ def _plan(config: EngineConfig) -> list[Finding]:
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     dtype = str(model.dtype).removeprefix("torch.")
     experts: list[Finding] = []
-    expert_kernels = None
+    expert_kernels: str | None = None
     if model.experts is not None:
         kernels = choose_experts(device, *model.experts, model.dtype, config.experts)
-        experts, expert_kernels = (
-            [Finding("experts", f"{kernels.kernels}: {kernels.reason}")],
-            kernels.kernels,
-        )
+        experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
+        expert_kernels = kernels.kernels
     obstacle = graph_obstacle(device, choice.kernels, model.own, expert_kernels)
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
