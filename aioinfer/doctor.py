@@ -84,10 +84,14 @@ def _plan(config: EngineConfig) -> list[Finding]:
 
     device = pick_device(config.device)
     model = inspect_model(
-        config.model_path, dtype=config.dtype, force_transformers=config.transformers_fallback
+        config.model_path,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        force_transformers=config.transformers_fallback,
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
+    code += ", with random weights" if config.load_format == "random" else ""
     dtype = str(model.dtype).removeprefix("torch.")
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),

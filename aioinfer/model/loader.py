@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
-from aioinfer.model.weights import Weights, weight_files
+from aioinfer.model.weights import RandomWeights, Weights, weight_files
 
 __all__ = ["Prospect", "inspect_model", "load_model"]
 
@@ -23,23 +23,27 @@ def load_model(
     *,
     dtype: str,
     device: torch.device,
+    load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
 
-    ``dtype`` is a name, or "auto" for what the checkpoint says. Never runs code from the directory,
-    never touches the network. Raises ConfigError.
+    ``dtype`` is a name, or "auto" for what the checkpoint says. With ``load_format`` "random" the weights
+    are :class:`~aioinfer.model.weights.RandomWeights` and the directory needs no other file than
+    config.json. Never runs code from the directory, never touches the network. Raises ConfigError.
     """
     config = _read_config(path)
-    weight_files(path)
     chosen = _choose_dtype(config, dtype)
+    made_up = RandomWeights(dtype=chosen, device=device) if load_format == "random" else None
+    if made_up is None:
+        weight_files(path)
     implementation = None if force_transformers else own_implementation(config)
     if implementation is None:
         from aioinfer.model.transformers_model import TransformersLM
 
-        return TransformersLM(path, config, chosen, device, progress)
-    weights = Weights(path, dtype=chosen, device=device, progress=progress)
+        return TransformersLM(path, config, chosen, device, progress, made_up)
+    weights = made_up or Weights(path, dtype=chosen, device=device, progress=progress)
     return implementation(path, config, weights, chosen, device)
 
 
@@ -54,10 +58,17 @@ class Prospect:
     dtype: torch.dtype
 
 
-def inspect_model(path: Path, *, dtype: str, force_transformers: bool = False) -> Prospect:
+def inspect_model(
+    path: Path,
+    *,
+    dtype: str,
+    load_format: Literal["auto", "random"] = "auto",
+    force_transformers: bool = False,
+) -> Prospect:
     """What :func:`load_model` would make of a directory, without reading weights. Raises ConfigError."""
     config = _read_config(path)
-    weight_files(path)
+    if load_format == "auto":
+        weight_files(path)
     text = config.get_text_config()
     return Prospect(
         architecture=config.architectures[0],
