@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from aioinfer import __version__
 from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError
 
@@ -27,9 +28,7 @@ class Finding:
 def examine(config: EngineConfig) -> list[Finding]:
     """Everything found, in the order of reading. Raises nothing for what is wrong with the configuration."""
     findings = [
-        Finding(
-            "aioinfer", f"{version('aioinfer')}, Python {platform.python_version()}, {platform.platform()}"
-        ),
+        Finding("aioinfer", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"),
         Finding("packages", ", ".join(map(_package, _PACKAGES))),
         Finding("cpu", _cpu()),
         *_gpus(),
