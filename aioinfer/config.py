@@ -56,6 +56,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "weights and activations; auto takes what the checkpoint says"
     )
+    load_format: Literal["auto", "random"] = _option(
+        "auto", "auto reads the checkpoint; random makes weights up: a config.json is all that it needs"
+    )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto takes cuda where there is one")
     attention: Literal["auto", "triton", "sdpa"] = _option(
         "auto", "attention kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"

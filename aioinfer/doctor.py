@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from aioinfer import __version__
 from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError
 
@@ -27,9 +28,7 @@ class Finding:
 def examine(config: EngineConfig) -> list[Finding]:
     """Everything found, in the order of reading. Raises nothing for what is wrong with the configuration."""
     findings = [
-        Finding(
-            "aioinfer", f"{version('aioinfer')}, Python {platform.python_version()}, {platform.platform()}"
-        ),
+        Finding("aioinfer", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"),
         Finding("packages", ", ".join(map(_package, _PACKAGES))),
         Finding("cpu", _cpu()),
         *_gpus(),
@@ -86,10 +85,14 @@ def _plan(config: EngineConfig) -> list[Finding]:
 
     device = pick_device(config.device)
     model = inspect_model(
-        config.model_path, dtype=config.dtype, force_transformers=config.transformers_fallback
+        config.model_path,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        force_transformers=config.transformers_fallback,
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
+    code += ", with random weights" if config.load_format == "random" else ""
     dtype = str(model.dtype).removeprefix("torch.")
     experts: list[Finding] = []
     expert_kernels: str | None = None

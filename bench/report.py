@@ -33,7 +33,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def environment() -> dict[str, Any]:
     """Hardware, versions and commit, as far as they can be found out."""
     versions = {}
-    for package in ("aioinfer", "torch", "transformers", "aiohttp", "uvloop"):
+    for package in ("aioinfer", "torch", "triton", "transformers", "aiohttp", "uvloop"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

@@ -58,6 +58,7 @@ class TorchDevice:
                 config.model_path,
                 dtype=config.dtype,
                 device=device,
+                load_format=config.load_format,
                 force_transformers=config.transformers_fallback,
                 experts=config.experts,
                 progress=progress,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,7 +13,7 @@ from aioinfer.model.moe.choice import Wanted
 from aioinfer.model.moe.qwen3 import expert_shape
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
-from aioinfer.model.weights import Weights, weight_files
+from aioinfer.model.weights import RandomWeights, Weights, weight_files
 
 __all__ = ["Prospect", "inspect_model", "load_model"]
 
@@ -25,6 +25,7 @@ def load_model(
     *,
     dtype: str,
     device: torch.device,
+    load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
     experts: Wanted = "auto",
     progress: Progress | None = None,
@@ -32,18 +33,21 @@ def load_model(
     """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
 
     ``dtype`` is a name, or "auto" for what the checkpoint says; ``experts`` names the kernels of a mixture
-    of experts (:mod:`aioinfer.model.moe.choice`). Never runs code from the directory, never touches the
-    network. Raises ConfigError.
+    of experts (:mod:`aioinfer.model.moe.choice`). With ``load_format`` "random" the weights are
+    :class:`~aioinfer.model.weights.RandomWeights` and the directory needs no other file than config.json.
+    Never runs code from the directory, never touches the network. Raises ConfigError.
     """
     config = _read_config(path)
-    weight_files(path)
     chosen = _choose_dtype(config, dtype)
+    made_up = RandomWeights(dtype=chosen, device=device) if load_format == "random" else None
+    if made_up is None:
+        weight_files(path)
     implementation = None if force_transformers else own_implementation(config)
     if implementation is None:
         from aioinfer.model.transformers_model import TransformersLM
 
-        return TransformersLM(path, config, chosen, device, progress)
-    weights = Weights(path, dtype=chosen, device=device, progress=progress)
+        return TransformersLM(path, config, chosen, device, progress, made_up)
+    weights = made_up or Weights(path, dtype=chosen, device=device, progress=progress)
     return implementation(path, config, weights, chosen, device, experts)
 
 
@@ -60,10 +64,17 @@ class Prospect:
     experts: tuple[int, int] | None
 
 
-def inspect_model(path: Path, *, dtype: str, force_transformers: bool = False) -> Prospect:
+def inspect_model(
+    path: Path,
+    *,
+    dtype: str,
+    load_format: Literal["auto", "random"] = "auto",
+    force_transformers: bool = False,
+) -> Prospect:
     """What :func:`load_model` would make of a directory, without reading weights. Raises ConfigError."""
     config = _read_config(path)
-    weight_files(path)
+    if load_format == "auto":
+        weight_files(path)
     text = config.get_text_config()
     own = not force_transformers and own_implementation(config) is not None
     return Prospect(

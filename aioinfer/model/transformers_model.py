@@ -22,8 +22,9 @@ from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.selfcheck import LayerShape, check_paged, record
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
+from aioinfer.model.weights import RandomWeights
 
-__all__ = ["TransformersLM"]
+__all__ = ["TransformersLM", "random_model"]
 
 _NAME = "aioinfer_paged"
 #: Under this name the model is asked for masks too, to learn which windows they hold.
@@ -46,15 +47,19 @@ class TransformersLM:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None = None,
+        made_up: RandomWeights | None = None,
     ) -> None:
-        """Raises ConfigError if transformers cannot load the model, or not all of it, or if it does not
-        compute over paged KV what it computes alone."""
+        """``made_up`` takes the place of the checkpoint's weights. Raises ConfigError if transformers cannot
+        load the model, or not all of it, or if it does not compute over paged KV what it computes alone."""
         architecture = config.architectures[0]
         _refuse_unknown(architecture)
         _register()
         progress = progress or (lambda stage, done, total: None)
         progress("weights", 0, 1)
-        self._model = _load(path, dtype).eval().to(device)
+        if made_up is None:
+            self._model = _load(path, dtype).eval().to(device)
+        else:
+            self._model = random_model(config, dtype, device, made_up)
         progress("weights", 1, 1)
         for parameter in ("position_ids", "logits_to_keep"):
             # Others count positions themselves, and would swallow ours among their keyword arguments.
@@ -175,6 +180,25 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
         name, stored, wanted = mismatched[0]
         raise ConfigError(f"model: {name} is shaped {tuple(stored)}, the config says {tuple(wanted)}")
     return model
+
+
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, weights: RandomWeights) -> Any:
+    """The model of transformers for a config, made on the device. Raises ConfigError."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with device:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+            )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"model: transformers cannot make a {config.architectures[0]}: {error}") from error
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weights.fill(name, parameter)
+    return model.eval()
 
 
 def _max_model_len(text: Any, architecture: str) -> int:

@@ -1,7 +1,8 @@
-"""Weights: memory-mapped safetensors, one file or sharded, read tensor by tensor."""
+"""Weights: memory-mapped safetensors, one file or sharded, read tensor by tensor; or made up."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.model.spec import Progress, read_json_object
 
-__all__ = ["Weights", "weight_files"]
+__all__ = ["RandomWeights", "Weights", "weight_files"]
 
 
 class Weights:
@@ -83,6 +84,43 @@ class Weights:
         )
         if left:
             raise ConfigError(f"model: the checkpoint has {len(left)} unexpected tensors, first {left[0]}")
+
+
+class RandomWeights(Weights):
+    """Tensors of any name and shape, made where they are wanted: a model's speed without its files.
+
+    A tensor depends on the seed, its name and its shape, not on what was taken before it; on another type
+    of device it is another one. Matrices are normal with a variance of 1 / fan-in, which keeps what comes
+    out as large as what goes in; norms are 1 and biases 0, as at the start of a training.
+    """
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._seed = seed
+        self.num_parameters = 0
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.empty(*shape)
+        self.take_into(tensor, name)
+        return tensor
+
+    def take_into(self, part: torch.Tensor, name: str) -> None:
+        self.num_parameters += part.numel()
+        self.fill(name, part)
+
+    def fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite a tensor that is there already, in its own dtype and on its own device."""
+        if tensor.dim() < 2:
+            return tensor.fill_(0 if name.endswith("bias") else 1)
+        generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode(), self._seed))
+        return tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
+
+    def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
+        """There is nothing that could be left."""
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -1,0 +1,41 @@
+"""Models: decode through the engine, by batch, as a share of the roofline that this device allows."""
+
+from __future__ import annotations
+
+from bench.gpu.engines import decoding_rate, run_async, started
+from bench.gpu.measure import measure_peaks
+from bench.gpu.plan import Plan
+from bench.gpu.report import Report
+from bench.gpu.roofline import decode_step
+from bench.gpu.shapes import SHAPES
+from bench.gpu.workload import prompts_of
+
+__all__ = ["run"]
+
+
+def run(plan: Plan, report: Report, shape: str) -> None:
+    """A row per batch: tokens per second of the steps in which the whole batch decodes."""
+    run_async(_run(plan, report, plan.shape if plan.rehearsal else shape))
+
+
+async def _run(plan: Plan, report: Report, name: str) -> None:
+    from aioinfer.execution.torch_device import pick_device
+
+    shape, size = SHAPES[name], plan.size
+    peaks = measure_peaks(plan, pick_device(plan.device), report)
+    async with started(plan, name, prefix_cache=False) as engine:
+        report.fact("engine", engine.info.description)
+        for batch in size.batches:
+
+            async def measure(batch: int = batch) -> None:
+                prompts = prompts_of(batch, size.prompt, shape.vocab, seed=batch)
+                found = await decoding_rate(engine, prompts, size.output)
+                context = size.prompt + size.output // 2
+                ideal = decode_step(shape, batch * context, batch, peaks)
+                report.row(
+                    model=name, batch=batch, context=context, tokens_per_s=found.tokens_per_s,
+                    step_ms=1e3 * found.step, ideal_ms=1e3 * ideal, of_roofline=ideal / found.step,
+                    prefill_tokens_per_s=batch * size.prompt / found.prefill,
+                )  # fmt: skip
+
+            await report.guarded_async(f"batch {batch}", measure)

@@ -1,0 +1,87 @@
+"""The roofline: how fast a step of a dense model can be at a device's copy bandwidth and matmul rate.
+
+A decode step reads all weights once, the keys and values of every context, and writes and reads logits in
+float32; it multiplies each token with all matrices. Whichever takes longer is the bound. What a real step
+pays besides (launches, dependent kernels, sampling) is the gap that the benches show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Peaks", "Shape", "decode_step", "offline"]
+
+#: bytes of bfloat16, of weights, keys and values alike
+_ELEMENT = 2
+#: float32 logits of a row, written by the model and read by the sampler
+_LOGIT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What a device was measured to do: bytes per second read and written by a copy, bf16 FLOP per second."""
+
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense decoder of the Qwen3 family."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one position."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _ELEMENT
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of all matrices in the layers."""
+        attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that a step reads: all but an embedding of its own, of which it needs a few rows."""
+        norms = self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
+        return _ELEMENT * (self.layer_parameters + norms + self.vocab * self.hidden)
+
+    @property
+    def attention_flops(self) -> int:
+        """Of one query at one position, all layers: a dot product and a weighted sum per head."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+
+def decode_step(shape: Shape, contexts: int, rows: int, peaks: Peaks) -> float:
+    """Seconds of a step of ``rows`` decodes whose contexts have so many positions together."""
+    moved = shape.step_bytes + shape.kv_bytes * (contexts + rows) + _LOGIT * shape.vocab * rows
+    per_row = 2 * (shape.layer_parameters + shape.vocab * shape.hidden)
+    flops = per_row * rows + shape.attention_flops * contexts
+    return max(moved / peaks.bandwidth, flops / peaks.flops)
+
+
+def offline(
+    shape: Shape, prompts: Sequence[int], outputs: Sequence[int], peaks: Peaks
+) -> tuple[float, float]:
+    """Seconds of (prefill, decode) of requests that all begin at once, by their lengths.
+
+    Prefill brings everybody's first token; then each step decodes whoever is not done yet.
+    """
+    positions = sum(length * length / 2 for length in prompts)
+    flops = 2 * shape.layer_parameters * sum(prompts) + shape.attention_flops * positions
+    decode = 0.0
+    for step in range(1, max(outputs)):
+        running = [prompt + step for prompt, output in zip(prompts, outputs, strict=True) if output > step]
+        decode += decode_step(shape, sum(running), len(running), peaks)
+    return flops / peaks.flops, decode

@@ -1,0 +1,93 @@
+"""Windows: how well scheduling hides behind the device, by window and launch mode.
+
+How long the device computed is taken from a second run under torch's profiler, as the time in which any
+kernel or copy ran; its share and the gap refer to the first, undisturbed run. On a CPU, and where the
+profiler sees nothing, the engine's own timeline stands in for it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from aioinfer.engine import Engine
+from bench.gpu.engines import generate, run_async, started
+from bench.gpu.plan import Plan
+from bench.gpu.report import Report
+from bench.gpu.shapes import SHAPES
+from bench.gpu.workload import Workload, prompts_of
+
+__all__ = ["covered", "device_seconds", "run"]
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def run(plan: Plan, report: Report) -> None:
+    """A row per window and launch mode."""
+    size = plan.size
+    vocab = SHAPES[plan.shape].vocab
+    batch, outputs = size.window_batch, [size.window_output] * size.window_batch
+    loads = [Workload(prompts_of(batch, size.window_prompt, vocab, seed), outputs) for seed in (1, 2)]
+    for window, mode in size.ways:
+        report.guarded(
+            f"window {window}, {mode}", lambda *way: run_async(_way(plan, report, loads, *way)), window, mode
+        )
+
+
+async def _way(plan: Plan, report: Report, loads: list[Workload], window: int, mode: str) -> None:
+    async with started(plan, plan.shape, window=window, launch_mode=mode, prefix_cache=False) as engine:
+        before, overlap = engine.stats().steps, engine.timeline.overlap()
+        seconds, _ = await generate(engine, loads[0], 0.0)
+        steps, after = engine.stats().steps - before, engine.timeline.overlap()
+        own = (after.busy - overlap.busy, after.gap - overlap.gap, after.steps - overlap.steps)
+        kernels = 0.0
+        try:
+            kernels = await _profiled(plan, engine, loads[1])
+        except Exception:
+            # What was measured without it still counts.
+            report.failed(f"profiling window {window}, {mode}")
+    busy, gap = _share(own[0], own[1]), own[1] / max(1, own[2])
+    report.row(
+        window=window, mode=mode, batch=len(loads[0].outputs), steps=steps, step_ms=1e3 * seconds / steps,
+        tokens_per_s=sum(loads[0].outputs) / seconds, busy=kernels / seconds if kernels else busy,
+        gap_us=1e6 * ((seconds - kernels) / steps if kernels else gap),
+        seen_by="profiler" if kernels else "timeline", timeline_busy=busy, timeline_gap_us=1e6 * gap,
+    )  # fmt: skip
+
+
+def _share(busy: float, gap: float) -> float:
+    return busy / (busy + gap) if busy + gap else 0.0
+
+
+async def _profiled(plan: Plan, engine: Engine, load: Workload) -> float:
+    """Seconds in which kernels or copies of a load ran, 0 if none were seen, as on a CPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CPU if plan.device == "cpu" else ProfilerActivity.CUDA
+    with tempfile.TemporaryDirectory() as folder:
+        with profile(activities=[activity]) as profiler:
+            await generate(engine, load, 0.0)
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        return device_seconds(json.loads(file.read_text()))
+
+
+def device_seconds(trace: dict[str, Any]) -> float:
+    """Seconds in which anything ran on the device, from a trace of torch's profiler."""
+    return covered(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in _ON_DEVICE
+    ) / 1e6  # fmt: skip
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of the line the spans (from, to) cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

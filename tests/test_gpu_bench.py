@@ -1,0 +1,362 @@
+"""The GPU bench runs end to end without one, its arithmetic is right, and what fails in it stays alone."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import bench.gpu.isolation as isolation
+from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.loader import load_model
+from aioinfer.text.tokenizer import HFTokenizer
+from bench.gpu.command import listen, parse, run_all
+from bench.gpu.kernels import prefill_flops
+from bench.gpu.peer import _collect
+from bench.gpu.plan import BENCHES, FULL, QUICK, REHEARSAL, Bench, Plan
+from bench.gpu.report import LiveTable, Report
+from bench.gpu.roofline import Peaks, Shape, decode_step, offline
+from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
+from bench.gpu.windows import covered, device_seconds
+from bench.gpu.workload import offline_workload
+
+ROOT = Path(__file__).parents[1]
+#: of the H200 that the table below was made for
+H200 = Peaks(bandwidth=4.3e12, flops=790e12)
+PLAN = Plan(REHEARSAL, "cpu", "float32", "tiny", rehearsal=True)
+
+
+def test_a_rehearsal_runs_everything(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "gpu", "--rehearse", "--json", str(file), "--commit", "abc"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line["part"]: line for line in map(json.loads, file.read_text().splitlines())}
+    assert list(lines) == ["kernels", "model", "offline", "peer", "windows", "endpoint"]
+    for line in lines.values():
+        assert line["rows"]
+        assert not line["errors"]
+        assert line["environment"]["versions"]["torch"]
+        assert line["environment"]["commit"] == "abc"
+    assert all(row["error"] < 1e-5 for row in lines["kernels"]["rows"] if "error" in row)
+    assert [row["batch"] for row in lines["model"]["rows"]] == [1, 4]
+    load = offline_workload(REHEARSAL.requests, *REHEARSAL.lengths, REHEARSAL.largest_id)
+    assert lines["offline"]["facts"]["output_tokens"] == sum(load.outputs)
+    # In float32 two implementations of one model say the same.
+    ours, theirs = lines["peer"]["rows"]
+    assert ours["tokens"] == theirs["tokens"] == sum(load.first(REHEARSAL.peer_requests, 20).outputs)
+    assert theirs["equal_tokens"] == 1
+    assert [(row["window"], row["mode"]) for row in lines["windows"]["rows"]] == list(REHEARSAL.ways)
+    assert [row["way"] for row in lines["endpoint"]["rows"]] == ["in process", "HTTP"]
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------
+
+
+def test_the_offline_workload_is_nano_vllms() -> None:
+    load = offline_workload()
+    assert (len(load.prompts), sum(load.prompt_lengths), sum(load.outputs)) == (256, 142_827, 133_966)
+    assert max(load.outputs) == 1024
+    assert load.first(3, 500).prompts == load.prompts[:3]
+    assert load.first(9, 500).outputs == [min(output, 500) for output in load.outputs[:9]]
+
+
+#: ideal tokens/s of batches of 1, 8, 64 and 256 at a context of 1024, by hand
+DECODES = {
+    "0.6b": (3_280, 16_060, 31_300, 34_840),
+    "8b": (281, 2_103, 11_060, 20_330),
+    "14b": (153, 1_173, 7_090, 15_440),
+}
+#: GB of weights that a step reads, KiB of a position, seconds of the offline workload's prefill and decode
+WORKLOADS = {
+    "0.6b": (1.19, 112, 0.17, 3.55),
+    "8b": (15.14, 144, 2.55, 7.79),
+    "14b": (27.98, 160, 4.83, 11.3),
+}
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_the_roofline_is_the_known_one(name: str) -> None:
+    shape = SHAPES[name]
+    for batch, expected in zip((1, 8, 64, 256), DECODES[name], strict=True):
+        assert batch / decode_step(shape, 1024 * batch, batch, H200) == pytest.approx(expected, rel=2e-3)
+    weights, position, prefill, decode = WORKLOADS[name]
+    assert shape.step_bytes / 1e9 == pytest.approx(weights, abs=0.005)
+    assert shape.kv_bytes / 1024 == position
+    load = offline_workload()
+    found = offline(shape, load.prompt_lengths, load.outputs, H200)
+    assert found == pytest.approx((prefill, decode), rel=0.03)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_reads_the_parameters_of_the_model_that_runs(tmp_path: Path, tied: bool) -> None:
+    shape = dataclasses.replace(SHAPES["tiny"], tied=tied)
+    model = load_model(
+        write_model(shape, tmp_path), dtype="auto", device=torch.device("cpu"), load_format="random"
+    )
+    spec = model.spec
+    assert spec.dtype == torch.bfloat16
+    embedding = 0 if tied else shape.vocab * shape.hidden
+    assert shape.step_bytes == 2 * (spec.num_parameters - embedding)
+    assert shape.kv_bytes == KVPool.bytes_per_page(
+        num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, page_size=1,
+        dtype=spec.dtype,
+    )  # fmt: skip
+
+
+def test_every_byte_of_a_step_counts() -> None:
+    """Weights, the context and the row's own position, and logits there and back; prefill's token is free."""
+    shape, slow = SHAPES["tiny"], Peaks(bandwidth=1, flops=float("inf"))
+    assert decode_step(shape, 7, 1, slow) == shape.step_bytes + 8 * shape.kv_bytes + 8 * shape.vocab
+    steps = decode_step(shape, 6, 1, slow) + decode_step(shape, 7, 1, slow)
+    assert offline(shape, [5, 9], [3, 1], slow) == (0, steps)
+
+
+def test_a_step_of_many_rows_is_bound_by_arithmetic() -> None:
+    shape = Shape("dense", 1, 1024, 8, 8, 128, 4096, 16, True)
+    few, many = (decode_step(shape, rows, rows, Peaks(1e12, 1e14)) for rows in (1, 100_000))
+    assert few == pytest.approx(shape.step_bytes / 1e12, rel=0.01)
+    matrices = 1024 * (128 * 8 * 4 + 3 * 4096 + 16)
+    assert many == pytest.approx(100_000 * (2 * matrices + 4 * 8 * 128) / 1e14)
+
+
+def test_the_operations_of_prefill_are_those_of_what_is_seen() -> None:
+    shape = SHAPES["tiny"]
+    for queries, context in ((5, 5), (3, 10), (1, 7)):
+        seen = sum(
+            1 for query in range(queries) for key in range(context) if key <= context - queries + query
+        )
+        assert prefill_flops(shape, 2, queries, context) == 2 * 4 * shape.heads * shape.head_dim * seen
+
+
+def test_time_under_overlapping_spans_counts_once() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2), (3, 4)]) == 5
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": "kernel", "ts": 0.0, "dur": 10.0},
+        {"ph": "X", "cat": "gpu_memcpy", "ts": 5.0, "dur": 10.0},
+        {"ph": "X", "cat": "cuda_runtime", "ts": 100.0, "dur": 10.0},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert device_seconds({"traceEvents": events}) == pytest.approx(15e-6)
+
+
+def test_the_bounds_add_up_to_what_is_promised() -> None:
+    basic = [bench for name, bench in BENCHES.items() if name not in ("model-8b", "model-14b")]
+    assert sum(bench.full for bench in basic) < 6 * 60 - 40
+    assert sum(bench.quick for bench in basic) < 3 * 60 - 25
+    for size in (FULL, QUICK):
+        heads = {(SHAPES[name].kv_heads, SHAPES[name].head_dim) for name in size.heads}
+        assert len(heads) == 1  # one pool for all of them
+
+
+def test_the_made_up_tokenizer_spells_every_token(tmp_path: Path) -> None:
+    write_tokenizer(512, tmp_path)
+    tokenizer = HFTokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.decode(range(256, 260)) == " aaa baa caa daa"
+    assert len({tokenizer.decode([at]) for at in range(256, 512)}) == 256
+    assert tokenizer.decode(tokenizer.encode("naïve\n")) == "naïve\n"
+
+
+# -- isolation -----------------------------------------------------------------------------------------
+
+
+def test_one_that_fails_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Whatever happens to a bench, its rows so far are kept, and the next one runs."""
+    monkeypatch.setattr(isolation, "_GRACE", 0.5)
+    ways = ("raises", "dies", "hangs", "guards")
+    fakes = {way: Bench("tests.gpu_bench_fakes", way, 0, 0, (way,)) for way in ways}
+    fakes["missing"] = Bench("tests.no_such_bench", "cannot be imported", 0, 0)
+    file = tmp_path / "lines.jsonl"
+    options = argparse.Namespace(json=file, rehearse=True, quick=False, commit=None)
+    jobs = [(name, fake, 2.0 if name == "hangs" else 60.0) for name, fake in fakes.items()]
+    assert run_all(jobs, PLAN, options) == ["raises", "dies", "hangs", "guards", "missing"]
+    lines = {line["part"]: line for line in map(json.loads, file.read_text().splitlines())}
+    errors = {name: " ".join(line["errors"]) for name, line in lines.items()}
+    assert "ValueError: on purpose" in errors["raises"]
+    assert "exit code -9" in errors["dies"]
+    assert "cut off" in errors["hangs"]
+    assert "one case" in errors["guards"]
+    assert "invalid literal" in errors["guards"]
+    assert "no_such_bench" in errors["missing"]
+    assert {name: len(line["rows"]) for name, line in lines.items()} == {
+        "raises": 1, "dies": 1, "hangs": 1, "guards": 2, "missing": 0,
+    }  # fmt: skip
+    assert "on purpose" in capsys.readouterr().out
+    assert not multiprocessing.active_children()
+
+
+async def test_a_case_that_would_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the longest so far, that is; one that failed counts like any other."""
+    clock = [0.0]
+    monkeypatch.setattr("bench.gpu.report.time.monotonic", lambda: clock[0])
+    said: list[tuple[str, Any]] = []
+    report = Report(lambda kind, value: said.append((kind, value)), seconds=11)
+
+    def case(seconds: float) -> None:
+        clock[0] += seconds
+        if seconds == 4:
+            raise ValueError("on purpose")
+
+    async def awaited() -> None:
+        case(1)
+
+    report.guarded("first", case, 1)
+    report.guarded("second", case, 4)
+    await report.guarded_async("third", awaited)
+    assert [kind for kind, _ in said] == ["error"]
+    await report.guarded_async("fourth", awaited)
+    report.guarded("fifth", case, 1)
+    assert said[1:] == [("note", "fifth: no time left")]
+    assert report.remaining == 4
+
+
+def test_a_table_has_a_head_for_every_kind_of_row(capsys: pytest.CaptureFixture[str]) -> None:
+    table = LiveTable()
+    for row in ({"case": "a", "us": 1.25}, {"case": "b", "us": 12_345.6}, {"case": "c", "error": None}):
+        table.print(row)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["case", "us"], ["a", "1.25"], ["b", "12,346"], ["case", "error"], ["c"],
+    ]  # fmt: skip
+    assert lines[0].index("us") + 2 == len(lines[1]) == len(lines[2])
+
+
+def test_listening_keeps_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said = [
+        ("environment", {"gpu": None}),
+        ("fact", ("a", 1)),
+        ("note", "n"),
+        ("row", {"x": 1}),
+        ("error", "e"),
+    ]
+    result = listen(SimpleNamespace(run=lambda seconds: iter(said)), 1.0)  # type: ignore[arg-type]
+    assert result.pop("seconds") >= 0
+    assert result == {
+        "environment": {"gpu": None}, "facts": {"a": 1}, "notes": ["n"], "rows": [{"x": 1}], "errors": ["e"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["--set", "windw=1"], ["--set", "window=9"], ["--set", "window"]]
+)
+def test_a_typo_is_found_before_anything_starts(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert "error" in capsys.readouterr().err
+
+
+def test_a_setting_holds_unless_the_bench_is_about_it(tmp_path: Path) -> None:
+    from bench.gpu.engines import engine_config
+
+    plan = dataclasses.replace(PLAN, settings={"window": "2", "max_step_tokens": "99", "attention": "sdpa"})
+    config = engine_config(plan, tmp_path, window=0)
+    assert (config.window, config.max_step_tokens, config.attention) == (0, 99, "sdpa")
+    assert config.load_format == "random"
+
+
+# -- the peer ------------------------------------------------------------------------------------------
+
+
+class Manager:
+    """As much of transformers' manager as collecting asks for."""
+
+    def __init__(self, *results: Any, running: bool = True) -> None:
+        self.results = list(results)
+        self.running = running
+
+    def get_result(self, timeout: float) -> Any:
+        return self.results.pop(0) if self.results else None
+
+    def is_running(self) -> bool:
+        return self.running
+
+
+def result(name: str, error: str | None = None, finished: bool = True) -> Any:
+    return SimpleNamespace(request_id=name, error=error, is_finished=lambda: finished)
+
+
+def test_results_of_the_peer_are_kept_by_name_until_the_time_is_up() -> None:
+    far = float("inf")
+    found = _collect(Manager(result("b"), result("a", finished=False), None, result("a")), ["a", "b"], far)
+    assert sorted(found) == ["a", "b"]
+    assert _collect(Manager(result("a")), ["a"], end=0.0) == {}
+
+
+def test_a_peer_that_fails_is_not_waited_for() -> None:
+    with pytest.raises(RuntimeError, match="has ended"):
+        _collect(Manager(running=False), ["a"], float("inf"))
+    with pytest.raises(RuntimeError, match="out of pages"):
+        _collect(Manager(result("a", "out of pages")), ["a"], float("inf"))
+
+
+# -- measuring -----------------------------------------------------------------------------------------
+
+
+class Cuda:
+    """As much of torch.cuda as measuring asks for, with a clock that every call moves by a millisecond."""
+
+    def __init__(self, *, captures: bool) -> None:
+        self.captures = captures
+        self.capturing = False
+        self.recorded: list[Any] = []
+        self.clock = 0.0
+
+    def call(self) -> None:
+        if self.capturing:
+            self.recorded.append(self.call)
+        else:
+            self.clock += 1.0
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=lambda: [call() for call in self.recorded])
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any) -> Iterator[None]:
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+        if not self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def Event(self, enable_timing: bool) -> Any:
+        event = SimpleNamespace(at=0.0, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.clock)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+@pytest.mark.parametrize(("captures", "how"), [(True, "graph"), (False, "eager")])
+def test_a_call_is_timed_in_a_graph_or_without_where_there_can_be_none(
+    monkeypatch: pytest.MonkeyPatch, captures: bool, how: str
+) -> None:
+    import bench.gpu.measure as measure
+
+    cuda = Cuda(captures=captures)
+    monkeypatch.setattr(measure.torch, "cuda", cuda)
+    seconds, found = measure.seconds_per_call([cuda.call, cuda.call], torch.device("cuda"))
+    assert seconds == pytest.approx(1e-3)
+    assert found == how
+    assert len(cuda.recorded) == 2
