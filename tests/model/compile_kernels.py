@@ -1,4 +1,4 @@
-"""Compile the attention kernels for Hopper on a machine without a GPU; run as a module by a test.
+"""Compile the kernels for Hopper on a machine without a GPU; run as a module by a test.
 
 The interpreter takes much that the compiler does not. Here the kernels' own launchers are called with CPU
 tensors, a stand-in for Triton's driver names the target, and launches stop after compiling. Prints one
@@ -17,9 +17,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
+from aioinfer.model.attention.base import Scoring
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm
+from aioinfer.model.rope import Rotary
 
 CPU = torch.device("cpu")
 
@@ -72,6 +75,9 @@ def compile_steps(
         dtype=dtype, device=CPU,
     )  # fmt: skip
     attention = TritonAttention(pool)
+    normed = options.pop("normed")
+    norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if normed else None
+    scoring = Scoring(0.1, **options)
     rng = random.Random(0)
     seen: set[str] = set()
 
@@ -95,13 +101,17 @@ def compile_steps(
         batch = step(decodes + chunks, len(decodes), page_size, rng)
         qkv = torch.empty(len(batch.input_ids), heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        attention(0, q, k, v, batch, scale=0.1, **options)
+        attention(0, q, k, v, batch, scoring)
+        factors = torch.empty(len(qkv), 1, head_dim, dtype=dtype)
+        attention.fused(0, qkv, norm, Rotary(factors, factors), batch, scoring)
 
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
-    compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16)
-    compile_steps("capped", 14, 2, 80, 64, dtype=torch.float16, window=100, soft_cap=50.0, block=32)
+    compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16, normed=True)
+    compile_steps(
+        "capped", 14, 2, 80, 64, dtype=torch.float16, normed=False, window=100, soft_cap=50.0, block=32
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
