@@ -87,11 +87,14 @@ def _plan(config: EngineConfig) -> list[Finding]:
         config.model_path, dtype=config.dtype, force_transformers=config.transformers_fallback
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
+    plain = "torch" if choice.kernels == "sdpa" else choice.kernels
+    operations = f"{plain}: {choice.reason}" if model.own else "transformers' own"
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     dtype = str(model.dtype).removeprefix("torch.")
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        Finding("operations", operations),
         Finding("launching", f"{config.launch_mode}, window {config.window}"),
     ]

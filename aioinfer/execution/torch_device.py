@@ -62,6 +62,7 @@ class TorchDevice:
                 dtype=config.dtype,
                 device=device,
                 force_transformers=config.transformers_fallback,
+                kernels=config.attention,
                 progress=progress,
             )
             spec = model.spec

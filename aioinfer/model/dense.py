@@ -18,6 +18,7 @@ from aioinfer.model.attention.base import Attention, Scoring
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.operations.base import Operations
 from aioinfer.model.rope import Rope, Rotary
 from aioinfer.model.spec import ModelSpec, eos_token_ids
 from aioinfer.model.weights import Weights
@@ -42,13 +43,22 @@ class _Layer:
 class DenseLM:
     """A decoder of pre-norm attention and SwiGLU layers. See :class:`~aioinfer.model.spec.CausalLM`."""
 
-    def __init__(self, path: Path, config: Any, weights: Weights, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        path: Path,
+        config: Any,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        operations: Operations,
+    ):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = config.num_attention_heads
         self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
         self._head_dim = head_dim
         self._eps = config.rms_norm_eps
         self._family = config.model_type
+        self._operations = operations
         self._rope = Rope(config, head_dim, config.max_position_embeddings, dtype, device)
         hidden = config.hidden_size
         self._embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
@@ -104,6 +114,7 @@ class DenseLM:
             gate_up_bias=_fused_bias(weights, both, [middle, middle], bias),
             down=weights.take(f"{prefix}.down_proj.weight", (hidden, middle)),
             down_bias=_fused_bias(weights, [f"{prefix}.down_proj"], [hidden], bias),
+            operations=self._operations,
         )
 
     def _load_qk_norm(self, weights: Weights, prefix: str) -> HeadNorm:
@@ -113,14 +124,19 @@ class DenseLM:
         return HeadNorm(both, self._eps)
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        hidden = F.embedding(batch.input_ids, self._embedding)
+        norm, eps = self._operations.add_rms_norm, self._eps
         rotary = self._rope.at(batch.positions)
+        hidden = F.embedding(batch.input_ids, self._embedding)
+        # What a part of a layer adds to the residual is added where the next one norms it.
+        delta = None
         for index, layer in enumerate(self._layers):
-            normed = _rms_norm(hidden, layer.attention_norm, self._eps)
-            hidden = hidden + self._attend(index, layer, normed, rotary, batch, attention)
-            hidden = hidden + layer.mlp(_rms_norm(hidden, layer.mlp_norm, self._eps))
-        wanted = _rms_norm(hidden[batch.logits_rows], self._norm, self._eps)
-        return F.linear(wanted, self._head).float()
+            hidden, normed = norm(hidden, delta, layer.attention_norm, eps)
+            delta = self._attend(index, layer, normed, rotary, batch, attention)
+            hidden, normed = norm(hidden, delta, layer.mlp_norm, eps)
+            delta = layer.mlp(normed)
+        rows = batch.logits_rows
+        _, normed = norm(hidden[rows], None if delta is None else delta[rows], self._norm, eps)
+        return F.linear(normed, self._head).float()
 
     def _attend(
         self,
@@ -135,15 +151,6 @@ class DenseLM:
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(shape)
         mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.scoring)
         return F.linear(mixed.flatten(1), layer.out, layer.out_bias)
-
-
-def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm over the last axis (Zhang and Sennrich, 2019), rounded as transformers does."""
-    if hidden.dtype == torch.float32:
-        return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
-    # In half precision the normed value is rounded before the weight comes in; the fused call is not, and
-    # its bits differ in every fourth element.
-    return F.rms_norm(hidden, (hidden.shape[-1],), None, eps) * weight
 
 
 def _fused_bias(weights: Weights, names: list[str], rows: list[int], present: bool) -> torch.Tensor | None:

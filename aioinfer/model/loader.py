@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.attention.choice import choose_attention, make_operations
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import Weights, weight_files
@@ -24,11 +25,13 @@ def load_model(
     dtype: str,
     device: torch.device,
     force_transformers: bool = False,
+    kernels: Literal["auto", "triton", "sdpa"] = "auto",
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
 
-    ``dtype`` is a name, or "auto" for what the checkpoint says. Never runs code from the directory,
+    ``dtype`` is a name, or "auto" for what the checkpoint says; ``kernels`` is what own code asks
+    :func:`~aioinfer.model.attention.choice.choose_attention` for. Never runs code from the directory,
     never touches the network. Raises ConfigError.
     """
     config = _read_config(path)
@@ -39,8 +42,9 @@ def load_model(
         from aioinfer.model.transformers_model import TransformersLM
 
         return TransformersLM(path, config, chosen, device, progress)
+    operations = make_operations(choose_attention(device, _head_dim(config), chosen, kernels))
     weights = Weights(path, dtype=chosen, device=device, progress=progress)
-    return implementation(path, config, weights, chosen, device)
+    return implementation(path, config, weights, chosen, device, operations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,10 @@ def inspect_model(path: Path, *, dtype: str, force_transformers: bool = False) -
     """What :func:`load_model` would make of a directory, without reading weights. Raises ConfigError."""
     config = _read_config(path)
     weight_files(path)
-    text = config.get_text_config()
     return Prospect(
         architecture=config.architectures[0],
         own=not force_transformers and own_implementation(config) is not None,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_dim=_head_dim(config),
         dtype=_choose_dtype(config, dtype),
     )
 
@@ -85,6 +88,12 @@ def _read_config(path: Path) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("model: quantised checkpoints are not supported")
     return config
+
+
+def _head_dim(config: Any) -> int:
+    text = config.get_text_config()
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return size
 
 
 def _choose_dtype(config: Any, wanted: str) -> torch.dtype:

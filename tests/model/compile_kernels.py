@@ -22,6 +22,7 @@ from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.operations.triton_operations import TritonOperations
 from aioinfer.model.rope import Rotary
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def compile_steps(
         num_layers=1, num_kv_heads=kv_heads, head_dim=head_dim, num_pages=1, page_size=page_size,
         dtype=dtype, device=CPU,
     )  # fmt: skip
-    attention = TritonAttention(pool)
+    attention, operations = TritonAttention(pool), TritonOperations()
     normed = options.pop("normed")
     norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if normed else None
     scoring = Scoring(0.1, **options)
@@ -104,6 +105,10 @@ def compile_steps(
         attention(0, q, k, v, batch, scoring)
         factors = torch.empty(len(qkv), 1, head_dim, dtype=dtype)
         attention.fused(0, qkv, norm, Rotary(factors, factors), batch, scoring)
+        hidden = torch.empty(len(qkv), heads * head_dim, dtype=dtype)
+        for delta in (None, hidden):
+            operations.add_rms_norm(hidden, delta, hidden[0], 1e-6)
+        operations.silu_mul(hidden)
 
 
 def main() -> None:

@@ -16,11 +16,12 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model.attention import choice
 from aioinfer.model.attention.base import Attention, Scoring
-from aioinfer.model.attention.choice import Choice, choose_attention, make_attention
+from aioinfer.model.attention.choice import Choice, choose_attention, make_attention, make_operations
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rotary
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy
@@ -241,12 +242,21 @@ def test_greedy_ids_equal_transformers(
     """The whole engine on interpreted kernels; compiled ones have tests/model/test_cuda.py."""
     kernels_or_skip("cpu")
     from aioinfer.model.attention import triton_attention
+    from aioinfer.model.operations.triton_operations import TritonOperations
 
-    calls = []
-    store = triton_attention.rotate_and_store
-    monkeypatch.setattr(
-        triton_attention, "rotate_and_store", lambda *args: (calls.append(None), store(*args))[1]
-    )
+    calls = set()
+
+    def watch(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.add(name), plain(*args))[1])
+
+    names = {
+        "rotate_and_store": triton_attention,
+        "silu_mul": TritonOperations,
+        "add_rms_norm": TritonOperations,
+    }
+    for name, owner in names.items():
+        watch(owner, name)
     path, oracle = checkpoint(family)
     config = EngineConfig(
         model=str(path), dtype="float32", page_size=8, num_pages=64, chunk_size=16, threads=1,
@@ -255,7 +265,7 @@ def test_greedy_ids_equal_transformers(
     batch = prompts(2, 4)
     with LLM(config) as llm:
         results = llm.generate(batch, SamplingParams(temperature=0, max_tokens=6))
-    assert calls
+    assert calls == set(names)
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, 6) for prompt in batch]
 
 
@@ -267,6 +277,7 @@ def test_a_cpu_has_torchs_own_kernels() -> None:
         num_layers=1, num_kv_heads=1, head_dim=16, num_pages=1, page_size=8, dtype=torch.float32, device=cpu
     )
     assert isinstance(make_attention(pool, choose_attention(cpu, 16, torch.float32)), SDPAAttention)
+    assert isinstance(make_operations(choose_attention(cpu, 16, torch.float32)), TorchOperations)
 
 
 def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
