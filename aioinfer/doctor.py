@@ -91,6 +91,8 @@ def _plan(config: EngineConfig) -> list[Finding]:
         force_transformers=config.transformers_fallback,
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
+    plain = "torch" if choice.kernels == "sdpa" else choice.kernels
+    operations = f"{plain}: {choice.reason}" if model.own else "transformers' own"
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     code += ", with random weights" if config.load_format == "random" else ""
     dtype = str(model.dtype).removeprefix("torch.")
@@ -105,6 +107,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        Finding("operations", operations),
         *experts,
         Finding(
             "decode graphs", f"none: {obstacle}" if obstacle else f"up to {config.decode_graph_rows} rows"

@@ -19,6 +19,7 @@ def test_what_it_says_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFi
     description = device.open().description
     device.close()
     assert found["attention"] == "sdpa: the device is a cpu"
+    assert found["operations"] == "torch: the device is a cpu"
     assert "sdpa attention" in description
     architecture = found["model"].split()[1].rstrip(",")
     assert architecture in description

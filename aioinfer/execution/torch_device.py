@@ -60,6 +60,7 @@ class TorchDevice:
                 device=device,
                 load_format=config.load_format,
                 force_transformers=config.transformers_fallback,
+                kernels=config.attention,
                 experts=config.experts,
                 progress=progress,
             )

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.attention.base import Attention
+from aioinfer.model.attention.base import Attention, Scoring
 from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm
 from aioinfer.model.mlp import FeedForward, SwiGLU
 from aioinfer.model.moe.choice import Wanted, choose_experts
 from aioinfer.model.moe.qwen3 import expert_shape, load_sparse_mlp, sparse_layers
-from aioinfer.model.rope import Rope, rotate
+from aioinfer.model.operations.base import Operations
+from aioinfer.model.rope import Rope, Rotary
 from aioinfer.model.spec import ModelSpec, eos_token_ids
 from aioinfer.model.weights import Weights
 
@@ -33,13 +35,12 @@ class _Layer:
     #: queries, keys and values of all heads in one matrix
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
-    #: [num_heads + num_kv_heads, head_dim]: the query norm repeated, then the key norm
-    qk_norm: torch.Tensor | None
+    qk_norm: HeadNorm | None
+    scoring: Scoring
     out: torch.Tensor
     out_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
     mlp: FeedForward
-    window: int | None
 
 
 class DenseLM:
@@ -54,6 +55,7 @@ class DenseLM:
         weights: Weights,
         dtype: torch.dtype,
         device: torch.device,
+        operations: Operations,
         experts: Wanted = "auto",
     ) -> None:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -62,7 +64,7 @@ class DenseLM:
         self._head_dim = head_dim
         self._eps = config.rms_norm_eps
         self._family = config.model_type
-        self._scale = head_dim**-0.5
+        self._operations = operations
         shape = expert_shape(config)
         self._experts = choose_experts(device, *shape, dtype, experts) if shape else None
         self._rope = Rope(config, head_dim, config.max_position_embeddings, dtype, device)
@@ -106,11 +108,11 @@ class DenseLM:
             qkv=weights.fused([f"{name}.weight" for name in projections], rows, hidden),
             qkv_bias=_fused_bias(weights, projections, rows, attention_bias or self._family == "qwen2"),
             qk_norm=self._load_qk_norm(weights, f"{prefix}.self_attn") if qwen3 else None,
+            scoring=Scoring(scale=self._head_dim**-0.5, window=_window(config, index)),
             out=weights.take(f"{prefix}.self_attn.o_proj.weight", (hidden, q_rows)),
             out_bias=_fused_bias(weights, [f"{prefix}.self_attn.o_proj"], [hidden], attention_bias),
             mlp_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._load_mlp(config, weights, index),
-            window=_window(config, index),
         )
 
     def _load_mlp(self, config: Any, weights: Weights, index: int) -> FeedForward:
@@ -125,50 +127,43 @@ class DenseLM:
             gate_up_bias=_fused_bias(weights, both, [middle, middle], bias),
             down=weights.take(f"{prefix}.down_proj.weight", (hidden, middle)),
             down_bias=_fused_bias(weights, [f"{prefix}.down_proj"], [hidden], bias),
+            operations=self._operations,
         )
 
-    def _load_qk_norm(self, weights: Weights, prefix: str) -> torch.Tensor:
+    def _load_qk_norm(self, weights: Weights, prefix: str) -> HeadNorm:
         q_norm = weights.take(f"{prefix}.q_norm.weight", (self._head_dim,))
         k_norm = weights.take(f"{prefix}.k_norm.weight", (self._head_dim,))
-        return torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv_heads, -1)))
+        both = torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv_heads, -1)))
+        return HeadNorm(both, self._eps)
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
+        norm, eps = self._operations.add_rms_norm, self._eps
+        rotary = self._rope.at(batch.positions)
         hidden = F.embedding(batch.input_ids, self._embedding)
-        cos, sin = self._rope.at(batch.positions)
+        # What a part of a layer adds to the residual is added where the next one norms it.
+        delta = None
         for index, layer in enumerate(self._layers):
-            normed = _rms_norm(hidden, layer.attention_norm, self._eps)
-            hidden = hidden + self._attend(index, layer, normed, cos, sin, batch, attention)
-            hidden = hidden + layer.mlp(_rms_norm(hidden, layer.mlp_norm, self._eps))
-        wanted = _rms_norm(hidden[batch.logits_rows], self._norm, self._eps)
-        return F.linear(wanted, self._head).float()
+            hidden, normed = norm(hidden, delta, layer.attention_norm, eps)
+            delta = self._attend(index, layer, normed, rotary, batch, attention)
+            hidden, normed = norm(hidden, delta, layer.mlp_norm, eps)
+            delta = layer.mlp(normed)
+        rows = batch.logits_rows
+        _, normed = norm(hidden[rows], None if delta is None else delta[rows], self._norm, eps)
+        return F.linear(normed, self._head).float()
 
     def _attend(
         self,
         index: int,
         layer: _Layer,
         normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotary: Rotary,
         batch: Batch,
         attention: Attention,
     ) -> torch.Tensor:
-        tokens, heads = len(normed), self._heads + self._kv_heads
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(tokens, heads + self._kv_heads, self._head_dim)
-        qk, v = qkv.split((heads, self._kv_heads), dim=1)
-        if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * layer.qk_norm
-        q, k = rotate(qk, cos, sin).split((self._heads, self._kv_heads), dim=1)
-        mixed = attention(index, q, k, v, batch, scale=self._scale, window=layer.window)
-        return F.linear(mixed.reshape(tokens, -1), layer.out, layer.out_bias)
-
-
-def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm over the last axis (Zhang and Sennrich, 2019), rounded as transformers does."""
-    if hidden.dtype == torch.float32:
-        return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
-    # In half precision the normed value is rounded before the weight comes in; the fused call is not, and
-    # its bits differ in every fourth element.
-    return F.rms_norm(hidden, (hidden.shape[-1],), None, eps) * weight
+        shape = len(normed), self._heads + 2 * self._kv_heads, self._head_dim
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(shape)
+        mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.scoring)
+        return F.linear(mixed.flatten(1), layer.out, layer.out_bias)
 
 
 def _fused_bias(weights: Weights, names: list[str], rows: list[int], present: bool) -> torch.Tensor | None:

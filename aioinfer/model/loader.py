@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.attention.choice import choose_attention, make_operations
 from aioinfer.model.moe.choice import Wanted
 from aioinfer.model.moe.qwen3 import expert_shape
 from aioinfer.model.registry import own_implementation
@@ -27,13 +28,15 @@ def load_model(
     device: torch.device,
     load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
+    kernels: Literal["auto", "triton", "sdpa"] = "auto",
     experts: Wanted = "auto",
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
 
-    ``dtype`` is a name, or "auto" for what the checkpoint says; ``experts`` names the kernels of a mixture
-    of experts (:mod:`aioinfer.model.moe.choice`). With ``load_format`` "random" the weights are
+    ``dtype`` is a name, or "auto" for what the checkpoint says; ``kernels`` is what own code asks
+    :func:`~aioinfer.model.attention.choice.choose_attention` for, and ``experts`` names the kernels of a
+    mixture of experts (:mod:`aioinfer.model.moe.choice`). With ``load_format`` "random" the weights are
     :class:`~aioinfer.model.weights.RandomWeights` and the directory needs no other file than config.json.
     Never runs code from the directory, never touches the network. Raises ConfigError.
     """
@@ -47,8 +50,9 @@ def load_model(
         from aioinfer.model.transformers_model import TransformersLM
 
         return TransformersLM(path, config, chosen, device, progress, made_up)
+    operations = make_operations(choose_attention(device, _head_dim(config), chosen, kernels))
     weights = made_up or Weights(path, dtype=chosen, device=device, progress=progress)
-    return implementation(path, config, weights, chosen, device, experts)
+    return implementation(path, config, weights, chosen, device, operations, experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,11 @@ def inspect_model(
     config = _read_config(path)
     if load_format == "auto":
         weight_files(path)
-    text = config.get_text_config()
     own = not force_transformers and own_implementation(config) is not None
     return Prospect(
         architecture=config.architectures[0],
         own=own,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_dim=_head_dim(config),
         dtype=_choose_dtype(config, dtype),
         experts=expert_shape(config) if own else None,
     )
@@ -104,6 +107,12 @@ def _read_config(path: Path) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("model: quantised checkpoints are not supported")
     return config
+
+
+def _head_dim(config: Any) -> int:
+    text = config.get_text_config()
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return size
 
 
 def _choose_dtype(config: Any, wanted: str) -> torch.dtype:

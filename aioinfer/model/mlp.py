@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from aioinfer.model.operations.base import Operations
+
 __all__ = ["FeedForward", "SwiGLU"]
 
 
@@ -28,8 +30,9 @@ class SwiGLU:
     #: [hidden, intermediate]
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    operations: Operations
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See :class:`FeedForward`."""
-        gate, up = F.linear(hidden, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down, self.down_bias)
+        gate_up = F.linear(hidden, self.gate_up, self.gate_up_bias)
+        return F.linear(self.operations.silu_mul(gate_up), self.down, self.down_bias)

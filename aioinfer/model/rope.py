@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Rope", "supported"]
+__all__ = ["Rope", "Rotary", "rotate", "supported"]
 
 
 def supported(config: Any) -> bool:
@@ -18,6 +19,15 @@ def supported(config: Any) -> bool:
         and parameters.get("partial_rotary_factor", 1.0) == 1.0
         and not any(isinstance(value, dict) for value in parameters.values())
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Factors for the tokens of a step, [T, 1, head_dim] each, in the model's type."""
+
+    cos: torch.Tensor
+    #: with the sign of rotate-half: the first half of each head is negated
+    sin: torch.Tensor
 
 
 class Rope:
@@ -37,15 +47,15 @@ class Rope:
         sin[:, : head_dim // 2] *= -1
         self._sin = sin.to(dtype).unsqueeze(1).to(device)
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors for tokens at these positions, [T, 1, head_dim] each."""
-        return self._cos[positions], self._sin[positions]
+    def at(self, positions: torch.Tensor) -> Rotary:
+        """Factors for tokens at these positions [T]."""
+        return Rotary(self._cos[positions], self._sin[positions])
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [T, heads, head_dim]; ``sin`` has the sign of the first half folded in."""
+def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotate [T, heads, head_dim]."""
     half = heads.shape[-1] // 2
-    return heads * cos + heads.roll(half, dims=-1) * sin
+    return heads * rotary.cos + heads.roll(half, dims=-1) * rotary.sin
 
 
 def _frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -20,13 +20,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
+from aioinfer.model.attention.base import Scoring
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm
 from aioinfer.model.moe.experts import ExpertWeights
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.triton_experts import TritonExperts
 from aioinfer.model.moe.triton_routing import TritonRouter
+from aioinfer.model.operations.triton_operations import TritonOperations
+from aioinfer.model.rope import Rotary
 
 CPU = torch.device("cpu")
 
@@ -111,7 +115,10 @@ def compile_steps(
         num_layers=1, num_kv_heads=kv_heads, head_dim=head_dim, num_pages=1, page_size=page_size,
         dtype=dtype, device=CPU,
     )  # fmt: skip
-    attention = TritonAttention(pool)
+    attention, operations = TritonAttention(pool), TritonOperations()
+    normed = options.pop("normed")
+    norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if normed else None
+    scoring = Scoring(0.1, **options)
     rng = random.Random(0)
     recorder = Recorder(name)
     for at in range(12):
@@ -122,7 +129,13 @@ def compile_steps(
         batch = step(decodes + chunks, len(decodes), page_size, rng)
         qkv = torch.empty(len(batch.input_ids), heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        attention(0, q, k, v, batch, scale=0.1, **options)
+        attention(0, q, k, v, batch, scoring)
+        factors = torch.empty(len(qkv), 1, head_dim, dtype=dtype)
+        attention.fused(0, qkv, norm, Rotary(factors, factors), batch, scoring)
+        hidden = torch.empty(len(qkv), heads * head_dim, dtype=dtype)
+        for delta in (None, hidden):
+            operations.add_rms_norm(hidden, delta, hidden[0], 1e-6)
+        operations.silu_mul(hidden)
 
 
 def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int, middle: int) -> None:
@@ -150,8 +163,10 @@ def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
-    compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16)
-    compile_steps("capped", 14, 2, 80, 64, dtype=torch.float16, window=100, soft_cap=50.0, block=32)
+    compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16, normed=True)
+    compile_steps(
+        "capped", 14, 2, 80, 64, dtype=torch.float16, normed=False, window=100, soft_cap=50.0, block=32
+    )  # fmt: skip
     compile_experts("qwen3-30b-a3b", torch.bfloat16, 128, 2048, 768)
     compile_experts("float32-odd", torch.float32, 16, 200, 72)
 

@@ -56,6 +56,15 @@ def _interpreter_works() -> bool:
     return release(triton.__version__) >= (3, 7) or release(np.__version__) < (2, 4)
 
 
+def integers(*shape: int, seed: int) -> torch.Tensor:
+    """Their squares have the same sum in any order, hence a norm has the same bits."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 @dataclass(slots=True)
 class Problem:
     """Rows over a shuffled pool in which every cell that belongs to no row holds NaN."""

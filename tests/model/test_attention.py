@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from aioinfer.model.attention import sdpa
+from aioinfer.model.attention.base import Scoring
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
+from aioinfer.model.heads import HeadNorm
+from aioinfer.model.rope import Rotary
 from tests.model.harness import build_batch
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
-SCALE = 0.3
+CAUSAL = Scoring(0.3)
 
 
 class Bench:
@@ -57,7 +60,7 @@ class Bench:
         self.pool.write(0, torch.tensor(cells), self.k[sequence][:stop], self.v[sequence][:stop])
 
     def attend(
-        self, rows: Sequence[tuple[int, int, int]], num_decodes: int, window: int | None = None
+        self, rows: Sequence[tuple[int, int, int]], num_decodes: int, scoring: Scoring = CAUSAL
     ) -> list[torch.Tensor]:
         """Rows (sequence, start, stop) in one step; the output of each."""
         for sequence, start, _ in rows:
@@ -71,20 +74,23 @@ class Bench:
             torch.cat([source[at][start:stop] for at, start, stop in rows])
             for source in (self.q, self.k, self.v)
         )
-        output = SDPAAttention(self.pool)(0, q, k, v, batch, scale=SCALE, window=window)
+        output = SDPAAttention(self.pool)(0, q, k, v, batch, scoring)
         return list(output.split([stop - start for _, start, stop in rows]))
 
-    def expected(self, row: tuple[int, int, int], window: int | None = None) -> torch.Tensor:
+    def expected(self, row: tuple[int, int, int], scoring: Scoring = CAUSAL) -> torch.Tensor:
         """Attention as the formula says, in float64."""
         sequence, start, stop = row
         results = []
         for position in range(start, stop):
-            first = 0 if window is None else max(0, position + 1 - window)
+            first = 0 if scoring.window is None else max(0, position + 1 - scoring.window)
+            last = min(stop, (position // scoring.block + 1) * scoring.block)
             k, v = (
-                source[sequence][first : position + 1].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
+                source[sequence][first:last].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
                 for source in (self.k, self.v)
             )
-            scores = torch.einsum("hd,nhd->hn", self.q[sequence][position].double(), k) * SCALE
+            scores = torch.einsum("hd,nhd->hn", self.q[sequence][position].double(), k) * scoring.scale
+            if scoring.soft_cap is not None:
+                scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
             results.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v))
         return torch.stack(results)
 
@@ -97,23 +103,40 @@ MIXED = [(1, 4, 5), (3, 32, 33), (4, 69, 70), (0, 0, 1), (2, 7, 16)]
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 33, 1000])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24])
 def test_a_mixed_step_is_what_the_formula_says(page_size: int, window: int | None) -> None:
-    bench = Bench(page_size, LENGTHS)
+    bench, scoring = Bench(page_size, LENGTHS), Scoring(0.3, window)
     rows = MIXED
-    for got, row in zip(bench.attend(rows, 3, window), rows, strict=True):
-        torch.testing.assert_close(got.double(), bench.expected(row, window), rtol=1e-5, atol=1e-5)
+    for got, row in zip(bench.attend(rows, 3, scoring), rows, strict=True):
+        torch.testing.assert_close(got.double(), bench.expected(row, scoring), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 1, 6, 1000])
+@pytest.mark.parametrize("block", [1, 4, 5, 32, 1000])
+def test_blocks_windows_and_soft_caps_are_what_the_formula_says(
+    block: int, window: int | None, soft_cap: float | None
+) -> None:
+    """Rows begin and end within blocks and at their edges, alone in the pool and behind a context."""
+    bench, scoring = Bench(8, LENGTHS), Scoring(0.3, window, soft_cap, block)
+    rows = [*MIXED, (3, 0, 32), (4, 32, 64), (1, 1, 5), (4, 27, 61)]
+    for row in (rows[:3], rows[3:6], rows[6:], [rows[2], *rows[6:8]]):
+        num_decodes = sum(stop - start == 1 and start > 0 for _, start, stop in row)
+        for got, at in zip(bench.attend(row, num_decodes, scoring), row, strict=True):
+            torch.testing.assert_close(got.double(), bench.expected(at, scoring), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scoring", [CAUSAL, Scoring(0.3, 4), Scoring(0.3, soft_cap=0.7), Scoring(0.3, block=16)], ids=str
+)
 @pytest.mark.parametrize("row", [(4, 40, 41), (4, 40, 57), (4, 0, 30)])
-def test_nan_in_cells_of_others_reaches_nobody(row: tuple[int, int, int], window: int | None) -> None:
+def test_nan_in_cells_of_others_reaches_nobody(row: tuple[int, int, int], scoring: Scoring) -> None:
     """What a freed page holds is its last owner's; a mask alone would let 0 * NaN through."""
     bench = Bench(8, LENGTHS)
     bench.spoil()
     # With a long neighbour, so that the row's own context is padded.
     decode = row[2] - row[1] == 1
     rows = [(1, 4, 5), row] if decode else [(3, 32, 33), row]
-    got = bench.attend(rows, 2 if decode else 1, window)[1]
-    torch.testing.assert_close(got.double(), bench.expected(row, window), rtol=1e-5, atol=1e-5)
+    got = bench.attend(rows, 2 if decode else 1, scoring)[1]
+    torch.testing.assert_close(got.double(), bench.expected(row, scoring), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,17 +146,38 @@ def test_a_decode_has_the_same_bits_in_any_company_and_grouping(
 ) -> None:
     torch.set_num_threads(1)
     lengths = [70, 3, 16, 17, 33, 50, 1, 70, 41]
-    bench = Bench(8, lengths, dtype)
+    bench, scoring = Bench(8, lengths, dtype), Scoring(0.3, window)
     rows = [(at, length - 1, length) for at, length in enumerate(lengths) if length > 1]
-    alone = [bench.attend([row], 1, window)[0] for row in rows]
+    alone = [bench.attend([row], 1, scoring)[0] for row in rows]
     for limit in (1, 2000, 5000, 1 << 19):
         monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", limit)
         for seed in range(3):
             order = list(range(len(rows)))
             random.Random(seed).shuffle(order)
-            together = bench.attend([rows[at] for at in order], len(rows), window)
+            together = bench.attend([rows[at] for at in order], len(rows), scoring)
             for at, got in zip(order, together, strict=True):
                 assert torch.equal(got, alone[at]), (limit, seed, rows[at])
+
+
+def test_what_a_projection_holds_is_normed_rotated_and_stored() -> None:
+    """Heads that the model hands over unprepared give what prepared ones give, with the same bits."""
+    bench = Bench(8, LENGTHS)
+    batch = build_batch([([0] * 16, 0, bench.tables[2])], 8, num_decodes=0)
+    generator = torch.Generator().manual_seed(2)
+    qkv, weight, cos, sin = (
+        torch.randn(*shape, HEAD_DIM, generator=generator)
+        for shape in ((16, HEADS + 2 * KV_HEADS), (HEADS + KV_HEADS,), (16, 1), (16, 1))
+    )
+    for norm in (None, HeadNorm(weight, 1e-6)):
+        got = SDPAAttention(bench.pool).fused(0, qkv, norm, Rotary(cos, sin), batch, CAUSAL)
+        qk = qkv[:, : HEADS + KV_HEADS]
+        if norm is not None:
+            qk = qk * torch.rsqrt(qk.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+        qk = qk * cos + torch.cat((qk[..., HEAD_DIM // 2 :], qk[..., : HEAD_DIM // 2]), -1) * sin
+        q, k, v = qk[:, :HEADS], qk[:, HEADS:], qkv[:, HEADS + KV_HEADS :]
+        for store, wanted in ((bench.pool.key_cells[0], k), (bench.pool.value_cells[0], v)):
+            assert torch.equal(store[batch.slot_mapping], wanted)
+        assert torch.equal(got, SDPAAttention(bench.pool)(0, q, k, v, batch, CAUSAL))
 
 
 def test_grouping_covers_each_row_once_and_bounds_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from aioinfer.model.moe.choice import Choice, choose_experts, make_experts
 from aioinfer.model.moe.experts import ExpertWeights, GroupedExperts, LoopExperts
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP
+from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.kernels import assert_close
 from tests.model.mixtures import Mixture
 
@@ -121,14 +122,15 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
     shared = block.shared_experts
     gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
     stack = ExpertWeights(block.experts.gate_up_proj, block.experts.down_proj)
-    ours = SparseMLP(router, kind(stack), SwiGLU(gate_up, None, shared.down_proj.weight, None))
+    everybody = SwiGLU(gate_up, None, shared.down_proj.weight, None, TorchOperations())
+    ours = SparseMLP(router, kind(stack), everybody)
     assert_near(ours(hidden), block(hidden[None])[0])
 
 
 def test_shared_experts_come_on_top() -> None:
     task = Mixture.make(5, num_experts=4)
     router = SoftmaxRouter(torch.randn(4, 32, generator=torch.Generator().manual_seed(3)), 2, True)
-    shared = SwiGLU(torch.ones(8, 32), None, torch.ones(32, 4), None)
+    shared = SwiGLU(torch.ones(8, 32), None, torch.ones(32, 4), None, TorchOperations())
     without = SparseMLP(router, LoopExperts(task.stack))(task.hidden)
     task.weights, task.experts = router(task.hidden)
     assert_close(without, task.expected(), torch.float32)

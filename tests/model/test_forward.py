@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aioinfer.model.loader import load_model
+from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.checkpoints import FAMILIES, VOCAB
 from tests.model.harness import Driver
 
@@ -99,11 +100,10 @@ def test_bfloat16_is_as_close_as_rounding_allows(checkpoint: Checkpoint, family:
 def test_the_norm_in_bfloat16_has_the_bits_of_transformers() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    from aioinfer.model.dense import _rms_norm
-
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         norm = LlamaRMSNorm(192, 1e-6).to(dtype)
         norm.weight.data = (1 + 0.3 * torch.randn(192)).to(dtype)
         hidden = (3 * torch.randn(37, 192)).to(dtype)
-        assert torch.equal(_rms_norm(hidden, norm.weight.detach(), 1e-6), norm(hidden))
+        _, normed = TorchOperations().add_rms_norm(hidden, None, norm.weight.detach(), 1e-6)
+        assert torch.equal(normed, norm(hidden))

@@ -29,7 +29,7 @@ async def test_a_pool_full_of_nan_changes_no_token(
     device = TorchDevice(config)
     batch = prompts(2, 7)
     async with Engine(config, launcher=lambda _: ThreadLauncher(device)) as engine:
-        pool = device._backend._runner._attention._pool  # type: ignore[union-attr]
+        pool = device._backend._runner.attention._pool  # type: ignore[union-attr]
         for cells in (*pool.keys, *pool.values):
             cells.fill_(math.nan)
         results = await asyncio.gather(*[engine.generate(prompt, GREEDY) for prompt in batch])

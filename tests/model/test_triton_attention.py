@@ -15,11 +15,14 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model.attention import choice
-from aioinfer.model.attention.base import Attention
-from aioinfer.model.attention.choice import Choice, choose_attention, make_attention
+from aioinfer.model.attention.base import Attention, Scoring
+from aioinfer.model.attention.choice import Choice, choose_attention, make_attention, make_operations
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm
+from aioinfer.model.operations.torch_operations import TorchOperations
+from aioinfer.model.rope import Rotary
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy
 from tests.model.kernels import DEVICES, TOLERANCE, Problem, kernels_or_skip
@@ -86,12 +89,20 @@ class Setup:
             num_decodes=self.num_decodes,
         )
 
-    def run(self, attention: Attention, window: int | None) -> torch.Tensor:
+    def run(self, attention: Attention, scoring: Scoring) -> torch.Tensor:
         task = self.task
-        return attention(1, task.q, self.k, self.v, self.batch(), scale=0.2, window=window)
+        return attention(1, task.q, self.k, self.v, self.batch(), scoring)
+
+    def run_fused(self, attention: Attention, norm: HeadNorm | None, scoring: Scoring) -> torch.Tensor:
+        """The same heads as a projection, at positions of their own."""
+        qkv = torch.cat((self.task.q, self.k, self.v), dim=1)
+        generator = torch.Generator().manual_seed(0)
+        angles = torch.randn(len(qkv), 1, qkv.shape[2], generator=generator)
+        rotary = Rotary(*(f(angles).to(qkv) for f in (torch.cos, torch.sin)))
+        return attention.fused(1, qkv, norm, rotary, self.batch(), scoring)
 
 
-def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, int | None]:
+def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, Scoring]:
     rng = random.Random(seed)
     kv_heads = rng.choice([1, 2, 3])
     decodes = [(1, rng.randint(2, 90)) for _ in range(rng.choice([0, 1, 4]))]
@@ -110,7 +121,8 @@ def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, int
         seed=seed,
     )
     num_decodes = len(decodes) if seed % 4 else len(task.q_lens)
-    return Setup(task, num_decodes), rng.choice([None, None, 5, 40])
+    window, soft_cap, block = rng.choice([None, None, 5, 40]), rng.choice([None, 1.5]), rng.choice([1, 8])
+    return Setup(task, num_decodes), Scoring(0.2, window, soft_cap, block)
 
 
 def triton_attention(pool: KVPool) -> Attention:
@@ -124,16 +136,28 @@ def triton_attention(pool: KVPool) -> Attention:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_step_is_what_the_sdpa_kernels_make_of_it(device: str, seed: int, dtype: torch.dtype) -> None:
-    """Decodes only, chunks only, and both; all kinds of groups, windows, page and head sizes."""
-    setup, window = random_setup(seed, device, dtype)
+    """Decodes only, chunks only, and both; all kinds of groups, windows, blocks, page and head sizes; heads
+    that were prepared and, every other time, a projection, whose keys may be normed."""
+    setup, scoring = random_setup(seed, device, dtype)
     reference, pool = setup.pool(), setup.pool()
-    expected = setup.run(SDPAAttention(reference), window)
-    got = setup.run(triton_attention(pool), window)
+    run = setup.run
+    if seed % 2:
+        heads = setup.task.q.shape[1] + setup.k.shape[1]
+        weight = torch.linspace(-1.5, 1.5, heads * setup.k.shape[2], device=device).to(dtype)
+        norm = HeadNorm(weight.view(heads, -1), 1e-6) if seed % 3 else None
+
+        def run(attention: Attention, scoring: Scoring) -> torch.Tensor:
+            return setup.run_fused(attention, norm, scoring)
+
+    expected = run(SDPAAttention(reference), scoring)
+    got = run(triton_attention(pool), scoring)
     bound = TOLERANCE[dtype]
     torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
+    # Of a norm the last bit may differ.
+    bound = torch.finfo(dtype).eps * 2 if seed % 2 and seed % 3 else 0
     for ours, theirs in ((pool.keys, reference.keys), (pool.values, reference.values)):
         for layer in (0, 1):
-            torch.testing.assert_close(ours[layer], theirs[layer], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(ours[layer], theirs[layer], rtol=bound, atol=bound, equal_nan=True)
 
 
 def test_soft_caps_and_diffusion_blocks_reach_both_kernels(device: str) -> None:
@@ -144,7 +168,7 @@ def test_soft_caps_and_diffusion_blocks_reach_both_kernels(device: str) -> None:
 
     setup = Setup(task, 1)
     got = TritonAttention(setup.pool())(
-        1, task.q, setup.k, setup.v, setup.batch(), scale=0.2, soft_cap=1.5, block=8
+        1, task.q, setup.k, setup.v, setup.batch(), Scoring(0.2, soft_cap=1.5, block=8)
     )
     expected = task.expected(0.2, soft_cap=1.5, block=8)
     torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-5, atol=1e-5)
@@ -186,7 +210,7 @@ def test_a_captured_decode_follows_lengths_and_pages_on_the_device(device: str) 
     attention, batch = TritonAttention(pool), first.batch()
 
     def call() -> torch.Tensor:
-        return attention(1, static.q, first.k, first.v, batch, scale=0.2)
+        return attention(1, static.q, first.k, first.v, batch, Scoring(0.2))
 
     out, expected = call(), static.expected(0.2)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-5, atol=1e-5)
@@ -218,10 +242,21 @@ def test_greedy_ids_equal_transformers(
     """The whole engine on interpreted kernels; compiled ones have tests/model/test_cuda.py."""
     kernels_or_skip("cpu")
     from aioinfer.model.attention import triton_attention
+    from aioinfer.model.operations.triton_operations import TritonOperations
 
-    calls = []
-    store = triton_attention.store_kv
-    monkeypatch.setattr(triton_attention, "store_kv", lambda *args: (calls.append(None), store(*args)))
+    calls = set()
+
+    def watch(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.add(name), plain(*args))[1])
+
+    names = {
+        "rotate_and_store": triton_attention,
+        "silu_mul": TritonOperations,
+        "add_rms_norm": TritonOperations,
+    }
+    for name, owner in names.items():
+        watch(owner, name)
     path, oracle = checkpoint(family)
     config = EngineConfig(
         model=str(path), dtype="float32", page_size=8, num_pages=64, chunk_size=16, threads=1,
@@ -230,7 +265,7 @@ def test_greedy_ids_equal_transformers(
     batch = prompts(2, 4)
     with LLM(config) as llm:
         results = llm.generate(batch, SamplingParams(temperature=0, max_tokens=6))
-    assert calls
+    assert calls == set(names)
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, 6) for prompt in batch]
 
 
@@ -242,6 +277,7 @@ def test_a_cpu_has_torchs_own_kernels() -> None:
         num_layers=1, num_kv_heads=1, head_dim=16, num_pages=1, page_size=8, dtype=torch.float32, device=cpu
     )
     assert isinstance(make_attention(pool, choose_attention(cpu, 16, torch.float32)), SDPAAttention)
+    assert isinstance(make_operations(choose_attention(cpu, 16, torch.float32)), TorchOperations)
 
 
 def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

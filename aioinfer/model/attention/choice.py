@@ -1,4 +1,5 @@
-"""Which attention kernels a pool gets, and why. The one place where that is decided."""
+"""Which kernels a device gets, for attention and for what a layer computes besides, and why. The one place
+where that is decided."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
+from aioinfer.model.operations.base import Operations
+from aioinfer.model.operations.torch_operations import TorchOperations
 
-__all__ = ["Choice", "choose_attention", "make_attention", "triton_obstacle"]
+__all__ = ["Choice", "choose_attention", "make_attention", "make_operations", "triton_obstacle"]
 
 _LARGEST_HEAD = 256
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -59,6 +62,15 @@ def make_attention(pool: KVPool, choice: Choice) -> Attention:
     from aioinfer.model.attention.triton_attention import TritonAttention
 
     return TritonAttention(pool)
+
+
+def make_operations(choice: Choice) -> Operations:
+    """The operations that go with ``choice``."""
+    if choice.kernels == "sdpa":
+        return TorchOperations()
+    from aioinfer.model.operations.triton_operations import TritonOperations
+
+    return TritonOperations()
 
 
 def _obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:

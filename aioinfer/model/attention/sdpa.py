@@ -19,10 +19,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from aioinfer.model.attention.base import Scoring
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm, split_heads
+from aioinfer.model.rope import Rotary
 
-__all__ = ["SDPAAttention", "causal_mask"]
+__all__ = ["SDPAAttention", "visible"]
 
 _CONTEXT_MULTIPLE = 16
 #: Most elements of keys that one batched call gathers, by device type. On a CPU they should stay in its
@@ -73,13 +76,14 @@ class _Chunk:
     tokens: slice
     #: None if the chunk is its whole context
     context: _Context | None
-    #: True where a query may look, [q_len, context], or None for plain causal
+    #: True where a query may look, [q_len, context], or None for plain causal or for everything
     mask: torch.Tensor | None
+    causal: bool = False
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What all layers of a step that look back equally far share."""
+    """What all layers of a step with the same scoring share."""
 
     decodes: list[_Decodes]
     chunks: list[_Chunk]
@@ -88,53 +92,55 @@ class _Plan:
 class SDPAAttention:
     """See :class:`~aioinfer.model.attention.base.Attention`. One forward at a time."""
 
-    __slots__ = ("_pool", "_scratch")
+    __slots__ = ("_kv_heads", "_pool", "_scratch")
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         keys = pool.keys[0]
+        self._kv_heads = keys.shape[2]
         on_cpu = keys.device.type == "cpu"
         # On a CPU, parts of this memory that no gather reaches are never touched.
         self._scratch = [keys.new_empty(_SCRATCH_LIMIT if on_cpu else 0) for _ in range(2)]
 
     def __call__(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        *,
-        scale: float,
-        window: int | None = None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scoring: Scoring
     ) -> torch.Tensor:
         self._pool.write(layer, batch.slot_mapping, k, v)
         plans = batch.attention_plan
         if not isinstance(plans, dict):
             plans = batch.attention_plan = {}
-        plan = plans.get(window)
+        plan = plans.get(scoring)
         if plan is None:
-            plan = plans[window] = self._plan(batch, window)
+            plan = plans[scoring] = self._plan(batch, scoring)
         if len(plan.decodes) == 1 and not plan.chunks:
-            return self._decode(layer, q, plan.decodes[0], scale)
+            return self._decode(layer, q, plan.decodes[0], scoring)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for decodes in plan.decodes:
-            output[decodes.rows] = self._decode(layer, q[decodes.rows], decodes, scale)
+            output[decodes.rows] = self._decode(layer, q[decodes.rows], decodes, scoring)
         for chunk in plan.chunks:
             at = chunk.tokens
-            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, scale)
+            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, scoring)
         return output
 
-    def _decode(self, layer: int, q: torch.Tensor, decodes: _Decodes, scale: float) -> torch.Tensor:
+    def fused(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        norm: HeadNorm | None,
+        rotary: Rotary,
+        batch: Batch,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        q, k, v = split_heads(qkv, self._kv_heads, norm, rotary)
+        return self(layer, q, k, v, batch, scoring)
+
+    def _decode(self, layer: int, q: torch.Tensor, decodes: _Decodes, scoring: Scoring) -> torch.Tensor:
         decodes.context.gather(self._pool, layer)
         grouped = q.view(decodes.count, decodes.keys.shape[1], -1, q.shape[2])
-        mixed = F.scaled_dot_product_attention(
-            grouped, decodes.keys, decodes.values, attn_mask=decodes.mask, scale=scale
-        )
-        return mixed.reshape(q.shape)
+        return _mix(grouped, decodes.keys, decodes.values, decodes.mask, scoring).reshape(q.shape)
 
     def _prefill(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: _Chunk, scale: float
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: _Chunk, scoring: Scoring
     ) -> torch.Tensor:
         if chunk.context is not None:
             chunk.context.gather(self._pool, layer)
@@ -146,12 +152,11 @@ class SDPAAttention:
         queries = q.view(q_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         keys = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         values = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale
-        )
+        mixed = _mix(queries, keys, values, chunk.mask, scoring, causal=chunk.causal)
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
-    def _plan(self, batch: Batch, window: int | None) -> _Plan:
+    def _plan(self, batch: Batch, scoring: Scoring) -> _Plan:
+        window = scoring.window
         width = self._pool.key_cells[0][0].numel()
         device_type = self._pool.keys[0].device.type
         contexts = [min(length, window or length) for length in batch.kv_lens]
@@ -169,7 +174,7 @@ class SDPAAttention:
         return _Plan(
             [self._plan_decodes(batch, rows, context, window, buffers) for rows, _, context in groups],
             [
-                self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, window, buffers)
+                self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, scoring, buffers)
                 for row, reach in enumerate(reaches, batch.num_decodes)
             ],
         )
@@ -204,18 +209,22 @@ class SDPAAttention:
         row: int,
         tokens: slice,
         reach: int,
-        window: int | None,
+        scoring: Scoring,
         buffers: list[torch.Tensor],
     ) -> _Chunk:
         """``reach`` is how many positions the chunk's queries look at together."""
         q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
-        device = batch.block_table.device
-        if q_len == kv_len:
-            wide = window is None or window >= kv_len
-            return _Chunk(tokens, None, None if wide else causal_mask(q_len, kv_len, window, device))
-        positions = torch.arange(kv_len - reach, kv_len, device=device).unsqueeze(0)
-        context = self._context(batch.block_table[row : row + 1], positions, buffers)
-        return _Chunk(tokens, context, causal_mask(q_len, reach, window, device))
+        first, whole = kv_len - reach, q_len == kv_len
+        context, device = None, batch.block_table.device
+        if not whole:
+            positions = torch.arange(first, kv_len, device=device).unsqueeze(0)
+            context = self._context(batch.block_table[row : row + 1], positions, buffers)
+        if scoring.window is None or scoring.window >= kv_len:
+            if (kv_len - q_len) // scoring.block == (kv_len - 1) // scoring.block:
+                return _Chunk(tokens, context, None)
+            if whole and scoring.block == 1 and scoring.soft_cap is None:
+                return _Chunk(tokens, context, None, causal=True)
+        return _Chunk(tokens, context, visible(q_len, first, kv_len, scoring, device))
 
     def _context(
         self, tables: torch.Tensor, positions: torch.Tensor, buffers: list[torch.Tensor]
@@ -252,11 +261,31 @@ def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[lis
     return groups
 
 
-def causal_mask(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query of the last ``q_len`` of ``kv_len`` positions may look; [q_len, kv_len]."""
-    query = torch.arange(kv_len - q_len, kv_len, device=device).unsqueeze(1)
-    key = torch.arange(kv_len, device=device)
-    allowed = key <= query
-    if window is not None:
-        allowed &= key > query - window
+def visible(q_len: int, first: int, stop: int, scoring: Scoring, device: torch.device) -> torch.Tensor:
+    """Which of positions [first, stop) each of the last ``q_len`` of them may see; [q_len, stop - first]."""
+    query = torch.arange(stop - q_len, stop, device=device).unsqueeze(1)
+    key = torch.arange(first, stop, device=device)
+    allowed = key < (query // scoring.block + 1) * scoring.block
+    if scoring.window is not None:
+        allowed &= key > query - scoring.window
     return allowed
+
+
+def _mix(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    *,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Values weighted by their keys' scores, [..., length, head_dim] all of them; masks add or are bool."""
+    if scoring.soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scoring.scale)
+    # torch's kernels have no caps.
+    scores = q.float() @ k.float().mT * (scoring.scale / scoring.soft_cap)
+    scores = scores.tanh() * scoring.soft_cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)

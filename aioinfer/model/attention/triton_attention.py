@@ -1,8 +1,9 @@
 """TritonAttention: the project's attention on its own Triton kernels, for CUDA.
 
-A layer's call is three or four launches, with nothing read back from the device: keys and values are
-stored, decode rows go through split-KV decode (two launches if contexts may be long), the other rows of
-the step through the prefill kernel. Everything that changes from step to step is read on the device, and
+A layer's call is two to four launches, with nothing read back from the device: keys and values are stored
+(and before that, in the same launch, heads normed and rotated if the model leaves it to us), decode rows go
+through split-KV decode (two launches if contexts may be long), the other rows of the step through the
+prefill kernel. Everything that changes from step to step is read on the device, and
 the grids follow from the shapes of the tensors; so the decode part can be captured in a CUDA graph.
 
 A decode row has the same bits in any batch, and a prompt's token the same under any chunking. A token has
@@ -15,10 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from aioinfer.model.attention.base import Scoring
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_decode import DecodeTuning, paged_decode
+from aioinfer.model.attention.triton_heads import rotate_and_store
 from aioinfer.model.attention.triton_prefill import PrefillTuning, paged_prefill
 from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm
+from aioinfer.model.rope import Rotary
 
 __all__ = ["TritonAttention", "store_kv"]
 
@@ -37,32 +42,31 @@ class TritonAttention:
         self._prefill = prefill or PrefillTuning.of(head_dim, dtype)
 
     def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scoring: Scoring
+    ) -> torch.Tensor:
+        store_kv(k, v, self._pool.keys[layer], self._pool.values[layer], batch.slot_mapping)
+        return self._attend(layer, q if q.stride(2) == 1 else q.contiguous(), batch, scoring)
+
+    def fused(
         self,
         layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        qkv: torch.Tensor,
+        norm: HeadNorm | None,
+        rotary: Rotary,
         batch: Batch,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        block: int = 1,
+        scoring: Scoring,
     ) -> torch.Tensor:
-        """As the interface says, and more.
-
-        Args:
-            soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
-            block: a token sees everything up to the end of its own block of so many positions, as far as
-                the row goes; 1 is causal.
-        """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        store_kv(k, v, keys, values, batch.slot_mapping)
-        if q.stride(2) != 1:
-            q = q.contiguous()
+        q = rotate_and_store(qkv, norm, rotary, keys, values, batch.slot_mapping)
+        return self._attend(layer, q, batch, scoring)
+
+    def _attend(self, layer: int, q: torch.Tensor, batch: Batch, scoring: Scoring) -> torch.Tensor:
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        scale, window, soft_cap = scoring.scale, scoring.window, scoring.soft_cap
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         table, kv_len, decodes = batch.block_table, batch.kv_len, batch.num_decodes
         if decodes:
+            # A row's only query is its last position, which sees the whole row in blocks of any size.
             paged_decode(
                 q[:decodes], keys, values, table[:decodes], kv_len[:decodes],
                 scale=scale, window=window, soft_cap=soft_cap, out=out[:decodes], tuning=self._decode,
@@ -70,8 +74,8 @@ class TritonAttention:
         if decodes < len(kv_len):
             paged_prefill(
                 q, keys, values, table[decodes:], batch.cu_q[decodes:], kv_len[decodes:],
-                num_tokens=len(q) - decodes, scale=scale, window=window, soft_cap=soft_cap, block=block,
-                out=out, tuning=self._prefill,
+                num_tokens=len(q) - decodes, scale=scale, window=window, soft_cap=soft_cap,
+                block=scoring.block, out=out, tuning=self._prefill,
             )  # fmt: skip
         return out
 

@@ -29,7 +29,16 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "attend_tile", "check_layout", "normalized", "score_factors", "tile_dim"]
+__all__ = [
+    "INTERPRETED",
+    "attend_tile",
+    "check_layout",
+    "inverse_rms",
+    "normalized",
+    "rounded",
+    "score_factors",
+    "tile_dim",
+]
 
 
 @triton.jit
@@ -117,6 +126,28 @@ def attend_tile(
 def normalized(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
     """The weighted mean; zeros for a query that saw nothing."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def rounded(x: tl.tensor, like: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+    """``x``, float32, rounded to the nearest value of ``like``'s type, ties to even; still float32.
+
+    Triton's interpreter cuts bfloat16 off instead, so there it is rounded by hand, in the bits.
+    """
+    if INTERPRETED and like.dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        # A NaN of bfloat16's, having zeros there, is not carried into another number.
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(like.dtype).to(tl.float32)
+
+
+@triton.jit
+def inverse_rms(total: tl.tensor, count: tl.constexpr, eps: tl.tensor) -> tl.tensor:
+    """1 / sqrt(mean + eps) of ``count`` squares that sum to ``total``, each step rounded to the nearest.
+
+    Triton's own divisions and roots are approximations, and differ between devices.
+    """
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(total, count * 1.0) + eps))
 
 
 #: whether kernels run in Triton's interpreter, on CPU tensors

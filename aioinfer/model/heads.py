@@ -1,0 +1,36 @@
+"""Heads: from a layer's fused projection to queries, keys and values. The reference for faster kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from aioinfer.model.rope import Rotary, rotate
+
+__all__ = ["HeadNorm", "split_heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """Root mean square norm of each head's query and key (Qwen3)."""
+
+    #: [num_heads + num_kv_heads, head_dim]: the query norm repeated, then the key norm
+    weight: torch.Tensor
+    eps: float
+
+
+def split_heads(
+    qkv: torch.Tensor, num_kv_heads: int, norm: HeadNorm | None, rotary: Rotary
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normed and rotated q [T, num_heads, head_dim] and k, and v [T, num_kv_heads, head_dim].
+
+    Rounded to the tensors' type where transformers rounds: after the norm, after its weight, after each
+    of the two products of the rotation and after their sum.
+    """
+    _, total, head_dim = qkv.shape
+    qk, v = qkv.split((total - num_kv_heads, num_kv_heads), dim=1)
+    if norm is not None:
+        qk = torch.rms_norm(qk, (head_dim,), None, norm.eps) * norm.weight
+    q, k = rotate(qk, rotary).split((total - 2 * num_kv_heads, num_kv_heads), dim=1)
+    return q, k, v

@@ -1,0 +1,90 @@
+"""TritonOperations: one launch per operation, for CUDA.
+
+Rounded where :class:`~aioinfer.model.operations.torch_operations.TorchOperations` rounds. Sums have the bits
+of torch's; a norm has them whenever the sum of squares, whose order is not torch's, rounds alike; the
+exponential in silu is another one, so there the last bit of some elements differs.
+
+Nothing is read back from the device and grids follow from shapes, so that launches can be captured in a CUDA
+graph. A row has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from aioinfer.model.attention.triton_common import INTERPRETED, inverse_rms, rounded
+
+__all__ = ["TritonOperations"]
+
+
+@triton.jit
+def _norm_kernel(
+    hidden: tl.tensor, delta: tl.tensor, weight: tl.tensor, total: tl.tensor, normed: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, INTERPRETED: tl.constexpr,
+) -> None:  # fmt: skip
+    """A row: total = hidden + delta, if ADD, and its norm. Grid (rows,)."""
+    lane = tl.arange(0, BLOCK)
+    inside = lane < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + lane
+    raw = tl.load(hidden + at, mask=inside, other=0.0)
+    x = raw.to(tl.float32)
+    if ADD:
+        x += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        x = rounded(x, raw, INTERPRETED)
+        tl.store(total + at, x.to(raw.dtype), mask=inside)
+    factor = inverse_rms(tl.sum(x * x, 0), SIZE, eps)
+    x = rounded(x * factor, raw, INTERPRETED) * tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, rounded(x, raw, INTERPRETED).to(raw.dtype), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up: tl.tensor, out: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK elements of a row. Grid (rows, blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < SIZE
+    raw = tl.load(gate_up + row * (2 * SIZE) + lane, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * (2 * SIZE) + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
+    gate = raw.to(tl.float32)
+    gate = rounded(gate / (1.0 + tl.exp(-gate)), raw, INTERPRETED)
+    tl.store(out + row * SIZE + lane, rounded(gate * up, raw, INTERPRETED).to(raw.dtype), mask=inside)
+
+
+class TritonOperations:
+    """See :class:`~aioinfer.model.operations.base.Operations`."""
+
+    __slots__ = ()
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = hidden.shape[-1]
+        hidden, weight = hidden.contiguous(), weight.contiguous()
+        added = hidden if delta is None else delta.contiguous()
+        total = hidden if delta is None else torch.empty_like(hidden)
+        normed = torch.empty_like(hidden)
+        block = triton.next_power_of_2(size)
+        _norm_kernel[(len(hidden),)](
+            hidden, added, weight, total, normed, eps,
+            SIZE=size, BLOCK=block, ADD=delta is not None, INTERPRETED=INTERPRETED,
+            # So many warps that each thread has one vector of 8 elements, up to what a row of 4096 needs.
+            num_warps=min(max(block // 256, 1), 16), enable_fp_fusion=False,
+        )  # fmt: skip
+        return total, normed
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
+        rows, size = len(gate_up), gate_up.shape[-1] // 2
+        out = gate_up.new_empty((rows, size))
+        block = min(1024, triton.next_power_of_2(size))
+        _silu_mul_kernel[(rows, triton.cdiv(size, block))](
+            gate_up, out, SIZE=size, BLOCK=block, INTERPRETED=INTERPRETED,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out

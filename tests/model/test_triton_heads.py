@@ -1,0 +1,119 @@
+"""Norm, rotation and store in one kernel against torch: same rounding, and nothing written elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from aioinfer.model.heads import HeadNorm, split_heads
+from aioinfer.model.rope import Rotary
+from tests.model.kernels import DEVICES, integers, kernels_or_skip, normal
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    kernels_or_skip(request.param)
+    name: str = request.param
+    return name
+
+
+HEADS = [(1, 1), (3, 1), (14, 2), (5, 5), (32, 8)]
+
+
+def projection(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, make: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, HeadNorm, Rotary]:
+    qkv = make(tokens, heads + 2 * kv_heads, head_dim, seed=10)
+    weight = 1 + 0.3 * normal(heads + kv_heads, head_dim, seed=11)
+    angles = normal(tokens, 1, head_dim, seed=12)
+    return qkv, HeadNorm(weight, 1e-6), Rotary(angles.cos(), angles.sin())
+
+
+def stores(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: tuple[int, int],
+    make: Callable[..., torch.Tensor],
+    *,
+    norm: bool,
+    page_size: int = 16,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the kernel gave and wrote, and what it should have: queries, then keys and values of a whole
+    pool that held NaN before. The last two tokens are padding."""
+    from aioinfer.model.attention.triton_heads import rotate_and_store
+
+    qkv, head_norm, rotary = projection(5, *heads, head_dim, make)
+    qkv, weight, cos, sin = (t.to(dtype) for t in (qkv, head_norm.weight, rotary.cos, rotary.sin))
+    slots = torch.tensor([2 * page_size + 1, 3 * page_size - 1, page_size, 0, 0])
+    given = HeadNorm(weight, 1e-6) if norm else None
+    q, k, v = split_heads(qkv, heads[1], given, Rotary(cos, sin))
+    pool = [torch.full((3, page_size, heads[1], head_dim), math.nan, dtype=dtype) for _ in range(2)]
+    keys, values = (store.to(device) for store in pool)
+    on_device = HeadNorm(weight.to(device), 1e-6) if norm else None
+    got = rotate_and_store(
+        qkv.to(device), on_device, Rotary(cos.to(device), sin.to(device)), keys, values, slots.to(device)
+    )
+    for store, written, rows in ((pool[0], keys, k), (pool[1], values, v)):
+        store.flatten(0, 1)[slots[:3]] = rows[:3]
+        # Of the two that share the junk cell, either.
+        junk = written.flatten(0, 1)[0].cpu()
+        assert any(torch.allclose(junk.float(), row.float(), rtol=1e-2, atol=1e-2) for row in rows[3:])
+        store.flatten(0, 1)[0] = junk
+    return [(got.cpu(), q), (keys.cpu(), pool[0]), (values.cpu(), pool[1])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("at", "head_dim"), list(enumerate([64, 80, 96, 128, 256, 6, 2])))
+def test_heads_are_rotated_and_stored_with_torchs_bits(
+    device: str, at: int, head_dim: int, norm: bool, dtype: torch.dtype
+) -> None:
+    heads, page_size = HEADS[at % len(HEADS)], (16, 32, 64)[at % 3]
+    found = stores(device, dtype, head_dim, heads, integers, norm=norm, page_size=page_size)
+    for got, expected in found:
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_normed_heads_differ_in_last_bits_only(
+    device: str, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    (q, wanted_q), (keys, wanted_keys), (values, wanted_values) = stores(
+        device, dtype, 64, heads, normal, norm=True
+    )
+    # A rotation subtracts: its error is a part of what went in, which is up to 8.
+    bound = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(q, wanted_q, rtol=0, atol=bound)
+    torch.testing.assert_close(keys, wanted_keys, rtol=0, atol=bound, equal_nan=True)
+    torch.testing.assert_close(values, wanted_values, rtol=0, atol=0, equal_nan=True)
+    if dtype != torch.float32:
+        assert (q != wanted_q).sum() <= max(1, q.numel() // 500)
+
+
+def test_projections_that_do_not_fit_are_refused_and_others_copied(device: str) -> None:
+    from aioinfer.model.attention.triton_heads import rotate_and_store
+
+    qkv, norm, rotary = projection(3, 2, 1, 8, normal)
+    qkv, cos, sin = (t.to(device) for t in (qkv, rotary.cos, rotary.sin))
+    norm, rotary = HeadNorm(norm.weight.to(device), norm.eps), Rotary(cos, sin)
+    keys, values = (torch.zeros(2, 16, 1, 8, device=device) for _ in range(2))
+    slots = torch.tensor([16, 17, 18], device=device)
+    expected = rotate_and_store(qkv, norm, rotary, keys, values, slots)
+    strided = qkv.mT.contiguous().mT
+    again = [torch.zeros_like(keys), torch.zeros_like(values)]
+    assert torch.equal(rotate_and_store(strided, norm, rotary, *again, slots), expected)
+    assert torch.equal(again[0], keys)
+    empty = Rotary(cos[:0], sin[:0])
+    assert rotate_and_store(qkv[:0], norm, empty, keys, values, slots[:0]).shape == (0, 2, 8)
+    for bad in (qkv[:, :2], qkv[..., :6], qkv[..., :7]):
+        with pytest.raises(ValueError, match="does not fit"):
+            rotate_and_store(bad, norm, rotary, keys, values, slots)
+    with pytest.raises(ValueError, match="contiguous"):
+        rotate_and_store(qkv, norm, rotary, keys.transpose(0, 1), values, slots)
