@@ -46,13 +46,9 @@ class Sampler:
         self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
 
     def reset(self, resets: Sequence[PenaltyReset]) -> None:
-        """Start the counts of new tenants with penalties. :meth:`sample` does it with its batch's
-        ``penalty_resets``; a step that samples nothing must hand over its own here."""
+        """Start the counts of new tenants. :meth:`sample` does it with its batch's ``penalty_resets``; a
+        step that samples nothing must hand over its own here."""
         self._penalties.reset(resets)
-
-    def release(self, slot: int) -> None:
-        """Optional: the slot's tenant has no penalties, so its counts' memory may serve another."""
-        self._penalties.release(slot)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Sample one token per row.
@@ -68,8 +64,6 @@ class Sampler:
         if batch.penalty_resets:
             self._penalties.reset(batch.penalty_resets)
         on_cpu = logits.device.type == "cpu"
-        if on_cpu and batch.any_penalty:
-            self._penalties.release_neutral(batch)
         if on_cpu and logits.shape[1] > _MANY_TOKENS and len(logits) > 1 and not batch.all_greedy:
             rows = zip(logits.split(1), _single_rows(batch), strict=True)
             tokens = torch.cat([self._rows(line, row) for line, row in rows])
@@ -140,7 +134,7 @@ def _single_rows(batch: SamplingBatch) -> Iterator[SamplingBatch]:
         yield replace(
             batch,
             **{name: getattr(batch, name)[at : at + 1] for name in _COLUMNS},
-            all_greedy=greedy and not penalty,
+            all_greedy=greedy,
             any_top_k=top_k,
             any_top_p=top_p,
             any_min_p=min_p,
