@@ -81,17 +81,20 @@ def _plan(config: EngineConfig) -> list[Finding]:
     from aioinfer.execution.torch_device import pick_device
     from aioinfer.model.attention.choice import choose_attention
     from aioinfer.model.loader import inspect_model
+    from aioinfer.sampling.choice import choose_sampling
 
     device = pick_device(config.device)
     model = inspect_model(
         config.model_path, dtype=config.dtype, force_transformers=config.transformers_fallback
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
+    sampling = choose_sampling(device)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     dtype = str(model.dtype).removeprefix("torch.")
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        Finding("sampling", f"{sampling.kernels}: {sampling.reason}"),
         Finding("launching", f"{config.launch_mode}, window {config.window}"),
     ]

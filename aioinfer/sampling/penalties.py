@@ -23,9 +23,11 @@ class Penalties:
     that are neutral, or that meet no counts, change no bit of a logit.
     """
 
-    __slots__ = ("_counts", "_device", "_free", "_row_of", "_used", "_vocab_size")
+    __slots__ = ("_counts", "_device", "_free", "_fused", "_row_of", "_used", "_vocab_size")
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, *, fused: bool = False) -> None:
+        """``fused``: apply penalties in a single kernel in Triton."""
+        self._fused = fused
         self._vocab_size = vocab_size
         self._device = device
         #: [slots] row of each slot; 0: none
@@ -54,12 +56,13 @@ class Penalties:
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Penalised logits, a new float32 [S, V]."""
+        penalties = batch.repetition_penalty, batch.presence_penalty, batch.frequency_penalty
+        if self._fused:
+            from aioinfer.sampling.triton_logits import penalise
+
+            return penalise(logits, self._counts, self._row_of, batch.slots, penalties, _IN_PROMPT)
+        repetition, presence, frequency = penalties
         counts = self._counts.index_select(0, self._row_of[batch.slots])
-        repetition, presence, frequency = (
-            batch.repetition_penalty,
-            batch.presence_penalty,
-            batch.frequency_penalty,
-        )
         if logits.device.type != "cpu":
             return _penalise(
                 logits, counts, repetition.unsqueeze(1), presence.unsqueeze(1), frequency.unsqueeze(1)

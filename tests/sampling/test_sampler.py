@@ -95,8 +95,10 @@ def test_nothing_is_read_back_from_the_device() -> None:
 
 
 def test_a_greedy_batch_draws_nothing_penalised_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where what rows ask for cannot be looked at."""
     monkeypatch.setattr(Sampler, "_draw", None)
     sampler = Sampler(2, 6, CPU)
+    sampler._on_host = False
     rows = [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 10.0}]
     batch = make_batch(rows, penalty_resets=[PenaltyReset(2, [5], [])])
     assert batch.all_greedy
