@@ -342,7 +342,8 @@ def sample_tokens(
     heat, top_k, top_p, min_p, seeds, positions = (column.contiguous() for column in _columns(batch))
     per_row = (heat, top_k, top_p)
     per_chunk = (scratch.peaks, scratch.firsts, scratch.maxima, scratch.shares)
-    shape: dict[str, Any] = {"num_warps": tuning.num_warps}
+    # Each operation rounds on its own, as it does in torch.
+    shape: dict[str, Any] = {"num_warps": tuning.num_warps, "enable_fp_fusion": False}
     _scan_kernel[(chunks, rows)](
         logits, *per_row, *per_chunk, vocab, logits.stride(0),
         CHUNK=tuning.chunk, GROUPS=groups, DRAWS=draws, **shape,
