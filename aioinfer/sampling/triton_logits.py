@@ -94,7 +94,7 @@ def penalise(
     if out.numel():
         _penalise_kernel[(triton.cdiv(vocab, _CHUNK), rows)](
             logits, out, counts, row_of, slots, *columns, vocab, logits.stride(0),
-            IN_PROMPT=in_prompt, CHUNK=_CHUNK, num_warps=4, enable_fp_fusion=False,
+            IN_PROMPT=in_prompt, CHUNK=_CHUNK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
