@@ -65,9 +65,9 @@ def test_gumbel_noise_is_that_of_torch_but_for_the_last_places(device: str) -> N
     keys, ids = torch.tensor(KEYS, device=device), ids_for(device)
     _, numbers, noise = by_kernel(keys, ids)
     torch.testing.assert_close(noise, gumbel(*keys.T, ids), rtol=2.4e-7, atol=2.4e-7)
-    # An ulp of the inner logarithm is 2**-24 of it to 2**-23, and moves the outer one by as much.
+    # An ulp of the inner logarithm is up to 2**-23 of it, and moves the outer one by as much.
     exact = -torch.log(-torch.log1p(-numbers.double()))
-    torch.testing.assert_close(noise.double(), exact, rtol=1.8e-7, atol=1.8e-7)
+    torch.testing.assert_close(noise.double(), exact, rtol=2.4e-7, atol=2.4e-7)
 
 
 @pytest.mark.parametrize("bits", [0, 2**31, 2**31 - 1, 2**32 - 1])
