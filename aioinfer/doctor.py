@@ -82,6 +82,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     from aioinfer.model.attention.choice import choose_attention
     from aioinfer.model.loader import inspect_model
     from aioinfer.model.moe.choice import choose_experts
+    from aioinfer.sampling.choice import choose_sampling
 
     device = pick_device(config.device)
     model = inspect_model(
@@ -93,6 +94,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     plain = "torch" if choice.kernels == "sdpa" else choice.kernels
     operations = f"{plain}: {choice.reason}" if model.own else "transformers' own"
+    sampling = choose_sampling(device)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     code += ", with random weights" if config.load_format == "random" else ""
     dtype = str(model.dtype).removeprefix("torch.")
@@ -109,6 +111,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
         Finding("operations", operations),
         *experts,
+        Finding("sampling", f"{sampling.kernels}: {sampling.reason}"),
         Finding(
             "decode graphs", f"none: {obstacle}" if obstacle else f"up to {config.decode_graph_rows} rows"
         ),

@@ -89,18 +89,20 @@ class Parameters:
         self._known: OrderedDict[bytes, Roster] = OrderedDict()
 
     def admit(self, slot: int, admission: Admission) -> PenaltyReset | None:
-        """A request takes a slot."""
+        """A request takes a slot. What the counts of penalties must know of it, if anything."""
         self._known.clear()
-        params = admission.params
+        params, before = admission.params, self._tenants[slot]
         self._tenants[slot] = admission
         self._seeds[slot] = admission.seed
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._top_k[slot] = max(params.top_k, 0)
         self._floats[:, slot] = [getattr(params, name) for name in FLOAT_FIELDS]
         self._mark(slot, params)
-        if not params.penalised:
-            return None
-        return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
+        if params.penalised:
+            return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
+        if before is not None and before.params.penalised:
+            return PenaltyReset(slot, penalised=False)
+        return None
 
     def _mark(self, slot: int, params: SamplingParams) -> None:
         self._bias.pop(slot, None)
@@ -123,7 +125,8 @@ class Parameters:
         return roster
 
     def _make(self, slots: npt.NDArray[np.int64]) -> Roster:
-        floats, top_k = self._floats[:, slots], self._top_k[slots]
+        # Taken like this, each parameter's values lie next to each other.
+        floats, top_k = self._floats.take(slots, axis=1), self._top_k[slots]
         temperature, top_p, min_p, repetition, presence, frequency = floats
         any_penalty = bool((repetition != 1).any() or presence.any() or frequency.any())
         logprobs = self._logprobs[slots]
@@ -141,7 +144,7 @@ class Parameters:
             seeds=self._seeds[slots],
             top_k=top_k,
             floats=floats,
-            all_greedy=not (temperature.any() or any_penalty),
+            all_greedy=not temperature.any(),
             any_top_k=bool(top_k.any()),
             any_top_p=bool((top_p < 1).any()),
             any_min_p=bool(min_p.any()),

@@ -44,9 +44,13 @@ class Backend(Protocol):
 
 
 class Direct:
-    """Host and device are one: see :class:`~aioinfer.execution.runner.Link`."""
+    """Every copy is done when it returns: see :class:`~aioinfer.execution.runner.Link`."""
 
-    send = staticmethod(torch.from_numpy)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def send(self, array: npt.NDArray[Any], /) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def await_last_result(self) -> None: ...
 
@@ -58,7 +62,7 @@ class CpuBackend:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._link = Direct()
+        self._link = Direct(torch.device("cpu"))
 
     def launch(self, packed: Packed) -> Flight:
         sampled = self._runner.run(packed, self._link)

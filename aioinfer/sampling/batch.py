@@ -14,11 +14,13 @@ __all__ = ["PenaltyReset", "SamplingBatch"]
 
 @dataclass(frozen=True, slots=True)
 class PenaltyReset:
-    """A request with penalties took this slot: start its counts from what was said so far."""
+    """A request took this slot: with penalties, start its counts from what was said so far; without, forget
+    those of the slot's tenant before."""
 
     slot: int
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    penalised: bool = True
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class SamplingBatch:
     repetition_penalty: torch.Tensor
     presence_penalty: torch.Tensor
     frequency_penalty: torch.Tensor
-    #: every row is greedy and unpenalised: argmax and nothing else
+    #: every row is greedy: nothing is drawn
     all_greedy: bool
     any_top_k: bool
     any_top_p: bool

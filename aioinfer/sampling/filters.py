@@ -21,7 +21,7 @@ import torch
 
 from aioinfer.sampling.batch import SamplingBatch
 
-__all__ = ["floors"]
+__all__ = ["floors", "mass_unit"]
 
 _NEVER = float("-inf")
 #: (shift, bits) of the digits of a 31-bit key
@@ -65,7 +65,7 @@ def _floors_by_window(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     by_k = torch.where(top_k > 0, top.gather(1, (top_k - 1).clamp_(0, size - 1)), _NEVER)
     # Equal to the edge, a k-th value may continue beyond it; so may a k larger than the window.
     whole = (top[:, -1:] < by_k) | (size == vocab_size)
-    unit = _unit(vocab_size)
+    unit = mass_unit(vocab_size)
     cumulative = _weights(top, unit).mul_(top >= by_k).cumsum(1)
     mass = cumulative[:, -1:]
     if 0 in ks:
@@ -94,7 +94,7 @@ def _floors_by_search(
         key = _smallest_key(keys, ones, top_k)
         floor = torch.where(top_k > 0, key.view(torch.float32).neg(), floor)
     if any_top_p:
-        weights = _weights(scaled, _unit(scaled.shape[1]))
+        weights = _weights(scaled, mass_unit(scaled.shape[1]))
         mass = (weights * (scaled >= floor)).sum(1, keepdim=True)
         key = _smallest_key(keys, weights, _share(top_p, mass))
         by_p = torch.where(top_p < 1, key.view(torch.float32).neg(), _NEVER)
@@ -141,6 +141,6 @@ def _share(top_p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     return (top_p.to(torch.float64) * mass).ceil_().to(torch.int64)
 
 
-def _unit(vocab_size: int) -> float:
+def mass_unit(vocab_size: int) -> float:
     """Weight of the likeliest token: with as many of them as there are tokens, sums stay below 2**63."""
     return 2.0 ** (62 - (vocab_size - 1).bit_length())

@@ -23,9 +23,11 @@ class Penalties:
     that are neutral, or that meet no counts, change no bit of a logit.
     """
 
-    __slots__ = ("_counts", "_device", "_free", "_row_of", "_used", "_vocab_size")
+    __slots__ = ("_counts", "_device", "_free", "_fused", "_row_of", "_used", "_vocab_size")
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, *, fused: bool = False) -> None:
+        """``fused``: apply penalties in a single kernel in Triton."""
+        self._fused = fused
         self._vocab_size = vocab_size
         self._device = device
         #: [slots] row of each slot; 0: none
@@ -36,33 +38,31 @@ class Penalties:
         self._counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
 
     def reset(self, resets: Sequence[PenaltyReset]) -> None:
-        """Requests with penalties took these slots: count what was said so far."""
+        """Requests took these slots: count what was said so far, or let the slot's row serve another."""
         for reset in resets:
+            if not reset.penalised:
+                self._release(reset.slot)
+                continue
             counts = self._counts_of(reset.slot).zero_()
             counts.index_fill_(0, self._to_device(reset.prompt_ids), _IN_PROMPT)
             output_ids = self._to_device(reset.output_ids)
             counts.scatter_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
 
-    def release(self, slot: int) -> None:
-        """The slot's tenant has no penalties (any more): its row may serve another slot."""
+    def _release(self, slot: int) -> None:
         row = self._used.pop(slot, 0)
         if row:
             self._free.append(row)
             self._row_of[slot] = 0
 
-    def release_neutral(self, batch: SamplingBatch) -> None:
-        """Release the slots of a batch whose parameters are neutral. It reads the device."""
-        for slot in batch.slots[~penalised(batch)].tolist():
-            self.release(slot)
-
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Penalised logits, a new float32 [S, V]."""
+        penalties = batch.repetition_penalty, batch.presence_penalty, batch.frequency_penalty
+        if self._fused:
+            from aioinfer.sampling.triton_logits import penalise
+
+            return penalise(logits, self._counts, self._row_of, batch.slots, penalties, _IN_PROMPT)
+        repetition, presence, frequency = penalties
         counts = self._counts.index_select(0, self._row_of[batch.slots])
-        repetition, presence, frequency = (
-            batch.repetition_penalty,
-            batch.presence_penalty,
-            batch.frequency_penalty,
-        )
         if logits.device.type != "cpu":
             return _penalise(
                 logits, counts, repetition.unsqueeze(1), presence.unsqueeze(1), frequency.unsqueeze(1)

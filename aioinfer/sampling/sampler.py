@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
+from aioinfer.sampling.choice import SamplingChoice, choose_sampling
 from aioinfer.sampling.filters import floors
+from aioinfer.sampling.masks import ban_
 from aioinfer.sampling.noise import gumbel_of_keys, row_keys
 from aioinfer.sampling.penalties import Penalties, penalised
 from aioinfer.scheduling.step import BAD_LOGITS
@@ -36,23 +39,35 @@ class Sampler:
     same token in any batch, and computing the noise for the survivors only changes nothing. Of equal
     sums the lowest id wins. Filters: :mod:`aioinfer.sampling.filters`.
 
-    Nothing is read back from a device other than the CPU, and input logits are not written to.
+    On CUDA this is done by kernels in Triton (:mod:`aioinfer.sampling.triton_sampler`), elsewhere by torch's
+    operations; :mod:`aioinfer.sampling.choice` says which. They draw the same tokens.
+
+    Nothing is read back from a device other than the CPU, and input logits are not written to. With Triton,
+    :meth:`sample` can be captured in a CUDA graph if nothing is penalised or banned. Of the flags it then
+    looks at ``all_greedy`` alone: two graphs, with and without, serve rows of any parameters.
     """
 
-    __slots__ = ("_penalties", "_token_ids")
+    __slots__ = ("_on_host", "_penalties", "_token_ids", "choice")
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._penalties = Penalties(num_slots, vocab_size, device)
-        self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        kernels: Literal["auto", "triton", "torch"] = "auto",
+    ) -> None:
+        """Raises ConfigError if ``kernels`` are wanted that the device cannot run."""
+        self.choice: SamplingChoice = choose_sampling(device, kernels)
+        fused = self.choice.kernels == "triton"
+        self._penalties = Penalties(num_slots, vocab_size, device, fused=fused)
+        #: torch's operations on a CPU: what rows ask for may be looked at
+        self._on_host = device.type == "cpu" and not fused
+        self._token_ids = torch.arange(0 if fused else vocab_size, dtype=torch.int32, device=device)
 
     def reset(self, resets: Sequence[PenaltyReset]) -> None:
-        """Start the counts of new tenants with penalties. :meth:`sample` does it with its batch's
-        ``penalty_resets``; a step that samples nothing must hand over its own here."""
+        """Start the counts of new tenants. :meth:`sample` does it with its batch's ``penalty_resets``; a
+        step that samples nothing must hand over its own here."""
         self._penalties.reset(resets)
-
-    def release(self, slot: int) -> None:
-        """Optional: the slot's tenant has no penalties, so its counts' memory may serve another."""
-        self._penalties.release(slot)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Sample one token per row.
@@ -67,10 +82,7 @@ class Sampler:
         """
         if batch.penalty_resets:
             self._penalties.reset(batch.penalty_resets)
-        on_cpu = logits.device.type == "cpu"
-        if on_cpu and batch.any_penalty:
-            self._penalties.release_neutral(batch)
-        if on_cpu and logits.shape[1] > _MANY_TOKENS and len(logits) > 1 and not batch.all_greedy:
+        if self._on_host and logits.shape[1] > _MANY_TOKENS and len(logits) > 1 and not batch.all_greedy:
             rows = zip(logits.split(1), _single_rows(batch), strict=True)
             tokens = torch.cat([self._rows(line, row) for line, row in rows])
         else:
@@ -84,13 +96,20 @@ class Sampler:
         if batch.any_penalty:
             logits = self._penalties.apply(logits, batch)
         if batch.banned_rows is not None and batch.banned_ids is not None:
-            # Adding leaves NaN and makes NaN of +inf: a broken row stays broken.
-            never = logits.new_full((), _NEVER).expand_as(batch.banned_ids)
-            logits = logits.index_put((batch.banned_rows, batch.banned_ids), never, accumulate=True)
+            logits = logits if batch.any_penalty else logits.clone()
+            ban_(logits, batch.banned_rows, batch.banned_ids)
+        if self.choice.kernels == "triton":
+            from aioinfer.sampling.triton_sampler import sample_tokens
+
+            return sample_tokens(logits, batch)
+        return self._by_torch(logits, batch)
+
+    def _by_torch(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """One token per row of logits that are as they should be."""
         if batch.all_greedy:
             return _checked(*logits.max(dim=1))
         greedy = batch.temperature == 0
-        if logits.device.type == "cpu":
+        if self._on_host:
             num_greedy = int(greedy.sum())
             if num_greedy == len(logits):
                 return _checked(*logits.max(dim=1))
@@ -108,7 +127,7 @@ class Sampler:
         if not (batch.any_top_k or batch.any_top_p or batch.any_min_p):
             return gumbel_of_keys(keys, self._token_ids).add_(scaled).argmax(dim=1)
         floor = floors(scaled, batch)
-        if len(logits) == 1 and logits.device.type == "cpu":
+        if len(logits) == 1 and self._on_host:
             survivors = (scaled[0] >= floor[0]).nonzero().flatten()
             if len(survivors) == 0:
                 return survivors.new_zeros(1)
@@ -140,7 +159,7 @@ def _single_rows(batch: SamplingBatch) -> Iterator[SamplingBatch]:
         yield replace(
             batch,
             **{name: getattr(batch, name)[at : at + 1] for name in _COLUMNS},
-            all_greedy=greedy and not penalty,
+            all_greedy=greedy,
             any_top_k=top_k,
             any_top_p=top_p,
             any_min_p=min_p,

@@ -19,7 +19,6 @@ from aioinfer.execution.graphs import DecodeGraphs, DecodeRows, graph_obstacle, 
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.packing import Packed, Packer
 from aioinfer.execution.relay import Relay
-from aioinfer.execution.streams import Direct
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.batch import Batch
 from aioinfer.params import SamplingParams
@@ -173,7 +172,7 @@ class Sender:
 
     def __call__(self, array: Any) -> torch.Tensor:
         self.sent += 1
-        return Direct().send(array.copy())
+        return torch.from_numpy(array.copy())
 
 
 def admitted(slots: int) -> Packer:

@@ -51,7 +51,7 @@ def make_batch(rows: list[dict[str, Any]], device: torch.device = CPU, **extra: 
         seeds=column("seed", torch.int64).to(device),
         top_k=top_k.to(device),
         **{name: values.to(device) for name, values in floats.items()},
-        all_greedy=not floats["temperature"].any() and not penalty,
+        all_greedy=not floats["temperature"].any(),
         any_top_k=bool(top_k.any()),
         any_top_p=bool((floats["top_p"] < 1).any()),
         any_min_p=bool(floats["min_p"].any()),

@@ -22,12 +22,15 @@ from aioinfer.execution.relay import Relay
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.streams import Direct
 from aioinfer.params import SamplingParams
+from aioinfer.sampling import masks
 from aioinfer.sampling import sampler as sampler_module
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
+from aioinfer.sampling.choice import choose_sampling
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.decodes import Decodes
 from aioinfer.scheduling.step import Admission, Step
+from tests.model.kernels import kernels_or_skip
 from tests.sampling.support import CPU
 
 Doubles = npt.NDArray[np.float64]
@@ -115,8 +118,8 @@ def make_case(seed: int, vocab: int, switches: dict[str, bool]) -> Case:
 class SameLogits:
     """A model that says the same for every row."""
 
-    def __init__(self, logits: npt.NDArray[np.float32]) -> None:
-        self._logits = torch.from_numpy(logits)
+    def __init__(self, logits: npt.NDArray[np.float32], device: torch.device) -> None:
+        self._logits = torch.from_numpy(logits).to(device)
         self.spec: Any = None
 
     def forward(self, batch: Any, attention: Any) -> torch.Tensor:
@@ -124,8 +127,12 @@ class SameLogits:
 
 
 def draw(case: Case, rows: int) -> npt.NDArray[np.int64]:
-    """How often each token came in a step of so many rows: other seeds by slot, other positions by row."""
-    vocab = len(case.logits)
+    """How often each token came in a step of so many rows."""
+    return np.bincount(tokens(case, rows, Sampler(SLOTS, len(case.logits), CPU)), minlength=len(case.logits))
+
+
+def tokens(case: Case, rows: int, sampler: Sampler, device: torch.device = CPU) -> npt.NDArray[np.int64]:
+    """What came in a step of so many rows: other seeds by slot, other positions by row."""
     packer = Packer(SLOTS, 1, 1 << 20)
     for slot in range(1, SLOTS + 1):
         admission = Admission(case.params, SEED + slot, frozenset(), case.prompt, case.output)
@@ -136,12 +143,12 @@ def draw(case: Case, rows: int) -> npt.NDArray[np.int64]:
     packed = packer.pack(Step(1, decodes, (), rows))
     if case.params.penalised:
         packed.penalty_resets = [PenaltyReset(slot, case.prompt, case.output) for slot in range(1, SLOTS + 1)]
-    relay = Relay(SLOTS, CPU)
     attention: Any = None
-    runner = Runner(SameLogits(case.logits), attention, Sampler(SLOTS, vocab, CPU), relay, Masks())
-    sampled = runner.run(packed, Direct())
+    runner = Runner(SameLogits(case.logits, device), attention, sampler, Relay(SLOTS, device), Masks())
+    sampled = runner.run(packed, Direct(device))
     assert sampled.tokens is not None
-    return np.bincount(sampled.tokens.numpy(), minlength=vocab)
+    found: npt.NDArray[np.int64] = sampled.tokens.cpu().numpy()
+    return found
 
 
 def p_value(counts: npt.NDArray[np.int64], probabilities: Doubles) -> float:
@@ -205,6 +212,36 @@ def test_draws_from_a_large_vocabulary_do_so_too(combination: tuple[bool, ...]) 
     case = case_of(combination, 5000)
     counts = draw(case, 384)
     assert fits(counts, case.exact), (SEED, case, counts)
+
+
+# -- the same by kernels -----------------------------------------------------------------------------------
+
+
+def by_kernels(case: Case, rows: int, device: str) -> npt.NDArray[np.int64]:
+    """Tokens by the kernels of sampling, on the CPU interpreted."""
+    at = torch.device(device)
+    return tokens(case, rows, Sampler(SLOTS, len(case.logits), at, "triton"), at)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [50, 5000])
+def test_draws_of_compiled_kernels_follow_the_exact_distribution(vocab: int) -> None:
+    kernels_or_skip("cuda")
+    for combination in COMBINATIONS:
+        case = case_of(combination, vocab)
+        counts = np.bincount(by_kernels(case, DRAWS, "cuda"), minlength=vocab)
+        assert fits(counts, case.exact), (SEED, case, counts)
+
+
+@pytest.mark.parametrize("combination", LARGE[::-3], ids=name_of)
+def test_kernels_draw_the_tokens_of_torch(
+    combination: tuple[bool, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose distribution is tested above."""
+    case = case_of(combination, 50)
+    wanted = tokens(case, 4, Sampler(SLOTS, 50, CPU, "torch"))
+    monkeypatch.setattr(masks, "choose_sampling", lambda _: choose_sampling(torch.device(device), "triton"))
+    assert by_kernels(case, 4, device).tolist() == wanted.tolist()
 
 
 # -- the test has teeth ------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from aioinfer.execution.roster import Parameters
+from aioinfer.params import SamplingParams
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.penalties import Penalties, _penalise
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.step import BAD_LOGITS
+from aioinfer.scheduling.step import BAD_LOGITS, Admission
 from tests.sampling.support import CPU, make_batch, penalise, reference
 
 PENALTIES: list[dict[str, Any]] = [
@@ -100,14 +102,14 @@ def test_rows_are_made_on_demand_and_used_again() -> None:
     penalties.reset([PenaltyReset(40, [1], [])])
     assert len(penalties._counts) == 2
     for slot in (41, 42, 43):
-        penalties.release(slot - 1)
+        penalties.reset([PenaltyReset(slot - 1, penalised=False)])
         penalties.reset([PenaltyReset(slot, [slot % 10], [])])
         assert len(penalties._counts) == 2
         assert penalties._counts[1].nonzero().flatten().tolist() == [slot % 10]
     penalties.reset([PenaltyReset(43, [], [9]), PenaltyReset(44, [], [8, 8])])
     assert penalties._counts[1].tolist() == [0] * 9 + [1]
     assert int(penalties._counts[penalties._row_of[44], 8]) == 2
-    penalties.release(7)
+    penalties.reset([PenaltyReset(7, penalised=False)])
     for slot in range(1, 101):
         penalties.reset([PenaltyReset(slot, [slot % 10], [])])
     # Those of slots 0 to 100 and the empty one.
@@ -121,20 +123,31 @@ def test_rows_are_made_on_demand_and_used_again() -> None:
 def test_a_slot_that_gave_its_row_back_no_longer_counts_there() -> None:
     penalties = Penalties(3, 10, CPU)
     penalties.reset([PenaltyReset(1, [], [])])
-    penalties.release(1)
+    penalties.reset([PenaltyReset(1, penalised=False)])
     penalties.reset([PenaltyReset(2, [], [])])
     penalties.record(make_batch([{"slot": 1}, {"slot": 2}]), torch.tensor([4, 5]))
     assert penalties._counts.nonzero().tolist() == [[1, 5]]
 
 
-def test_a_cpu_gives_back_the_row_of_a_tenant_without_penalties() -> None:
-    sampler = Sampler(9, 10, CPU)
-    logits = torch.zeros(2, 10)
+def test_a_tenant_without_penalties_gives_back_the_row_of_the_one_before() -> None:
+    """As the host knows who takes a slot, no device is asked."""
+    parameters, sampler = Parameters(9), Sampler(9, 10, CPU)
+
+    def tenants(*slots: int, **params: float) -> list[PenaltyReset]:
+        admission = Admission(SamplingParams(**params), 0, frozenset(), [1], [])
+        resets = [parameters.admit(slot, admission) for slot in slots]
+        return [reset for reset in resets if reset is not None]
+
+    assert tenants(*range(1, 9)) == []
     for slot in range(1, 9):
-        rows = [{"slot": slot - 1}, {"slot": slot, "presence_penalty": 1.0}]
-        resets = [PenaltyReset(slot, [slot], [])]
-        sampler.sample(logits, make_batch(rows, penalty_resets=resets))
-    assert len(sampler._penalties._counts) <= 4
+        resets = [*tenants(max(slot - 1, 1)), *tenants(slot, presence_penalty=1.0)]
+        rows = [{"slot": max(slot - 1, 1)}, {"slot": slot, "presence_penalty": 1.0}]
+        sampler.sample(torch.zeros(2, 10), make_batch(rows, penalty_resets=resets))
+        assert list(sampler._penalties._used) == [slot]
+    assert len(sampler._penalties._counts) == 2
+    sampler.reset(tenants(8))
+    assert sampler._penalties._used == {}
+    assert not sampler._penalties._row_of.any()
 
 
 def test_counts_may_be_reset_by_a_step_that_samples_nothing() -> None:

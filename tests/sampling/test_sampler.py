@@ -94,6 +94,17 @@ def test_nothing_is_read_back_from_the_device() -> None:
         assert tokens.dtype == torch.int64
 
 
+def test_a_greedy_batch_draws_nothing_penalised_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where what rows ask for cannot be looked at."""
+    monkeypatch.setattr(Sampler, "_draw", None)
+    sampler = Sampler(2, 6, CPU)
+    sampler._on_host = False
+    rows = [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 10.0}]
+    batch = make_batch(rows, penalty_resets=[PenaltyReset(2, [5], [])])
+    assert batch.all_greedy
+    assert sampler.sample(torch.arange(6.0).expand(2, -1), batch).tolist() == [5, 4]
+
+
 # -- exact distributions -----------------------------------------------------------------------------------
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0, 1.2], dtype=torch.float64)

@@ -1,0 +1,138 @@
+"""Floors of top-k, top-p and min-p, and the draw, in Triton: what one program does with one row.
+
+As in :mod:`aioinfer.sampling.filters`, whose results these are, a threshold is the smallest 31-bit key
+whose cumulative weight reaches a target; here it is found two bits at a time: a pass over the entries
+weighs what lies below each of three pivots. Weights are whole numbers (int64), so that neither the order
+of addition nor who adds up what changes anything.
+
+"Entries" are logits: a whole row, where entry i is token i, or a list of candidates with their ids beside
+them, of which nothing is asked but that all tokens above some bound are among them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from aioinfer.sampling.triton_noise import exponential, gumbel
+
+__all__ = ["NOBODY", "draw", "filter_floor", "keys_of", "scale", "unit_weights"]
+
+#: an id above all token ids
+NOBODY = tl.constexpr(0x7FFFFFFF)
+_INFINITE_KEY = tl.constexpr(0x7F800000)
+_LARGEST_KEY = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def scale(x: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """Logits relative to the row's maximum, by temperature, rounded as torch does: at most 0."""
+    # Colder rows are taken for as cold as the sampler's torch path takes them.
+    return tl.div_rn(x - peak, tl.maximum(temperature, 1e-37))
+
+
+@triton.jit
+def keys_of(scaled: tl.tensor) -> tl.tensor:
+    """uint32 that rise as scaled logits fall; infinite for -inf."""
+    return tl.abs(scaled).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def unit_weights(scaled: tl.tensor, UNIT: tl.constexpr, WIDEN: tl.constexpr) -> tl.tensor:
+    """exp of scaled logits in whole units, int64."""
+    return (exponential(scaled, WIDEN) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def _smallest_key(
+    entries: tl.tensor, number: tl.tensor, peak: tl.tensor, temperature: tl.tensor, target: tl.tensor,
+    COUNT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The smallest key such that it and all smaller ones weigh at least ``target``; above all keys if even
+    all of them do not. An entry weighs 1 with COUNT, else its mass."""
+    nothing = tl.full([], 0, tl.int64)
+    prefix = tl.full([], 0, tl.uint32)
+    for step in range(16):
+        shift = (tl.full([], 30, tl.uint32) - 2 * step).to(tl.uint32)
+        one = tl.full([], 1, tl.uint32) << shift
+        first = prefix + (one - 1)
+        upto_0, upto_1, upto_2 = nothing, nothing, nothing
+        for start in tl.range(0, number, TILE):
+            at = start + tl.arange(0, TILE)
+            inside = at < number
+            scaled = scale(tl.load(entries + at, mask=inside, other=float("-inf")), peak, temperature)
+            key = keys_of(scaled)
+            weight = inside.to(tl.int64) if COUNT else unit_weights(scaled, UNIT, WIDEN)
+            upto_0 += tl.sum(tl.where(key <= first, weight, 0), 0)
+            upto_1 += tl.sum(tl.where(key <= first + one, weight, 0), 0)
+            upto_2 += tl.sum(tl.where(key <= first + 2 * one, weight, 0), 0)
+        digit = (upto_0 < target).to(tl.uint32) + (upto_1 < target).to(tl.uint32)
+        prefix += (digit + (upto_2 < target).to(tl.uint32)) << shift
+    return prefix
+
+
+@triton.jit
+def _mass(
+    entries: tl.tensor, number: tl.tensor, peak: tl.tensor, temperature: tl.tensor, floor: tl.tensor,
+    UNIT: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """What the entries not below ``floor`` weigh, int64."""
+    total = tl.full([], 0, tl.int64)
+    for start in tl.range(0, number, TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(entries + at, mask=at < number, other=float("-inf"))
+        scaled = scale(x, peak, temperature)
+        total += tl.sum(tl.where(scaled >= floor, unit_weights(scaled, UNIT, WIDEN), 0), 0)
+    return total
+
+
+@triton.jit
+def filter_floor(
+    entries: tl.tensor, number: tl.tensor, peak: tl.tensor, temperature: tl.tensor,
+    count: tl.tensor, top_p: tl.tensor, total: tl.tensor,
+    UNIT: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The smallest scaled logit that top-k and top-p leave, and whether the entries sufficed to tell.
+
+    ``count`` is top-k's, 0 for off; ``total`` the mass of the row, which is looked at without top-k only.
+    """
+    floor = tl.full([], float("-inf"), tl.float32)
+    enough = tl.full([], 1, tl.int32)
+    if count > 0:
+        key = _smallest_key(entries, number, peak, temperature, count.to(tl.int64), True, UNIT, TILE, WIDEN)
+        enough = (key <= _LARGEST_KEY).to(tl.int32)
+        floor = -tl.minimum(key, _INFINITE_KEY).to(tl.float32, bitcast=True)
+        if top_p < 1.0:
+            total = _mass(entries, number, peak, temperature, floor, UNIT, TILE, WIDEN)
+    if top_p < 1.0:
+        wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+        key = _smallest_key(entries, number, peak, temperature, wanted, False, UNIT, TILE, WIDEN)
+        enough = tl.where(key <= _LARGEST_KEY, enough, 0)
+        floor = tl.maximum(floor, -tl.minimum(key, _INFINITE_KEY).to(tl.float32, bitcast=True))
+    return floor, enough
+
+
+@triton.jit
+def draw(
+    entries: tl.tensor, ids: tl.tensor, number: tl.tensor, peak: tl.tensor, temperature: tl.tensor,
+    floor: tl.tensor, low: tl.tensor, high: tl.tensor,
+    LISTED: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Gumbel-max over the entries not below ``floor``: an id, the lowest of those with the largest sum.
+
+    With LISTED the entries' ids are in ``ids``, else they are their places.
+    """
+    best = tl.full([], float("-inf"), tl.float32)
+    token = tl.full([], NOBODY, tl.int32)
+    for start in tl.range(0, number, TILE):
+        at = start + tl.arange(0, TILE)
+        inside = at < number
+        x = tl.load(entries + at, mask=inside, other=float("-inf"))
+        scaled = scale(x, peak, temperature)
+        name = tl.load(ids + at, mask=inside, other=NOBODY) if LISTED else at
+        noisy = tl.where(inside & (scaled >= floor), scaled + gumbel(low, high, name, WIDEN), float("-inf"))
+        top = tl.max(noisy, 0)
+        first = tl.min(tl.where(noisy == top, name, NOBODY), 0)
+        token = tl.where((top > best) | ((top == best) & (first < token)), first, token)
+        best = tl.maximum(best, top)
+    return token

@@ -1,0 +1,125 @@
+"""What changes single logits before sampling, in Triton: penalties, biases, banned ids and masks.
+
+Each is one launch that reads and writes a logit once, or only the logits that it changes, where the torch
+path has a handful of temporaries as large as the logits, or sorts its indices. The arithmetic is the same,
+each operation rounded on its own, and so are the bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["add_biases_", "apply_masks_", "ban_", "penalise"]
+
+_CHUNK = 2048
+_PAIRS = 128
+_NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit(do_not_specialize=["slots", "repetition", "presence", "frequency"])
+def _penalise_kernel(
+    logits: tl.tensor, out: tl.tensor, counts: tl.tensor, row_of: tl.tensor, slots: tl.tensor,
+    repetition: tl.tensor, presence: tl.tensor, frequency: tl.tensor, vocab: tl.tensor, stride: tl.tensor,
+    IN_PROMPT: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    """A chunk of a row, penalised by the counts of its slot. Grid (chunks, rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab
+    x = tl.load(logits + row * stride + ids, mask=inside)
+    counted = tl.load(row_of + tl.load(slots + row))
+    seen = tl.load(counts + counted * vocab + ids, mask=inside, other=0)
+    factor = tl.load(repetition + row)
+    x = tl.where(seen > 0, tl.where(x > 0.0, tl.div_rn(x, factor), x * factor), x)
+    said = seen & (IN_PROMPT - 1)
+    x = x - tl.load(frequency + row) * said.to(tl.float32)
+    x = x - tl.load(presence + row) * (said > 0).to(tl.float32)
+    tl.store(out + row * vocab + ids, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "ids", "bits", "number"])
+def _add_kernel(
+    logits: tl.tensor, rows: tl.tensor, ids: tl.tensor, bits: tl.tensor, number: tl.tensor, stride: tl.tensor,
+    BAN: tl.constexpr, PAIRS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Add to single logits. Grid (pairs / PAIRS,). To add -inf twice is to add it once."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < number
+    row = tl.load(rows + pair, mask=inside, other=0)
+    at = logits + row * stride + tl.load(ids + pair, mask=inside, other=0)
+    x = tl.load(at, mask=inside)
+    if BAN:
+        change = tl.full([PAIRS], _NEVER, tl.float32)
+    else:
+        change = tl.load(bits + pair, mask=inside).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(at, x + change, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "masks", "words"])
+def _mask_kernel(
+    logits: tl.tensor, rows: tl.tensor, masks: tl.tensor, words: tl.tensor, vocab: tl.tensor,
+    stride: tl.tensor, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write -inf where a chunk of a row is not allowed; nothing else is touched. Grid (chunks, masks)."""
+    mask = tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    word = tl.load(masks + mask * words + ids // 32, mask=ids // 32 < words, other=0)
+    forbidden = ((word >> (ids % 32)) & 1) == 0
+    to = logits + tl.load(rows + mask) * stride + ids
+    tl.store(to, tl.full([CHUNK], _NEVER, tl.float32), mask=forbidden & (ids < vocab))
+
+
+def penalise(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    row_of: torch.Tensor,
+    slots: torch.Tensor,
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    in_prompt: int,
+) -> torch.Tensor:
+    """Penalised logits, a new float32 [S, V].
+
+    Args:
+        logits: [S, V] float32, the tokens of a row next to each other.
+        counts: [rows, V] int32: times a token was said, below ``in_prompt``, plus that if it was asked.
+        row_of: [slots] int64, row of ``counts`` of each slot.
+        slots: [S] int64.
+        penalties: repetition, presence and frequency, [S] float32 each.
+    """
+    rows, vocab = logits.shape
+    out = torch.empty((rows, vocab), dtype=logits.dtype, device=logits.device)
+    columns = (column.contiguous() for column in penalties)
+    if out.numel():
+        _penalise_kernel[(triton.cdiv(vocab, _CHUNK), rows)](
+            logits, out, counts, row_of, slots, *columns, vocab, logits.stride(0),
+            IN_PROMPT=in_prompt, CHUNK=_CHUNK, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def add_biases_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> None:
+    """As :func:`aioinfer.sampling.masks.add_biases_`."""
+    if len(rows):
+        _add_kernel[(triton.cdiv(len(rows), _PAIRS),)](
+            logits, rows, ids, bits, len(rows), logits.stride(0), BAN=False, PAIRS=_PAIRS, num_warps=4
+        )
+
+
+def ban_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
+    """As :func:`aioinfer.sampling.masks.ban_`."""
+    if len(rows):
+        _add_kernel[(triton.cdiv(len(rows), _PAIRS),)](
+            logits, rows, ids, ids, len(rows), logits.stride(0), BAN=True, PAIRS=_PAIRS, num_warps=4
+        )
+
+
+def apply_masks_(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """As :func:`aioinfer.sampling.masks.apply_masks_`."""
+    vocab = logits.shape[1]
+    if len(rows):
+        _mask_kernel[(triton.cdiv(vocab, _CHUNK), len(rows))](
+            logits, rows, masks.contiguous(), masks.shape[1], vocab, logits.stride(0),
+            CHUNK=_CHUNK, num_warps=4,
+        )  # fmt: skip

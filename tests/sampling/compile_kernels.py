@@ -1,0 +1,97 @@
+"""Compile the sampling kernels for Hopper on a machine without a GPU; run as a module by a test.
+
+As tests/model/compile_kernels.py does: launches stop after compiling. Prints a JSON object per kernel
+compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import KernelInterface
+
+from aioinfer.sampling import triton_logits
+from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.triton_sampler import sample_tokens
+from tests.model.compile_kernels import Driver, ints
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, which is where registers spill to."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        listing = subprocess.run(
+            [tool, "-res-usage", file.name], text=True, capture_output=True, check=True
+        ).stdout
+    found = {name: re.search(rf"\b{name}:(\d+)", listing) for name in ("REG", "STACK")}
+    return {name.lower(): int(match[1]) for name, match in found.items() if match is not None}
+
+
+def report(name: str) -> Callable[..., Callable[..., None]]:
+    """What takes the place of a launch: compiles, and prints what was not compiled before."""
+    seen: set[str] = set()
+
+    def getitem(kernel: Any, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            compiled = kernel.run(*args, grid=grid, warmup=True, **constants)
+            if compiled.hash in seen:
+                return
+            seen.add(compiled.hash)
+            found = {"name": compiled.name, "shape": name, "shared": compiled.metadata.shared}
+            print(json.dumps({**found, **usage(compiled.asm["cubin"])}), flush=True)  # noqa: T201
+
+        return launch
+
+    return getitem
+
+
+def batch(rows: int, rng: random.Random) -> SamplingBatch:
+    """Columns at addresses of any alignment, as sections of a packed buffer are."""
+
+    def floats() -> torch.Tensor:
+        return torch.ones(rows + 1)[rng.randrange(2) :][:rows]
+
+    whole = [ints([0] * rows, rng.randrange(2)) for _ in range(4)]
+    return SamplingBatch(
+        *whole[:3], floats(), floats(), floats(), whole[3], floats(), floats(), floats(),
+        all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, any_penalty=False,
+    )  # fmt: skip
+
+
+def compile_sampling(name: str, vocab: int) -> None:
+    """Batches of many sizes; whatever is not constant must not compile again."""
+    KernelInterface.__getitem__ = report(name)
+    rng = random.Random(0)
+    for rows in (1, 2, 5, 16, 17, 256):
+        logits = torch.empty(rows, vocab)
+        some = batch(rows, rng)
+        sample_tokens(logits, some)
+        sample_tokens(logits, replace(some, all_greedy=True))
+        penalties = some.repetition_penalty, some.presence_penalty, some.frequency_penalty
+        counts, row_of = torch.empty(rows, vocab, dtype=torch.int32), torch.empty(300, dtype=torch.int64)
+        triton_logits.penalise(logits, counts, row_of, some.slots, penalties, 1 << 30)
+        triton_logits.ban_(logits, some.slots, some.slots)
+        triton_logits.add_biases_(logits, some.slots, some.slots, some.slots)
+        words = torch.empty(rows, rng.randrange(1, vocab // 32), dtype=torch.int32)
+        triton_logits.apply_masks_(logits, some.slots, words)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    compile_sampling("qwen3", 151_936)
+    compile_sampling("gpt2", 50_257)
+
+
+if __name__ == "__main__":
+    main()

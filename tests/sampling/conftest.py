@@ -1,0 +1,19 @@
+"""Where kernels run: in Triton's interpreter on the CPU, or compiled on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.model.kernels import DEVICES, kernels_or_skip
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A device that this process can run kernels on. Overflow to infinity, which rows near the end of float32
+    bring with them, is a warning of numpy's to the interpreter."""
+    kernels_or_skip(request.param)
+    with np.errstate(all="ignore"):
+        yield request.param

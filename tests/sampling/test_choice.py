@@ -1,0 +1,43 @@
+"""Which code samples where, and the reason given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.sampling import choice
+from aioinfer.sampling.choice import SamplingChoice
+from aioinfer.sampling.sampler import Sampler
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+choose = choice.choose_sampling.__wrapped__
+
+
+def test_a_cpu_samples_by_torch() -> None:
+    assert choose(CPU) == SamplingChoice("torch", "the device is a cpu")
+    assert choose(CUDA, "torch") == SamplingChoice("torch", "asked for")
+    assert Sampler(2, 10, CPU).choice.kernels == "torch"
+
+
+def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from aioinfer.sampling import triton_noise
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(triton_noise, "INTERPRETED", False)
+    assert choose(CUDA) == SamplingChoice("triton", "the device is CUDA")
+    with pytest.raises(ConfigError, match="triton was asked for, and TRITON_INTERPRET is not set"):
+        choose(CPU, "triton")
+    monkeypatch.setattr(triton_noise, "INTERPRETED", True)
+    assert choose(CUDA) == SamplingChoice("torch", "TRITON_INTERPRET is set")
+    assert choose(CPU, "triton") == SamplingChoice("triton", "asked for")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert choose(CUDA) == SamplingChoice("torch", "the device is older than compute capability 8.0")
+
+
+def test_without_triton_everything_samples_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
+    assert choose(CUDA) == SamplingChoice("torch", "triton is not installed")
+    with pytest.raises(ConfigError, match="not installed"):
+        choose(CUDA, "triton")

@@ -1,0 +1,291 @@
+"""The sampling kernels against the plainest implementation, token for token, however the work is cut.
+
+A row takes about a tenth of a second in the interpreter, so it gets few; compiled, the same checks get many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
+from aioinfer.sampling.sampler import Sampler
+from aioinfer.scheduling.step import BAD_LOGITS
+from tests.sampling.support import make_batch, penalise, random_logits, random_row, reference
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from aioinfer.sampling import triton_sampler
+from aioinfer.sampling.triton_filters import filter_floor
+from aioinfer.sampling.triton_sampler import SampleTuning, sample_tokens
+
+#: One chunk and several, the last of them partly empty; groups of a token and of many; lists that most rows
+#: overflow, so that they are searched whole, and lists of several tiles.
+TUNINGS = {
+    "as it runs": SampleTuning(),
+    "small lists": SampleTuning(chunk=32, groups=64, listed=4, list_tile=4, row_tile=64, num_warps=1),
+    "long lists": SampleTuning(chunk=64, groups=16, listed=256, list_tile=32, row_tile=32, num_warps=1),
+}
+
+
+def share(device: str, some: int, many: int) -> int:
+    """How many the interpreter gets, and how many a device."""
+    return some if device == "cpu" else many
+
+
+@pytest.fixture(autouse=True)
+def _used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launches hand on lies in memory that holds something: very likely tokens with odd ids."""
+    make = triton_sampler._Scratch.make
+
+    def used(*arguments: Any) -> triton_sampler._Scratch:
+        scratch = make(*arguments)
+        for field in fields(scratch):
+            tensor = getattr(scratch, field.name)
+            tensor.fill_(1e9 if tensor.is_floating_point() else -77)
+        return scratch
+
+    monkeypatch.setattr(triton_sampler._Scratch, "make", used)
+
+
+def drawn(
+    logits: torch.Tensor, rows: list[dict[str, Any]], device: str, tuning: SampleTuning | None = None
+) -> list[int]:
+    """Tokens of the kernels."""
+    at = torch.device(device)
+    tokens = sample_tokens(logits.to(at), make_batch(rows, at), tuning)
+    assert tokens.dtype == torch.int64
+    assert tokens.device.type == device
+    found: list[int] = tokens.tolist()
+    return found
+
+
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
+@pytest.mark.parametrize("vocab", [1, 150])
+def test_every_row_equals_the_plain_implementation(device: str, vocab: int, tuning: SampleTuning) -> None:
+    """Greedy and filtered rows, ties, infinities, broken rows, temperatures from nothing to 100."""
+    for seed in range(share(device, 1, 200)):
+        rng = np.random.default_rng([seed, vocab, tuning.listed])
+        lines = [random_logits(rng, vocab) for _ in range(6)]
+        rows = [random_row(rng) for _ in range(6)]
+        before = torch.from_numpy(np.stack(lines))
+        logits = before.clone()
+        wanted = [reference(line, row) for line, row in zip(lines, rows, strict=True)]
+        assert drawn(logits, rows, device, tuning) == wanted, (seed, rows)
+        assert torch.equal(before.nan_to_num(), logits.nan_to_num()), "the logits were written to"
+
+
+@pytest.mark.parametrize("vocab", [50_257, 262_144])
+def test_large_vocabularies_equal_the_torch_path_on_the_same_device(device: str, vocab: int) -> None:
+    """Peaked rows, whose candidates fit a list, and flat ones."""
+    at, number = torch.device(device), share(device, 2, 33)
+    for seed in range(share(device, 1, 6)):
+        rng = np.random.default_rng([seed, vocab])
+        logits = torch.from_numpy(np.stack([random_logits(rng, vocab) for _ in range(number)])).to(at)
+        batch = make_batch([{**random_row(rng), "temperature": 1.0} for _ in range(number)], at)
+        wanted = Sampler(40, vocab, at, "torch").sample(logits, batch)
+        assert torch.equal(Sampler(40, vocab, at, "triton").sample(logits, batch), wanted), seed
+
+
+LINE = np.random.default_rng(5).normal(0, 2, 100).astype(np.float32)
+#: filters, and what one that is a little off, or forgotten, amounts to
+FILTERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"min_p": 0.1}, {"min_p": 0.15}),
+    ({"top_k": 5}, {"top_k": 4}),
+    ({"top_k": 99, "temperature": 1e30}, {"top_k": 0}),
+    ({"top_k": 100, "temperature": 1e30}, {"top_k": 99}),
+    ({"top_p": 0.6}, {"top_p": 0.57}),
+    ({"top_p": 0.9999999}, {"top_p": 0.999}),
+    ({"top_k": 20, "top_p": 0.8}, {"top_k": 0}),
+    ({"top_k": 20, "min_p": 0.1}, {"min_p": 0.0}),
+    ({"top_p": 0.99, "min_p": 0.3}, {"min_p": 0.0}),
+]
+
+
+def filtered(device: str, tuning: str) -> tuple[list[int], list[int]]:
+    """What is drawn and what should be: of many seeds, those at which the almost right filter would draw
+    something else."""
+    rows = []
+    for row, change in FILTERS:
+        seeds = ({**row, "seed": seed} for seed in range(4000))
+        rows.append(next(one for one in seeds if reference(LINE, one) != reference(LINE, {**one, **change})))
+    lines = torch.from_numpy(np.stack([LINE] * len(rows)))
+    return drawn(lines, rows, device, TUNINGS[tuning]), [reference(LINE, row) for row in rows]
+
+
+@pytest.mark.parametrize("tuning", ["small lists", "long lists"])
+def test_filters_keep_neither_more_nor_less(device: str, tuning: str) -> None:
+    got, wanted = filtered(device, tuning)
+    assert got == wanted
+
+
+def one_more(*arguments: Any) -> Any:
+    """A floor for one more token than top-k has."""
+    return filter_floor(*arguments[:4], arguments[4] + 1, *arguments[5:])
+
+
+PLANTED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "one token too many": ("filter_floor", one_more),
+    "min-p forgotten": ("_least", lambda min_p, WIDEN: min_p * 0 - math.inf),
+    "the first of a chunk, not the best": ("gumbel", lambda low, high, ids, WIDEN: ids * -1e3),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device != "cpu":
+        pytest.skip("compiled kernels cannot be changed")
+    monkeypatch.setattr(triton_sampler, *PLANTED[bug])
+    got, wanted = filtered(device, "long lists")
+    assert got != wanted
+
+
+EDGES: dict[str, list[float]] = {
+    "one token": [-math.inf] * 70 + [3.0] + [-math.inf] * 29,
+    "nothing": [-math.inf] * 100,
+    "nan": [0.0] * 50 + [math.nan] + [1.0] * 49,
+    "inf": [0.0] * 99 + [math.inf],
+    "nan beside inf": [math.nan] + [0.0] * 60 + [math.inf] + [0.0] * 38,
+    "two tokens": [-math.inf, 5.0] + [-math.inf] * 97 + [5.0],
+    "all alike": [-2.5] * 100,
+    "near the end": [3e38] * 3 + [-3e38] * 97,
+    "denormal": [1e-44, -1e-44, 1e-40, 0.0, -0.0] * 20,
+    "alike but for the coldest": [3e-37] + [0.0] * 99,
+    "ties at the threshold": [4.0] * 2 + [3.0] * 5 + [1.0] * 93,
+}
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 1e-38, "top_p": 0.5},
+    {"top_k": 3, "top_p": 0.9, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(device: str, name: str) -> None:
+    line = np.array(EDGES[name], np.float32)
+    wanted = [reference(line, row) for row in MIXED]
+    assert drawn(torch.from_numpy(np.stack([line] * 4)), MIXED, device, TUNINGS["small lists"]) == wanted
+
+
+def test_no_rows_give_no_tokens(device: str) -> None:
+    empty = SamplingBatch(*(torch.zeros(0, device=device),) * 10, False, True, True, True, False)
+    assert sample_tokens(torch.zeros(0, 30, device=device), empty).shape == (0,)
+
+
+def test_a_row_depends_on_itself_alone(device: str) -> None:
+    """Not on its company, the flags of the batch, nor on how logits and parameters lie in memory."""
+    at = torch.device(device)
+    rng = np.random.default_rng(3)
+    rows = [random_row(rng) for _ in range(share(device, 4, 50))]
+    logits = torch.from_numpy(np.stack([random_logits(rng, 90) for _ in rows])).to(at)
+    tuning = TUNINGS["long lists"]
+    together = sample_tokens(logits, make_batch(rows, at), tuning).tolist()
+    order = rng.permutation(len(rows)).tolist()
+    shuffled = make_batch([rows[index] for index in order], at)
+    # As a graph has it: every flag set, or none.
+    flags: dict[str, Any] = {"any_top_k": True, "any_top_p": True, "any_min_p": True, "all_greedy": False}
+    wide = torch.full((len(rows), 100), math.nan, device=at)
+    wide[:, :90] = logits[order]
+    for name in ("temperature", "top_p", "min_p", "top_k", "seeds", "positions"):
+        flags[name] = getattr(shuffled, name).repeat_interleave(2)[::2]
+    for lying in (wide[:, :90], logits[order].T.contiguous().T):
+        got = sample_tokens(lying, replace(shuffled, **flags), tuning).tolist()
+        assert got == [together[index] for index in order]
+
+
+def test_a_batch_known_to_be_greedy_has_the_same_tokens(device: str) -> None:
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(np.stack([random_logits(rng, 90) for _ in range(12)]).round()).to(device)
+    logits[3, 60] = math.inf
+    batch = make_batch([{"temperature": 0.0}] * 12, torch.device(device))
+    assert batch.all_greedy
+    found = [sample_tokens(logits, replace(batch, all_greedy=flag)).tolist() for flag in (True, False)]
+    assert found[0] == found[1] == [reference(line.numpy(), {"temperature": 0}) for line in logits.cpu()]
+    assert BAD_LOGITS in found[0]
+
+
+GUESSES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nothing is above": lambda peak: peak * 0 + 1.0,
+    "only the likeliest": lambda peak: peak * 0,
+    "everything": lambda peak: peak * 0 - math.inf,
+    "no number": lambda peak: peak * 0 + math.nan,
+}
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_a_wrong_bound_costs_time_and_no_token(
+    device: str, guess: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finish looks whether the list holds what the filters ask for, and searches the row if not."""
+    if device != "cpu":
+        pytest.skip("compiled kernels cannot be changed")
+    monkeypatch.setattr(triton_sampler, "_guess", lambda *arguments: GUESSES[guess](arguments[2]))
+    rows = [{"top_k": 5, "seed": 3}, {"top_p": 0.7, "seed": 4}, {"top_k": 9, "top_p": 0.5, "seed": 5}]
+    wanted = [reference(LINE, row) for row in rows]
+    logits = torch.from_numpy(np.stack([LINE] * 3))
+    for listed in (16, 128):
+        assert drawn(logits, rows, device, SampleTuning(chunk=64, listed=listed)) == wanted
+
+
+def test_the_sampler_on_kernels_is_the_sampler(device: str) -> None:
+    """Penalties that count on the device, bans and broken rows, step after step."""
+    at, vocab = torch.device(device), 60
+    rng = np.random.default_rng(7)
+    rows = [
+        {"slot": 3, "frequency_penalty": 0.9, "repetition_penalty": 1.3},
+        {"slot": 1, "temperature": 0.0, "presence_penalty": 1.5, "banned": [3, 7, 3]},
+        {"slot": 2, "top_k": 4, "banned": [59]},
+    ]
+    said: dict[int, list[int]] = {3: [4, 4], 1: [], 2: []}
+    sampler = Sampler(4, vocab, at, "triton")
+    assert sampler.choice.kernels == "triton"
+    for position in range(share(device, 6, 100)):
+        lines = [rng.normal(0, 1.5, vocab).astype(np.float32) for _ in rows]
+        lines[2][5] = math.nan if position == 2 else 0.0
+        rows = [{**row, "position": position} for row in rows]
+        wanted = [
+            reference(penalise(line, [1, 2], said[row["slot"]], row), row)
+            for line, row in zip(lines, rows, strict=True)
+        ]
+        resets = [PenaltyReset(slot, [1, 2], said[slot]) for slot in (3, 1)] if position == 0 else []
+        batch = make_batch(rows, at, penalty_resets=resets)
+        logits = torch.from_numpy(np.stack(lines)).to(at)
+        assert sampler.sample(logits, batch).tolist() == wanted, position
+        assert torch.equal(logits.cpu().nan_to_num(), torch.from_numpy(np.stack(lines)).nan_to_num())
+        for row, token in zip(rows, wanted, strict=True):
+            said[row["slot"]].append(token)
+    assert BAD_LOGITS in said[2]
+
+
+@pytest.mark.gpu
+def test_a_graph_samples_for_rows_that_come_later() -> None:
+    """Captured with some parameters and replayed with others, greedy and neutral ones among them."""
+    from tests.model.kernels import kernels_or_skip
+
+    kernels_or_skip("cuda")
+    at, vocab, count = torch.device("cuda"), 151_936, 8
+    sampler = Sampler(count, vocab, at)
+    assert sampler.choice.kernels == "triton"
+    rng = np.random.default_rng(0)
+    flags: dict[str, Any] = {"any_top_k": True, "any_top_p": True, "any_min_p": True, "all_greedy": False}
+    fixed = replace(make_batch([{}] * count, at), **flags)
+    logits = torch.zeros(count, vocab, device=at)
+    sampler.sample(logits, fixed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sampler.sample(logits, fixed)
+    for _ in range(20):
+        batch = make_batch([random_row(rng) for _ in range(count)], at)
+        logits.copy_(torch.from_numpy(np.stack([random_logits(rng, vocab) for _ in range(count)])))
+        for name in ("positions", "seeds", "temperature", "top_p", "min_p", "top_k"):
+            getattr(fixed, name).copy_(getattr(batch, name))
+        graph.replay()
+        assert torch.equal(tokens, Sampler(count, vocab, at, "torch").sample(logits, batch))
