@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from aioinfer.execution.device import DeviceLost
+from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.observe.timeline import Timeline, now
 from aioinfer.request import Request
 from aioinfer.scheduling.audit import check_idle
@@ -199,7 +199,7 @@ class Driver:
         """Commit a landed flight and tell of it."""
         self._last_progress = self._loop.time()
         start = now()
-        error, result = landing.error, landing.result
+        error, result, what = landing.error, landing.result, "resolve"
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
@@ -207,12 +207,16 @@ class Driver:
             self._timeline.noticed(start - result.done_at)
             moved = self._core.resolve(step, result)
         else:
-            _log.error("step %d failed: %r", step.id, error)
+            if isinstance(error, StepOutOfMemory):
+                what = "run out"
+                _log.warning("step %d of %d tokens ran out of memory: %s", step.id, step.num_tokens, error)
+            else:
+                _log.error("step %d failed: %r", step.id, error)
             moved = self._core.fail(step, error)
         resolved = now()
         for request in moved:
             self._moved(request)
-        self._timeline.loop.add("resolve", step.id, start, resolved)
+        self._timeline.loop.add(what, step.id, start, resolved)
         self._timeline.loop.add("deliver", step.id, resolved, now())
 
     def _rest(self) -> None:

@@ -4,7 +4,7 @@
 
                  submit                admitted                       last token planned
     (new) ──► waiting ─────► running: prefilling ──► decode batch ──► (neither)
-                 ▲  ▲                 │ retracted
+                 ▲  ▲                 │ retracted, or its step ran out of memory
                  │  └─────────────────┤
           unpark └──── shelved ◄──────┘ the same, while it is parked
 
@@ -190,3 +190,13 @@ class Places:
             self._dequeue(request)
             request.rewind(0, sampled)
             self._enqueue(request)
+
+    def _start_over(self, request: Request) -> None:
+        """A step that holds the request failed: what came of later ones is junk. It loses slot and pages,
+        keeps the tokens that were read, and queues up again."""
+        if request.state is RequestState.RUNNING:
+            self._retract(request)
+        request.junk_until = self.last_step
+        if request.grammar is not None:
+            request.grammar = request.grammar.restarted(request.output_ids)
+        self._rewind(request, 0)

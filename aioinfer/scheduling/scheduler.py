@@ -17,6 +17,7 @@ from aioinfer.scheduling.decodes import NO_DECODES, Decodes
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.places import Places
 from aioinfer.scheduling.policy import Fcfs, Policy
+from aioinfer.scheduling.recovery import StepCap, struck, without_junk
 from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Admission, Row, Step
 
@@ -32,14 +33,16 @@ class Scheduler(Places):
     """Continuous batching of packed rows over paged KV.
 
     Steps are launched in the order in which :meth:`plan` returns them and resolved in the same order,
-    each by exactly one call of :meth:`resolve` or :meth:`fail`.
+    each by exactly one call of :meth:`resolve`, :meth:`fail` or :meth:`run_out`.
     """
 
     __slots__ = (
+        "_junk_until",
         "_prefilled_last",
         "_short",
         "_urgent",
         "admitter",
+        "cap",
         "limits",
         "ratio",
     )
@@ -49,6 +52,9 @@ class Scheduler(Places):
         self.limits = limits
         self.admitter = Admitter(self.waiting, memory, self.leaders, limits)
         self.ratio = NewTokenRatio(limits)
+        self.cap = StepCap(limits.max_step_tokens)
+        #: launched steps up to this one may hold rows that go on from where a step failed
+        self._junk_until = 0
         self._prefilled_last = False
         #: somebody lost pages while the current step was planned
         self._short = False
@@ -60,7 +66,7 @@ class Scheduler(Places):
     def plan(self) -> Step | None:
         """The next step, or None if nothing can be computed before a launched step resolves."""
         limits = self.limits
-        budget = StepBudget(limits, self.memory.pages.page_size)
+        budget = StepBudget(limits, self.memory.pages.page_size, self.cap.tokens)
         self._short = False
         self._preempt()
         starved = self._grow()
@@ -80,7 +86,7 @@ class Scheduler(Places):
             if row.samples and row.request.length < row.request.max_length:
                 self.batch.add(row.request)
         self._prefilled_last = bool(prefills)
-        num_tokens = limits.max_step_tokens - budget.tokens
+        num_tokens = self.cap.tokens - budget.tokens
         self.counters.steps += 1
         self.counters.decode_tokens += len(decodes)
         self.counters.prefill_tokens += num_tokens - len(decodes)
@@ -308,6 +314,9 @@ class Scheduler(Places):
         ended meanwhile is dropped and counted.
         """
         self.memory.resolved(step.id)
+        self.cap.fitted()
+        if step.id <= self._junk_until:
+            tokens = without_junk(step, tokens)
         advanced: list[Request] = []
         for index, (request, token) in enumerate(zip(step.decodes.requests, tokens, strict=False)):
             if request.state is RequestState.FINISHED:
@@ -403,8 +412,30 @@ class Scheduler(Places):
         """A step raised: its own requests end with ``error``, all others go on."""
         self.memory.resolved(step.id)
         failed = []
-        for request in [*step.decodes.requests, *(row.request for row in step.prefills)]:
+        for request in step.requests:
             self.memory.distrust(request)
             if self.finish(request, "abort", error):
                 failed.append(request)
+        return failed
+
+    def run_out(self, step: Step, error: BaseException) -> list[Request]:
+        """The memory did not suffice for a step: its requests start over, in smaller steps.
+
+        Of those to which that happened before, and which gained no token since, one ends with ``error``: the
+        longest, and of several who came last. Returns whoever ended.
+        """
+        self.memory.resolved(step.id)
+        self.cap.ran_out(step, self.last_step)
+        self._junk_until = self.last_step
+        requests = struck(step)
+        again = [request for request in requests if request.ran_out_at == request.known]
+        failed = sorted(again, key=lambda request: (request.known, request.key))[-1:]
+        for request in failed:
+            self.finish(request, "abort", error)
+        for request in requests:
+            if request.finished:
+                continue
+            request.ran_out_at = request.known
+            self.counters.out_of_memory_retries += 1
+            self._start_over(request)
         return failed
