@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from aioinfer.config import EngineConfig
+from aioinfer.core import Core
 from aioinfer.engine import Engine
 from aioinfer.errors import OutOfMemory, StepFailed
 from aioinfer.execution.device import StepOutOfMemory
@@ -22,6 +23,7 @@ from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.text.grammar import GrammarState
 from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.twin.toy import toy_logprob
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_forced_and_late import SCHEMA
@@ -161,6 +163,38 @@ def test_the_synchronous_twin_tries_again_too(window: int) -> None:
         fault.always = lambda step: True
         with pytest.raises(OutOfMemory):
             llm.generate([[1, 2]])
+
+
+def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded() -> None:
+    """Recorded up to 4, retracted; the chunk up to there runs out, and the next is in flight behind it."""
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, chunk_size=4, prefix_cache=False)
+    device = toy(config)
+    core = Core(config, device.open(), None, lambda: 0.0)
+    request = core.new_request(list(range(1, 14)), SamplingParams(max_tokens=2, prompt_logprobs=0))
+    core.submit(request)
+
+    def plan() -> tuple[Step, Any]:
+        step = core.plan()
+        assert step is not None
+        return step, device.prepare(step)
+
+    def resolve(step: Step, prepared: Any) -> None:
+        core.resolve(step, device.launch(prepared).wait())
+
+    resolve(*plan())
+    assert len(request.prompt_logprobs) == 4
+    core.scheduler._retract(request)
+    (first, lost), behind = plan(), plan()
+    assert behind[0].prefills[0].scores == (4, 8)
+    device.fault = RunsOut(first.id)
+    with pytest.raises(StepOutOfMemory) as caught:
+        device.launch(lost)
+    core.fail(first, caught.value)
+    resolve(*behind)
+    assert len(request.prompt_logprobs) == 4
+    while not request.finished:
+        resolve(*plan())
+    assert request.prompt_logprobs == [toy_logprob(at, request.prompt_ids[at]) for at in range(1, 13)]
 
 
 # -- grammars, penalties and logprobs on a real model --------------------------------------------------------
