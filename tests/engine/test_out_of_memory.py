@@ -27,6 +27,7 @@ from aioinfer.twin.toy import toy_logprob
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_forced_and_late import SCHEMA
+from tests.engine.test_launchers import AsynchronousToy
 from tests.engine.test_transparency import MODES, toy_requests
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -74,6 +75,22 @@ async def test_toy_ids_are_the_same_whichever_step_runs_out(
         assert stats.out_of_memory_retries >= fault.raised > 0
         assert stats.retractions >= stats.out_of_memory_retries
         assert stats.step_tokens < engine.config.max_step_tokens
+
+
+@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_steps_of_an_asynchronous_device_run_out_where_their_flights_are_read(
+    launcher: Any, window: int
+) -> None:
+    requests = toy_requests()
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, window=window)
+    fault = RunsOut(2, 60)
+    device = AsynchronousToy(num_slots=config.num_slots, fault=fault)
+    async with Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: None) as engine:
+        results = await asyncio.gather(*[_run(engine, *request) for request in requests])
+        await settle(engine)
+    assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
+    assert fault.raised > 0
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
