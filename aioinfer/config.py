@@ -108,6 +108,13 @@ class EngineConfig:
     )
     decode_graph_rows: int = _option(256, "largest decode batch captured as a graph on cuda; 0 captures none")
     launch_mode: Literal["thread", "inline"] = _option("thread", "where steps are launched")
+    switch_interval: float | None = _option(
+        None, "seconds of sys.setswitchinterval while the engine runs; 0 leaves it; default: 0.0003 on cuda"
+    )
+    garbage: Literal["auto", "idle", "python"] = _option(
+        "auto",
+        "idle freezes what is there and collects between steps only; python leaves it; auto: idle on cuda",
+    )
     threads: int | None = _option(None, "CPU threads of the device; by default all cores")
     seed: int | None = _option(None, "seed of the seeds of requests that bring none")
     max_queued_requests: int = _option(4096, "requests waiting for a slot before new ones are rejected")
@@ -133,6 +140,8 @@ class EngineConfig:
         for name in ("drain_timeout", "grammar_patience"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}")
+        if self.switch_interval is not None and not 0 <= self.switch_interval <= 1:
+            raise ConfigError(f"switch_interval must be in [0, 1], got {self.switch_interval!r}")
         for name in ("new_token_ratio", "min_new_token_ratio", "new_token_ratio_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)!r}")

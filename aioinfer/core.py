@@ -16,8 +16,8 @@ from aioinfer import assembly
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import InvalidRequest, Rejected, StepFailed
-from aioinfer.execution.device import DeviceInfo, StepResult
+from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, StepFailed
+from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
@@ -236,8 +236,12 @@ class Core:
         return advanced
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
-        """A step raised; returns the requests that ended with it."""
-        failed = self.scheduler.fail(step, error)
+        """A step raised; returns the requests that ended with it: all that were in it, or, if it ran out of
+        memory, those to which that had just happened before."""
+        if isinstance(error, StepOutOfMemory):
+            failed = self.scheduler.run_out(step, error)
+        else:
+            failed = self.scheduler.fail(step, error)
         for request in failed:
             request.error = _step_failed(error)
             self._close_text(request, self._clock())
@@ -286,7 +290,7 @@ def _record_logprobs(step: Step, result: StepResult) -> None:
     for index, logprobs in result.prompt_logprobs.items():
         row = step.prefills[index - len(decodes)]
         known = row.request.prompt_logprobs
-        if row.scores is None:
+        if row.scores is None or step.id <= row.request.junk_until:
             continue
         # A step from before a retraction may have brought the first of them already.
         there = len(known) - row.scores[0]
@@ -294,9 +298,11 @@ def _record_logprobs(step: Step, result: StepResult) -> None:
             known += logprobs[there:]
 
 
-def _step_failed(cause: BaseException) -> StepFailed:
+def _step_failed(cause: BaseException) -> EngineError:
     """One exception per request: several tasks will raise theirs."""
-    error = StepFailed(f"the step of this request failed: {cause}")
+    error: EngineError = StepFailed(f"the step of this request failed: {cause}")
+    if isinstance(cause, StepOutOfMemory):
+        error = OutOfMemory(f"two steps in turn that held this request ran out of memory: {cause}")
     error.__cause__ = cause
     return error
 

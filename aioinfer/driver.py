@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from aioinfer.execution.device import DeviceLost
+from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.observe.timeline import Timeline, now
 from aioinfer.request import Request
 from aioinfer.scheduling.audit import check_idle
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aioinfer.core import Core
     from aioinfer.execution.launcher import Landing, Launcher
     from aioinfer.scheduling.step import Step
+    from aioinfer.tuning import Garbage
 
 __all__ = ["Driver"]
 
@@ -32,8 +33,9 @@ _log = logging.getLogger("aioinfer")
 class Driver:
     """Keeps up to ``window`` steps in flight ahead of the one being read.
 
-    ``admitted`` hears of requests that got their first row, ``moved`` of those that a resolved step gave
-    a token or an end, ``lost`` of the error after which nothing can go on: DeviceLost, or whatever else.
+    ``admitted`` hears of requests that got their first row, ``moved`` of those that a resolved step gave a
+    token or an end, ``lost`` of the error after which nothing can go on: DeviceLost, or whatever else.
+    ``garbage`` is told when to collect, and when not.
     """
 
     __slots__ = (
@@ -42,6 +44,7 @@ class Driver:
         "_core",
         "_due",
         "_flights",
+        "_garbage",
         "_last_progress",
         "_launcher",
         "_loop",
@@ -66,7 +69,9 @@ class Driver:
         moved: Callable[[Request], None],
         lost: Callable[[BaseException], None],
         timeline: Timeline,
+        garbage: Garbage | None = None,
     ) -> None:
+        self._garbage = garbage
         self._timeline = timeline
         self._core = core
         self._launcher = launcher
@@ -104,6 +109,8 @@ class Driver:
     def stop(self) -> None:
         """Launch and resolve no more."""
         self._stopping = True
+        if self._garbage is not None:
+            self._garbage.rest()
         self._set_quiet()
         self.wake()
 
@@ -191,6 +198,8 @@ class Driver:
         landing = self._launcher.launch(step, self._landed)
         self._timeline.loop.add("pack", step.id, start, now())
         self._flights.append((step, landing))
+        if self._garbage is not None:
+            self._garbage.launched()
         for row in step.prefills:
             if row.admission is not None and not row.request.retractions:
                 self._admitted(row.request)
@@ -199,7 +208,7 @@ class Driver:
         """Commit a landed flight and tell of it."""
         self._last_progress = self._loop.time()
         start = now()
-        error, result = landing.error, landing.result
+        error, result, what = landing.error, landing.result, "resolve"
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
@@ -207,18 +216,24 @@ class Driver:
             self._timeline.noticed(start - result.done_at)
             moved = self._core.resolve(step, result)
         else:
-            _log.error("step %d failed: %r", step.id, error)
+            if isinstance(error, StepOutOfMemory):
+                what = "run out"
+                _log.warning("step %d of %d tokens ran out of memory: %s", step.id, step.num_tokens, error)
+            else:
+                _log.error("step %d failed: %r", step.id, error)
             moved = self._core.fail(step, error)
         resolved = now()
         for request in moved:
             self._moved(request)
-        self._timeline.loop.add("resolve", step.id, start, resolved)
+        self._timeline.loop.add(what, step.id, start, resolved)
         self._timeline.loop.add("deliver", step.id, resolved, now())
 
     def _rest(self) -> None:
         """Nothing is in flight and nothing can be: a moment to look whether everything was given back."""
         self._set_quiet()
         self._timeline.device.rest()
+        if self._garbage is not None:
+            self._garbage.rest()
         if self._core.scheduler.has_unfinished:
             return
         try:

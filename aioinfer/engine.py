@@ -32,6 +32,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.stats import EngineStats
 from aioinfer.stream import Stream, StreamCell
+from aioinfer.tuning import Tuning
 
 if TYPE_CHECKING:
     from aioinfer.core import Core
@@ -72,8 +73,8 @@ class Engine:
 
     It belongs to the loop that started it. It starts no task; in thread mode a thread for the device (two on
     CUDA), and a few for tokenizing and for grammars when there is such work. It touches no signal, no loop
-    policy, no logging root and no environment variable. A closed engine can be started again, also under a
-    new loop.
+    policy, no logging root and no environment variable; :mod:`aioinfer.tuning` says what it changes in the
+    process, on CUDA only, and how not to. A closed engine can be started again, also under a new loop.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Engine:
         self._launcher: Launcher | None = None
         self._core: Core | None = None
         self._driver: Driver | None = None
+        self._tuning: Tuning | None = None
         self._closing: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
@@ -139,6 +141,12 @@ class Engine:
             raise
         self.default_params = defaults
         self._core = Core(self.config, info, tokenizer, loop.time)
+        self._tuning = Tuning.of(
+            self.config.switch_interval,
+            self.config.garbage,
+            asynchronous=self._launcher.asynchronous,
+            thread=self.config.launch_mode == "thread",
+        )
         self._driver = Driver(
             self._core,
             self._launcher,
@@ -147,6 +155,7 @@ class Engine:
             moved=self._moved,
             lost=self._lost,
             timeline=self._launcher.timeline,
+            garbage=self._tuning.garbage,
         )
         self._state = EngineState.RUNNING
 
@@ -194,6 +203,8 @@ class Engine:
             timer.cancel()
         self._end_all(lambda: EngineClosed("the engine was closed"))
         self._driver.stop()
+        if self._tuning is not None:
+            self._tuning.undo()
         await self._launcher.aclose()
         self._workers.shutdown(wait=False, cancel_futures=True)
         if self._compilers is not None:

@@ -10,7 +10,7 @@
     └── EngineError                          the engine could not serve the request
         ├── StepFailed                       the step that held the request raised; see ``__cause__``
         ├── EngineFailed                     the engine or its device is lost; see ``__cause__``
-        ├── OutOfMemory                      the model or its KV pages do not fit
+        ├── OutOfMemory                      the model, its KV pages or a step do not fit
         ├── EngineClosed                     not started, draining or closed
         └── WrongLoop        (RuntimeError)  used from another event loop or thread
 
@@ -94,7 +94,8 @@ class EngineFailed(EngineError):
 
 
 class OutOfMemory(EngineError):
-    """The model or its KV pages do not fit into the memory there is."""
+    """The model or its KV pages do not fit into the memory there is; or a request was in a step that did not,
+    was tried again in smaller ones, and ran out of memory again before it had another token."""
 
 
 class EngineClosed(EngineError):

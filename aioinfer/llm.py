@@ -13,7 +13,7 @@ from aioinfer import assembly
 from aioinfer.config import EngineConfig
 from aioinfer.core import Core
 from aioinfer.errors import EngineClosed
-from aioinfer.execution.device import Device, Flight, StepResult
+from aioinfer.execution.device import Device, Flight, StepOutOfMemory, StepResult
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
@@ -100,7 +100,9 @@ class LLM:
         """Compute one step and return the requests that finished with it, by key.
 
         With ``window`` 1 or 2 that many steps are launched ahead of the one that is read, as in the
-        engine. Raises what the step raised, after ending the requests that were in it.
+        engine. Raises what the step raised, after ending the requests that were in it. One that ran out of
+        memory is tried again in smaller ones; OutOfMemory is raised for a request that twice was in such a
+        step, without a token in between.
         """
         if self._device is None:
             raise EngineClosed("the LLM is closed")
@@ -115,10 +117,13 @@ class LLM:
         step, flight = self._flights.popleft()
         try:
             result = flight.wait()
+        except StepOutOfMemory as error:
+            moved = self._core.fail(step, error)
         except Exception as error:
             self._core.fail(step, error)
             raise
-        moved = self._core.resolve(step, result)
+        else:
+            moved = self._core.resolve(step, result)
         ended = [request for request in moved if request.finished]
         self._finished.update((request.key, request.result()) for request in ended if not request.error)
         for request in ended:

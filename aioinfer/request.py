@@ -65,6 +65,7 @@ class Request:
         "grammar",
         "hit",
         "introduced",
+        "junk_until",
         "key",
         "last_step",
         "lock",
@@ -80,6 +81,7 @@ class Request:
         "priority",
         "prompt_ids",
         "prompt_logprobs",
+        "ran_out_at",
         "relay_ready",
         "retractions",
         "routing_key",
@@ -165,6 +167,10 @@ class Request:
         self.relay_ready = False
         #: rows of launched steps up to this one sampled nothing that counts
         self.void_until = 0
+        #: and those up to this one computed from nothing, for a step before them failed
+        self.junk_until = 0
+        #: tokens that were known when a step of this request last ran out of memory
+        self.ran_out_at = -1
         #: the decode batch and the row there, while it decodes
         self.batch: Columns | None = None
         self.batch_index = -1

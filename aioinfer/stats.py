@@ -44,6 +44,10 @@ class EngineStats:
     retractions: int
     #: retractions in favour of a higher priority
     preemptions: int
+    #: times a request started over because its step ran out of memory
+    out_of_memory_retries: int
+    #: tokens that a step may have now: ``max_step_tokens``, or fewer after it ran out of memory
+    step_tokens: int
     #: times a request was parked because its consumer lagged
     parkings: int
     prefill_tokens: int
@@ -127,6 +131,8 @@ class EngineStats:
             finished=counters.finished,
             retractions=counters.retractions,
             preemptions=counters.preemptions,
+            out_of_memory_retries=counters.out_of_memory_retries,
+            step_tokens=scheduler.cap.tokens,
             parkings=counters.parkings,
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,

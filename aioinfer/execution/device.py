@@ -16,11 +16,30 @@ from aioinfer.outputs import TokenLogprob
 if TYPE_CHECKING:
     from aioinfer.scheduling.step import Step
 
-__all__ = ["Device", "DeviceInfo", "DeviceLost", "Flight", "Landed", "Progress", "StepResult"]
+__all__ = [
+    "Device",
+    "DeviceInfo",
+    "DeviceLost",
+    "Flight",
+    "Landed",
+    "Progress",
+    "StepOutOfMemory",
+    "StepResult",
+]
 
 
 class DeviceLost(Exception):
     """No later step can succeed on this device; raised by :meth:`Device.check`."""
+
+
+class StepOutOfMemory(Exception):
+    """There was not the memory that a step needed; nothing else is wrong. Devices raise it from what they got
+    from their allocator, when a step is launched or waited for.
+
+    The requests of the step start over, in smaller steps. The device must be ready for that: what the step
+    left behind, in pages and slots of its own rows only, is never read, and neither is what steps that are
+    in flight already compute for the same requests.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +75,8 @@ class Flight(Protocol):
     """A launched step whose result has not been read."""
 
     def wait(self) -> StepResult:
-        """Block until the step is done, without holding the GIL meanwhile. Raises what the device raised."""
+        """Block until the step is done, without holding the GIL meanwhile. Raises what the device raised:
+        StepOutOfMemory if that is all there is to it."""
 
 
 class Landed:
@@ -90,10 +110,11 @@ class Device(Protocol):
         """Host-side packing of a step into whatever ``launch`` takes."""
 
     def launch(self, prepared: Any) -> Flight:
-        """Enqueue a step after all earlier ones."""
+        """Enqueue a step after all earlier ones. Raises as :meth:`Flight.wait` does."""
 
     def check(self) -> None:
-        """After a step failed: return if later steps can succeed, else raise DeviceLost."""
+        """After a step failed, for whatever reason: return if later steps can succeed, else raise
+        DeviceLost."""
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

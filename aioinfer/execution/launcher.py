@@ -59,6 +59,10 @@ class Launcher(Protocol):
     def blocking(self) -> bool:
         """``launch`` returns when the step is done."""
 
+    @property
+    def asynchronous(self) -> bool:
+        """The device computes while Python does something else; known when it is open."""
+
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         """Open the device. Raises what opening raised."""
 
@@ -129,6 +133,11 @@ class ThreadLauncher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rested: asyncio.Future[None] | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def asynchronous(self) -> bool:
+        """As in Launcher."""
+        return not self._device.synchronous
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._loop = loop = asyncio.get_running_loop()
@@ -232,6 +241,11 @@ class InlineLauncher:
     def blocking(self) -> bool:
         """As in Launcher."""
         return self._completion is None
+
+    @property
+    def asynchronous(self) -> bool:
+        """As in Launcher."""
+        return not self._device.synchronous
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._loop = asyncio.get_running_loop()

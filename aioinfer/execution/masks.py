@@ -29,8 +29,8 @@ from aioinfer.text.grammar import GrammarState
 
 __all__ = ["Constraints", "GrammarRow", "Masks"]
 
-#: a grammar's state and the token it goes on with
-_Token = tuple[GrammarState, int]
+#: a grammar's state and the tokens it goes on with: nearly always one
+_Tokens = tuple[GrammarState, Sequence[int]]
 #: threads at most; so many grammars may hang before others notice
 _MOST_THREADS = 4
 
@@ -77,19 +77,21 @@ class Masks:
 
     def advance(self, rows: Sequence[GrammarRow], tokens: Sequence[int]) -> None:
         """These rows sampled these ``tokens`` (of all sampling rows): prepare the masks that follow."""
-        work = [(row.state, tokens[row.at]) for row in rows if tokens[row.at] >= 0]
+        self._put([(row.state, (tokens[row.at],)) for row in rows if tokens[row.at] >= 0])
+
+    def _put(self, work: list[_Tokens]) -> None:
         for state, _ in work:
             state.at_work = True
         if not self._threaded:
             self._work(_Batch(work))
             return
         # Told apart before the first is handed over: a worker that is done may find its states slow.
-        quick = [token for token in work if not token[0].slow]
-        slow = [token for token in work if token[0].slow]
+        quick = [tokens for tokens in work if not tokens[0].slow]
+        slow = [tokens for tokens in work if tokens[0].slow]
         if quick:
             self._workers.put(_Batch(quick))
-        for token in slow:
-            self._workers.put(_Batch([token]))
+        for tokens in slow:
+            self._workers.put(_Batch([tokens]))
 
     def advance_step(
         self, rows: Sequence[GrammarRow], sample_rows: Sequence[int], tokens: Sequence[int]
@@ -100,6 +102,8 @@ class Masks:
 
     def collect(self, rows: Sequence[GrammarRow], sampling: int) -> Constraints:
         """The masks of ``rows``, for a step of which ``sampling`` rows sample; waits for them, in reason."""
+        if behind := [row.state for row in rows if row.state.missed is not None]:
+            self._catch_up(behind)
         found = Constraints(np.full((len(rows), len(rows[0].state.mask)), -1, np.int32))
         with self._changed:
             valid = [row for row in rows if row.known or not row.state.unsampled]
@@ -111,6 +115,15 @@ class Masks:
     def close(self) -> None:
         """Let the threads end. Idempotent."""
         self._workers.close()
+
+    def _catch_up(self, states: Sequence[GrammarState]) -> None:
+        """These have missed what there is of their output: have them accept it, like any token."""
+        work: list[_Tokens] = []
+        for state in states:
+            if state.missed is not None:
+                work.append((state, state.missed))
+                state.missed = None
+        self._put(work)
 
     def _wait(self, rows: list[GrammarRow], *, alone: bool) -> None:
         """Until the masks of ``rows`` are there, or one has waited long enough for them."""
@@ -184,20 +197,20 @@ class Masks:
             if not batch.tokens:
                 self._batches.remove(batch)
                 return batch.accepted
-            state, token = batch.tokens.popleft()
-        state.accept(token)
+            state, tokens = batch.tokens.popleft()
+        state.accept(tokens)
         with self._changed:
             batch.accepted.append(state)
         return None
 
 
 class _Batch:
-    """Tokens for one thread to accept, and states for it to fill the masks of. Somebody may take them away,
-    until it has begun with the masks."""
+    """Tokens for one thread to accept, with their states, and states for it to fill the masks of. Somebody
+    may take them away, until it has begun with the masks."""
 
     __slots__ = ("accepted", "tokens")
 
-    def __init__(self, tokens: list[_Token], accepted: list[GrammarState] | None = None) -> None:
+    def __init__(self, tokens: list[_Tokens], accepted: list[GrammarState] | None = None) -> None:
         self.tokens = deque(tokens)
         self.accepted: list[GrammarState] = [] if accepted is None else accepted
 

@@ -46,10 +46,10 @@ class StepBudget:
 
     __slots__ = ("_chunk_size", "_on_top", "_page_size", "_untouched", "prefill", "tokens")
 
-    def __init__(self, limits: Limits, page_size: int) -> None:
-        self.tokens = limits.max_step_tokens
+    def __init__(self, limits: Limits, page_size: int, tokens: int) -> None:
+        self.tokens = tokens
         #: of these, tokens for prefill
-        self.prefill = limits.max_step_tokens
+        self.prefill = tokens
         if limits.max_prefill_tokens is not None:
             self.prefill = min(self.prefill, limits.max_prefill_tokens)
         self._chunk_size = limits.chunk_size

@@ -18,6 +18,8 @@ class SchedulerCounters:
     retractions: int = 0
     #: of these, to make room for a request of higher priority
     preemptions: int = 0
+    #: times a request started over because its step ran out of memory; most of them are retractions, too
+    out_of_memory_retries: int = 0
     #: times a request was parked because its consumer lagged
     parkings: int = 0
     prefill_tokens: int = 0

@@ -12,11 +12,12 @@ from types import MappingProxyType
 
 from aioinfer.outputs import FinishReason
 from aioinfer.request import Request, RequestState
-from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, PrefixLeaders, StepBudget
-from aioinfer.scheduling.counters import SchedulerCounters
-from aioinfer.scheduling.decodes import NO_DECODES, DecodeBatch, Decodes
+from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, StepBudget
+from aioinfer.scheduling.decodes import NO_DECODES, Decodes
 from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.places import Places
 from aioinfer.scheduling.policy import Fcfs, Policy
+from aioinfer.scheduling.recovery import StepCap, struck, without_junk
 from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Admission, Row, Step
 
@@ -28,135 +29,44 @@ _MAX_SCORED = 64
 _NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
-class Scheduler:
+class Scheduler(Places):
     """Continuous batching of packed rows over paged KV.
 
     Steps are launched in the order in which :meth:`plan` returns them and resolved in the same order,
-    each by exactly one call of :meth:`resolve` or :meth:`fail`.
-
-    A request that runs is in one of three places: ``prefilling`` while some of its known tokens are not
-    planned, in the decode ``batch`` while it wants more tokens, or in neither: parked, or waiting for its
-    last token to be read.
+    each by exactly one call of :meth:`resolve`, :meth:`fail` or :meth:`run_out`.
     """
 
     __slots__ = (
-        "_last_step",
+        "_junk_until",
         "_prefilled_last",
         "_short",
         "_urgent",
         "admitter",
-        "batch",
-        "counters",
-        "growing",
-        "leaders",
+        "cap",
         "limits",
-        "memory",
-        "prefilling",
-        "queued_tokens",
         "ratio",
-        "running",
-        "shelved",
-        "waiting",
     )
 
     def __init__(self, memory: Memory, limits: Limits, policy: Policy | None = None) -> None:
-        self.memory = memory
+        super().__init__(memory, limits, Fcfs(memory) if policy is None else policy)
         self.limits = limits
-        self.waiting: Policy = Fcfs(memory) if policy is None else policy
-        #: requests with slot and pages, in the order of admission
-        self.running: dict[int, Request] = {}
-        self.prefilling: dict[int, Request] = {}
-        #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
-        self.growing: dict[int, Request] = {}
-        self.batch = DecodeBatch(limits.max_running_requests, memory.pages.page_size)
-        #: retracted requests that are parked
-        self.shelved: dict[int, Request] = {}
-        self.leaders = PrefixLeaders(memory, limits.share_prefix_tokens)
         self.admitter = Admitter(self.waiting, memory, self.leaders, limits)
         self.ratio = NewTokenRatio(limits)
-        #: tokens of the waiting requests
-        self.queued_tokens = 0
-        self.counters = SchedulerCounters()
-        self._last_step = 0
+        self.cap = StepCap(limits.max_step_tokens)
+        #: launched steps up to this one may hold rows that go on from where a step failed
+        self._junk_until = 0
         self._prefilled_last = False
         #: somebody lost pages while the current step was planned
         self._short = False
         #: the waiting request for which others were retracted
         self._urgent: Request | None = None
 
-    # -- what a request goes through ------------------------------------------------------------
-
-    def submit(self, request: Request) -> None:
-        """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
-        self._enqueue(request)
-
-    def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
-        """End a request, whatever its state. The only way any request ends; True the first time.
-
-        Its pages and slot come back when the last launched step that holds it has resolved.
-        """
-        if request.finished:
-            return False
-        if request.state is RequestState.RUNNING:
-            self._leave(request)
-        elif self.shelved.pop(request.key, None) is None:
-            self._dequeue(request)
-        request.state = RequestState.FINISHED
-        request.finish_reason = reason
-        request.error = error
-        self.counters.finished += 1
-        return True
-
-    def park(self, request: Request) -> None:
-        """Compute nothing for a request until :meth:`unpark`. It keeps its pages while nobody needs them."""
-        if request.finished or request.parked:
-            return
-        request.parked = True
-        self.counters.parkings += 1
-        if request.state is RequestState.RUNNING:
-            self._stop_computing(request)
-        else:
-            self._dequeue(request)
-            self.shelved[request.key] = request
-
-    def unpark(self, request: Request) -> None:
-        """Go on where :meth:`park` stopped."""
-        if request.finished or not request.parked:
-            return
-        request.parked = False
-        if request.state is RequestState.WAITING:
-            del self.shelved[request.key]
-            self._enqueue(request)
-        elif not request.relay_ready:
-            self._prefill_rest(request)
-            self.leaders.lead(request)
-        elif request.length < request.max_length:
-            self.batch.add(request)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.running or self.shelved or self.waiting)
-
-    def unfinished(self) -> list[Request]:
-        """Every request that has not ended."""
-        return [*self.running.values(), *self.waiting, *self.shelved.values()]
-
-    @property
-    def has_prefill(self) -> bool:
-        """Some known tokens are not planned yet."""
-        return bool(self.prefilling or self.waiting)
-
-    @property
-    def has_work(self) -> bool:
-        """Something wants to be computed. Parked requests do not."""
-        return bool(self.batch or self.prefilling or self.waiting)
-
     # -- plan -----------------------------------------------------------------------------------
 
     def plan(self) -> Step | None:
         """The next step, or None if nothing can be computed before a launched step resolves."""
         limits = self.limits
-        budget = StepBudget(limits, self.memory.pages.page_size)
+        budget = StepBudget(limits, self.memory.pages.page_size, self.cap.tokens)
         self._short = False
         self._preempt()
         starved = self._grow()
@@ -169,26 +79,26 @@ class Scheduler:
             decodes = self._decode(budget, starved) if limits.mixed or not prefills else NO_DECODES
         if not (decodes or prefills):
             return None
-        self._last_step += 1
+        self.last_step += 1
         for row in prefills:
-            row.request.last_step = self._last_step
+            row.request.last_step = self.last_step
             # Not before the decodes of this step are chosen: the token to decode is sampled in it.
             if row.samples and row.request.length < row.request.max_length:
                 self.batch.add(row.request)
         self._prefilled_last = bool(prefills)
-        num_tokens = limits.max_step_tokens - budget.tokens
+        num_tokens = self.cap.tokens - budget.tokens
         self.counters.steps += 1
         self.counters.decode_tokens += len(decodes)
         self.counters.prefill_tokens += num_tokens - len(decodes)
         self.ratio.decay()
-        return Step(self._last_step, decodes, tuple(prefills), num_tokens)
+        return Step(self.last_step, decodes, tuple(prefills), num_tokens)
 
     def _decode(self, budget: StepBudget, starved: list[Request]) -> Decodes:
         """One token for everybody in the decode batch, as far as the step holds them."""
         most = budget.tokens
         if self.limits.max_decode_rows is not None:
             most = min(most, self.limits.max_decode_rows)
-        decodes = self.batch.launch(self._last_step + 1, starved, most)
+        decodes = self.batch.launch(self.last_step + 1, starved, most)
         budget.spend_decodes(len(decodes))
         return decodes
 
@@ -393,50 +303,6 @@ class Scheduler:
                 tokens -= self._may_generate(victim)
         return chosen
 
-    def _retract(self, request: Request) -> None:
-        """Take slot and pages from a running request; it keeps its tokens and queues up again.
-
-        Tokens in flight stay valid (the fence keeps their KV alive) and are committed as they resolve.
-        What is committed already stays in the prefix cache while there is room for it.
-        """
-        self._leave(request)
-        request.state = RequestState.WAITING
-        request.restart()
-        request.retractions += 1
-        self.counters.retractions += 1
-        if request.parked:
-            self.shelved[request.key] = request
-        else:
-            self._enqueue(request)
-
-    # -- from place to place --------------------------------------------------------------------
-
-    def _enqueue(self, request: Request) -> None:
-        self.waiting.add(request)
-        self.queued_tokens += request.length
-
-    def _dequeue(self, request: Request) -> None:
-        self.waiting.remove(request)
-        self.queued_tokens -= request.length
-
-    def _prefill_rest(self, request: Request) -> None:
-        self.prefilling[request.key] = request
-        if len(request.pages) < self.memory.pages.pages_for(request.length):
-            self.growing[request.key] = request
-
-    def _stop_computing(self, request: Request) -> None:
-        self.prefilling.pop(request.key, None)
-        self.growing.pop(request.key, None)
-        self.leaders.leave(request)
-        if request.batch is not None:
-            self.batch.remove(request)
-
-    def _leave(self, request: Request) -> None:
-        self._stop_computing(request)
-        del self.running[request.key]
-        self.waiting.stopped(request)
-        self.memory.release(request)
-
     # -- resolve --------------------------------------------------------------------------------
 
     def resolve(
@@ -448,6 +314,9 @@ class Scheduler:
         ended meanwhile is dropped and counted.
         """
         self.memory.resolved(step.id)
+        self.cap.fitted()
+        if step.id <= self._junk_until:
+            tokens = without_junk(step, tokens)
         advanced: list[Request] = []
         for index, (request, token) in enumerate(zip(step.decodes.requests, tokens, strict=False)):
             if request.state is RequestState.FINISHED:
@@ -539,28 +408,34 @@ class Scheduler:
                 return "length"
         return None
 
-    def _rewind(self, request: Request, computed: int) -> None:
-        """Plan a request again from position ``computed``; what is in flight for it is void."""
-        request.void_until = self._last_step
-        sampled = len(request.output_ids)
-        if request.state is RequestState.RUNNING:
-            self._stop_computing(request)
-            request.rewind(computed, sampled)
-            if not request.parked:
-                self._prefill_rest(request)
-        elif request.key in self.shelved:
-            request.rewind(0, sampled)
-        else:
-            self._dequeue(request)
-            request.rewind(0, sampled)
-            self._enqueue(request)
-
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         """A step raised: its own requests end with ``error``, all others go on."""
         self.memory.resolved(step.id)
         failed = []
-        for request in [*step.decodes.requests, *(row.request for row in step.prefills)]:
+        for request in step.requests:
             self.memory.distrust(request)
             if self.finish(request, "abort", error):
                 failed.append(request)
+        return failed
+
+    def run_out(self, step: Step, error: BaseException) -> list[Request]:
+        """The memory did not suffice for a step: its requests start over, in smaller steps.
+
+        Of those to which that happened before, and which gained no token since, one ends with ``error``: the
+        longest, and of several who came last. Returns whoever ended.
+        """
+        self.memory.resolved(step.id)
+        self.cap.ran_out(step, self.last_step)
+        self._junk_until = self.last_step
+        requests = struck(step)
+        again = [request for request in requests if request.ran_out_at == request.known]
+        failed = sorted(again, key=lambda request: (request.known, request.key))[-1:]
+        for request in failed:
+            self.finish(request, "abort", error)
+        for request in requests:
+            if request.finished:
+                continue
+            request.ran_out_at = request.known
+            self.counters.out_of_memory_retries += 1
+            self._start_over(request)
         return failed

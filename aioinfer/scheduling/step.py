@@ -95,6 +95,11 @@ class Step:
         return len(self.decodes) + len(self.prefills)
 
     @property
+    def requests(self) -> list[Request]:
+        """By row, whose it is."""
+        return [*self.decodes.requests, *(row.request for row in self.prefills)]
+
+    @property
     def rows(self) -> list[Row]:
         """All rows as objects, for whoever looks at them one by one (tests, the toy device);
         made anew at every look."""

@@ -69,11 +69,14 @@ class GrammarState:
     __slots__ = (
         "at_work",
         "backend",
+        "begin",
         "failed",
         "forced",
         "least_forced",
         "mask",
         "matcher",
+        "missed",
+        "origin",
         "position",
         "slow",
         "unsampled",
@@ -89,6 +92,10 @@ class GrammarState:
     ) -> None:
         self.backend = backend
         self.matcher = matcher
+        #: the matcher and the position before anything was accepted
+        self.origin, self.begin = matcher.copy(), position
+        #: tokens of the output that are to be accepted before there is a mask; None: there is nothing to do
+        self.missed: Sequence[int] | None = None
         #: why the output cannot go on
         self.failed: str | None = None
         #: position in the sequence of the token that ``mask`` is for
@@ -128,13 +135,22 @@ class GrammarState:
             state.failed = matcher.error or "its grammar allows no token here"
         return state
 
-    def accept(self, token: int) -> None:
-        """The output goes on with ``token``; whatever must follow it, follows."""
+    def restarted(self, output_ids: Sequence[int]) -> GrammarState:
+        """A state of its own for the same output, of which only ``output_ids`` are left; whoever wants its
+        mask first has to have it accept them. This one may be at work meanwhile."""
+        vocab_size = 32 * len(self.mask)
+        other = GrammarState(self.backend, self.origin.copy(), self.begin, vocab_size, self.least_forced)
+        other.missed = tuple(output_ids)
+        return other
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The output goes on with ``tokens``; whatever must follow the last one, follows."""
         try:
-            if not self.matcher.accept(token):
-                self.failed = self.matcher.error or f"its grammar does not allow token {token}"
-                return
-            self.position += 1
+            for token in tokens:
+                if not self.matcher.accept(token):
+                    self.failed = self.matcher.error or f"its grammar does not allow token {token}"
+                    return
+                self.position += 1
             self.follow()
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
             self.failed = f"its grammar failed: {error}"

@@ -20,6 +20,7 @@ class TimedLauncher:
 
     #: as in Launcher
     blocking = False
+    asynchronous = False
 
     def __init__(self, device: Device, step_time: Callable[[Step], float]) -> None:
         self.timeline = Timeline()

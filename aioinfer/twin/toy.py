@@ -18,7 +18,7 @@ from aioinfer.execution.masks import GrammarRow, Masks
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.step import DEFERRED, FORCED, NO_TOKEN, Admission, Row, Step
+from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN, Admission, Row, Step
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
@@ -81,8 +81,10 @@ def toy_logprob(position: int, token: int) -> TokenLogprob:
 class ToyDevice:
     """A device without a model. Synchronous; needs numpy only.
 
-    ``fault`` is called with every step before it is computed and may raise, as a device would. ``defer`` is
-    called with every row that samples: None lets it, otherwise so many tokens follow unsampled, perhaps 0.
+    ``fault`` is called with every step before it is computed and may raise, as a device would; so is
+    ``late_fault`` when everything is computed and sampled. What failed is never simply missing: cells of its
+    rows hold junk, and so does what rows behind bring. ``defer`` is called with every row that samples: None
+    lets it, otherwise so many tokens follow unsampled, perhaps 0.
     """
 
     synchronous = True
@@ -96,11 +98,13 @@ class ToyDevice:
         max_model_len: int | None = None,
         vocab_size: int = 64,
         fault: Callable[[Step], None] | None = None,
+        late_fault: Callable[[Step], None] | None = None,
         defer: Callable[[Row], int | None] | None = None,
     ) -> None:
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.fault = fault
+        self.late_fault = late_fault
         self.defer = defer
         self.lost = False
         self._num_pages = num_pages
@@ -123,7 +127,8 @@ class ToyDevice:
         self._tables: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
         self._admissions: list[Admission | None] = [None] * (self._num_slots + 1)
         self._relay = [_POISON] * (self._num_slots + 1)
-        #: requests that lost a step: what later steps in flight compute for them is junk, and dropped
+        #: requests that lost a step: what later steps in flight compute for them is junk, and dropped; until
+        #: they are admitted again
         self._doomed: set[int] = set()
         #: requests whose newest row sampled nothing: rows behind it are junk until one brings its tokens
         self._void: set[int] = set()
@@ -164,9 +169,16 @@ class ToyDevice:
         try:
             if self.fault is not None:
                 self.fault(step)
+            result = self._compute(prepared)
+            if self.late_fault is not None:
+                self.late_fault(step)
         except BaseException:
-            self._doomed.update(row.request.key for row in prepared.rows)
+            self._spoil(prepared)
             raise
+        self.lane.step(step.id, start, start, start, now())
+        return Landed(result)
+
+    def _compute(self, prepared: _Prepared) -> StepResult:
         # All rows write before any row samples, as in a packed forward.
         rows = prepared.rows
         states = [self._write(row, table) for row, table in zip(rows, prepared.tables, strict=True)]
@@ -178,17 +190,26 @@ class ToyDevice:
                 result.forced[index] = forced
         for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             admission = self._admissions[row.slot]
-            if admission is None or row.request.key in self._doomed:
-                continue
+            assert admission is not None
             if token >= 0 and admission.params.logprobs is not None:
                 result.logprobs[index] = toy_logprob(row.kv_length, token)
             if row.scores is not None:
-                ids = admission.prompt_ids
+                ids = [-1] * len(admission.prompt_ids) if self._doomed_row(row) else admission.prompt_ids
                 result.prompt_logprobs[index] = [
                     toy_logprob(at + 1, ids[at + 1]) for at in range(*row.scores)
                 ]
-        self.lane.step(step.id, start, start, start, now())
-        return Landed(result)
+        return result
+
+    def _spoil(self, prepared: _Prepared) -> None:
+        """A step failed: nobody knows how far it came."""
+        for row, table in zip(prepared.rows, prepared.tables, strict=True):
+            self._doomed.add(row.request.key)
+            if row.admission is not None:
+                self._admissions[row.slot] = row.admission
+            self._write_junk(row, table)
+
+    def _doomed_row(self, row: Row) -> bool:
+        return row.request.key in self._doomed
 
     def check(self) -> None:
         if self.lost:
@@ -199,15 +220,14 @@ class ToyDevice:
 
     def _write(self, row: Row, table: list[int]) -> int:
         """Write a row's KV; returns the hash of its sequence up to the row's end."""
-        if row.request.key in self._doomed:
-            return 0
         expected = self._expected[row.slot]
         if row.admission is not None:
+            self._doomed.discard(row.request.key)
             self._admissions[row.slot] = row.admission
             self._relay[row.slot] = _POISON
             expected.clear()
             self._extend(row, expected, [*row.admission.prompt_ids, *row.admission.output_ids][: row.start])
-        if row.ids is None and row.request.key in self._void:
+        if self._doomed_row(row) or (row.ids is None and row.request.key in self._void):
             return self._write_junk(row, table)
         self._void.discard(row.request.key)
         ids = self._read_relay(row) if row.ids is None else row.ids
@@ -231,12 +251,12 @@ class ToyDevice:
         return expected[-1]
 
     def _write_junk(self, row: Row, table: list[int]) -> int:
-        """What a row without a token to go on from does to its own cell."""
-        page, offset = divmod(row.start, self.page_size)
-        if page >= len(table):
-            raise TaintError(f"{row.request}: no page for position {row.start}")
-        self._state[table[page] * self.page_size + offset] = _POISON
-        return 0
+        """What a row without anything to go on from does to its own cells, and what it samples from."""
+        if row.kv_length > len(table) * self.page_size:
+            raise TaintError(f"{row.request}: no page for position {row.kv_length - 1}")
+        for at in range(row.start, row.kv_length):
+            self._state[table[at // self.page_size] * self.page_size + at % self.page_size] = _POISON
+        return _mix(_mix(row.request.key, row.start), self._last_step)
 
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
         state = states[-1] if states else 0
@@ -257,13 +277,13 @@ class ToyDevice:
         """The next token of a row; ``forced`` gets the row's tokens if they are not sampled."""
         if not row.samples:
             return NO_TOKEN
-        if row.request.key in self._doomed:
-            return 0
         admission = self._admissions[row.slot]
         if admission is None:
             raise TaintError(f"{row.request}: its slot was never admitted")
         if row.request.key in self._void:
             return DEFERRED
+        if self._doomed_row(row) and state % 4 < 2:
+            return BAD_LOGITS if state % 4 else min(admission.stop_ids, default=0)
         follow = None if self.defer is None else self.defer(row)
         if follow is not None:
             forced += _follow(row, state, admission, follow, self.vocab_size)

@@ -16,7 +16,7 @@ from typing import Any
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
-from aioinfer.execution.device import DeviceLost
+from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.audit import audit, check, check_idle
@@ -47,6 +47,8 @@ class LawChecker:
         self._methods = {
             name: getattr(type(scheduler), name) for name in ("plan", "resolve", "fail", "finish", "_retract")
         }
+        #: a step ran out of memory: then, and only then, the eldest is retracted
+        self.running_out = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
@@ -60,6 +62,7 @@ class LawChecker:
         self.launched = step.id
         rows = step.rows
         assert sum(row.length for row in rows) == step.num_tokens <= self.scheduler.limits.max_step_tokens
+        assert step.num_tokens <= self.scheduler.cap.tokens
         assert len({row.slot for row in rows}) == len(rows) == step.num_rows, (
             "a slot has two rows in one step"
         )
@@ -114,6 +117,20 @@ class LawChecker:
         self.check()
         return failed
 
+    def run_out(self, step: Step, error: BaseException) -> list[Request]:
+        self._land(step)
+        known = {request.key: request.known for request in step.requests}
+        self.running_out = True
+        failed: list[Request] = self.scheduler.run_out(step, error)
+        self.running_out = False
+        assert self.scheduler.cap.tokens <= max(1, step.num_tokens // 2), "the next step asks for as much"
+        for request in step.requests:
+            assert request.known == known[request.key], (
+                "a token that was read is lost, or one that was not came"
+            )
+        self.check()
+        return failed
+
     def _land(self, step: Step) -> None:
         assert step.id == self.resolved + 1, "steps resolve in order, each once"
         self.resolved = step.id
@@ -133,6 +150,7 @@ class LawChecker:
             retractions=counters.retractions,
             preemptions=counters.preemptions,
             parkings=counters.parkings,
+            out_of_memory_retries=counters.out_of_memory_retries,
             late_tokens=counters.late_tokens,
             deferred_rows=counters.deferred_rows,
             forced_tokens=counters.forced_tokens,
@@ -155,7 +173,8 @@ def watch(engine: Engine) -> LawChecker:
 
         def _retract(self, request: Request) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
-            assert request.parked or request.key != min(active), "the eldest request was retracted"
+            spared = request.parked or checker.running_out or request.key != min(active)
+            assert spared, "the eldest request was retracted"
             super()._retract(request)
 
         def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
@@ -227,12 +246,23 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     )
     dice = random.Random(seed + 1)
 
+    # Memory that is short now and then, before or after the forward, or for steps of some size.
+    shortage = random.Random(seed + 2)
+    rate = shortage.choice([0.0, 0.0, 0.02, 0.2]) if fault_rate else 0.0
+    most_tokens = shortage.choice([1000] * 8 + [1, 6]) if fault_rate else 1000
+
     def fault(step: Step) -> None:
         if lose_at is not None and step.id >= lose_at:
             device.lost = True
             raise Injected("the device is lost")
         if dice.random() < fault_rate:
             raise Injected(f"step {step.id}")
+        if step.num_tokens > most_tokens or shortage.random() < rate / 2:
+            raise StepOutOfMemory(f"step {step.id}")
+
+    def late_fault(step: Step) -> None:
+        if shortage.random() < rate / 2:
+            raise StepOutOfMemory(f"step {step.id}, late")
 
     deferral_rate = rng.choice([0.0, 0.0, 0.1, 0.4])
 
@@ -248,6 +278,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         num_slots=config.num_slots,
         vocab_size=VOCAB,
         fault=fault,
+        late_fault=late_fault,
         defer=defer,
     )
     launcher = TimedLauncher(device, lambda step: dice.choice([0.0, 0.001, 0.01]) + 1e-4 * step.num_tokens)
@@ -338,6 +369,9 @@ async def lifetime(world: World, number: int) -> None:
     except errors.StepFailed as error:
         assert isinstance(error.__cause__, Injected)
         outcome = ("step failed",)
+    except errors.OutOfMemory as error:
+        assert isinstance(error.__cause__, StepOutOfMemory)
+        outcome = ("out of memory",)
     except errors.EngineFailed as error:
         assert isinstance(error.__cause__, DeviceLost)
         outcome = ("engine failed",)

@@ -229,6 +229,9 @@ class FakeMatcher:
     def forced(self) -> list[int]:
         return list(self._forced)
 
+    def copy(self) -> FakeMatcher:
+        return type(self)(self._forced)
+
 
 def state_of(matcher: FakeMatcher, position: int, least_forced: int = 0) -> GrammarState:
     state = GrammarState(FakeBackend(), matcher, position, 40, least_forced)  # type: ignore[arg-type]

@@ -38,7 +38,16 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
     assert counts.total() == LIFETIMES * WORLDS
     assert len(COMBINATIONS) * 2 <= WORLDS
     # The worlds are worth something only if every way to end, and every device of the scheduler, did occur.
-    for outcome in ("finished", "left", "cancelled", "dropped", "never read", "timed out", "step failed"):
+    for outcome in (
+        "finished",
+        "left",
+        "cancelled",
+        "dropped",
+        "never read",
+        "timed out",
+        "step failed",
+        "out of memory",
+    ):
         assert counts[outcome] > 0, (outcome, counts)
     for happening in checker.totals():
         assert totals[happening] > 0, (happening, totals)
@@ -65,5 +74,5 @@ def test_a_lost_device_reaches_every_stream(seed: int) -> None:
 
 def test_without_faults_only_deadlines_and_consumers_end_a_request_early() -> None:
     world, _ = simulate(77, 200, fault_rate=0.0)
-    assert world.counts["step failed"] == 0
+    assert world.counts["step failed"] == world.counts["out of memory"] == 0
     assert world.counts["finished"] > 0

@@ -25,7 +25,7 @@ from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import BAD_LOGITS
 from tests.engine.simulation import LawChecker
-from tests.scheduling.naive import JUNK, Flight, Life, NaiveDevice
+from tests.scheduling.naive import Flight, Life, NaiveDevice
 
 STOP = 2
 
@@ -97,6 +97,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flights: list[Flight] = []
         self.ended: set[int] = set()
         self.retracted: list[int] = []
+        #: tokens that the next step may have at most, after one ran out of memory
+        self.most: int | None = None
+        self.running_out = False
 
     @initialize(config=configs())
     def build(self, config: dict[str, Any]) -> None:
@@ -150,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step is None:
             return False
         assert len({row.request.key for row in step.rows}) == step.num_rows, "a request has two rows"
+        assert self.most is None or step.num_tokens <= self.most, "as much as what was too much"
         self.flights.append(self.device.launch(step, self.lives, self.flights, luck))
         return True
 
@@ -157,10 +161,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def resolve(self) -> None:
         flight = self.flights.pop(0)
+        self.most = None
         expected = []
         for row, token in zip(flight.rows, flight.tokens, strict=True):
             life = self.lives[row.request.key]
-            if not row.samples or life.reason is not None:
+            if not row.samples or life.reason is not None or row.request.key in flight.void:
                 continue
             expected.append(row.request)
             if token == BAD_LOGITS:
@@ -193,11 +198,42 @@ class SchedulerMachine(RuleBasedStateMachine):
             if life.reason is None:
                 life.reason = "abort"
                 expected.add(row.request.key)
+        doomed = [key for key, life in self.lives.items() if life.doomed]
         for each in (flight, *self.flights):
-            for cell, key in each.written.items():
-                if self.lives[key].doomed and self.device.writer[cell] == each.step.id:
-                    self.device.cells[cell] = JUNK
+            self.device.spoil(each, doomed)
         failed = self.scheduler.fail(flight.step, Injected())
+        assert {request.key for request in failed} == expected
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def run_out(self) -> None:
+        """The memory does not suffice for the oldest step; those behind it are computed from nothing."""
+        flight = self.flights.pop(0)
+        self.device.spoil(flight, self.lives)
+        again: list[tuple[int, int]] = []
+        for row in flight.rows:
+            key, life = row.request.key, self.lives[row.request.key]
+            if life.reason is not None or key in flight.void:
+                continue
+            if key in self.scheduler.running:
+                if flight.tenancies[key] != life.tenancy:
+                    continue  # a chunk of an earlier life
+            elif life.sampled == life.delivered:
+                continue
+            for each in self.flights:
+                each.void.add(key)
+                self.device.spoil(each, {key})
+            if life.ran_out_at == len(life.delivered):
+                again.append((row.request.known, key))
+            life.ran_out_at = len(life.delivered)
+            life.sampled = list(life.delivered)
+        expected = {key for _, key in [max(again, default=(0, 0))] if key}
+        for key in expected:
+            self.lives[key].reason = "abort"
+        self.most = max(1, min(flight.step.num_tokens // 2, self.most or flight.step.num_tokens))
+        self.running_out = True
+        failed = self.scheduler.run_out(flight.step, Injected())
+        self.running_out = False
         assert {request.key for request in failed} == expected
 
     @precondition(lambda self: self.lives)
@@ -228,8 +264,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.scheduler._retract(self._pick(self._retractable(), pick))
 
     @precondition(lambda self: self.window)
-    @rule(pick=PICK, luck=TOKENS)
-    def relapse(self, pick: int, luck: Sequence[int]) -> None:
+    @rule(pick=PICK, luck=TOKENS, short=st.booleans())
+    def relapse(self, pick: int, luck: Sequence[int], short: bool) -> None:
         """Retracted in the middle of its prompt, and let in again while a chunk is still in flight."""
         while len(self.flights) >= self.window:
             self.resolve()
@@ -237,7 +273,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         halfway = [each for each in self._retractable() if each.key in self.scheduler.prefilling]
         self.scheduler.scheduler._retract(self._pick(halfway, pick))
         self._plan(luck)
-        self.resolve()
+        if short:
+            self.run_out()
+        else:
+            self.resolve()
+
+    @precondition(lambda self: self.window)
+    @rule(pick=PICK, luck=TOKENS, retract=st.booleans())
+    def shortage(self, pick: int, luck: Sequence[int], retract: bool) -> None:
+        """A step runs out of memory with others behind it, and who was in them may be retracted already."""
+        while len(self.flights) <= self.window and self._plan(luck):
+            pass
+        if retract and (retractable := self._retractable()):
+            self.scheduler.scheduler._retract(self._pick(retractable, pick))
+        if self.flights:
+            self.run_out()
 
     def _retractable(self) -> list[Request]:
         active = [key for key, each in self.scheduler.running.items() if not each.parked]
@@ -336,7 +386,8 @@ def watched(machine: SchedulerMachine) -> type[Scheduler]:
     class Watched(Scheduler):
         def _retract(self, request: Request) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
-            assert request.parked or request.key != min(active), "the eldest request was retracted"
+            spared = request.parked or machine.running_out or request.key != min(active)
+            assert spared, "the eldest request was retracted"
             machine.retracted.append(request.key)
             super()._retract(request)
 

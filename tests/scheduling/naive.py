@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ class Life:
     reason: str | None = None
     #: a step of it failed: what later ones in flight compute for it is junk
     doomed: bool = False
+    #: tokens it had when a step of it last ran out of memory
+    ran_out_at: int | None = None
     #: its tenancy of a slot: who touches a page is (key, tenancy)
     tenancy: int = 0
 
@@ -40,6 +42,10 @@ class Flight:
     #: who touches a page, and who wrote a cell
     touched: dict[int, set[tuple[int, int]]]
     written: dict[int, int]
+    #: in which tenancy each request is here
+    tenancies: dict[int, int] = field(default_factory=dict)
+    #: requests that start over: what this brings for them is junk
+    void: set[int] = field(default_factory=set)
 
 
 class NaiveDevice:
@@ -61,6 +67,7 @@ class NaiveDevice:
         for row in rows:
             self._tell(row, lives[row.request.key], flights)
         for row in rows:
+            flight.tenancies[row.request.key] = lives[row.request.key].tenancy
             self._write(row, lives[row.request.key], flight, flights)
         for at, row in enumerate(rows):
             token = NO_TOKEN
@@ -72,6 +79,12 @@ class NaiveDevice:
                 self.relay[row.slot] = token
             flight.tokens.append(token)
         return flight
+
+    def spoil(self, flight: Flight, keys: Container[int]) -> None:
+        """What a flight wrote for these requests is junk."""
+        for cell, key in flight.written.items():
+            if key in keys and self.writer[cell] == flight.step.id:
+                self.cells[cell] = JUNK
 
     def _tell(self, row: Row, life: Life, flights: list[Flight]) -> None:
         table = self.tables[row.slot]

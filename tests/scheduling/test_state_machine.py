@@ -14,9 +14,12 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import RadixTree
 from aioinfer.cache.slots import SlotPool
 from aioinfer.request import Request, RequestState
+from aioinfer.scheduling import scheduler as scheduling
 from aioinfer.scheduling.admission import PrefixLeaders
 from aioinfer.scheduling.decodes import DecodeBatch
 from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.places import Places
+from aioinfer.scheduling.recovery import StepCap
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Row, Step
 from tests.planted_bugs import assert_found
@@ -196,6 +199,70 @@ def the_eldest_is_retracted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_victim", lambda self: next(iter(self.running.values()), None))
 
 
+@mutant
+def junk_behind_a_step_that_ran_out_is_delivered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduling, "without_junk", lambda step, tokens: tokens)
+
+
+@mutant
+def tokens_in_flight_outlive_their_step(patch: pytest.MonkeyPatch) -> None:
+    def half(self: Places, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self._retract(request)
+
+    patch.setattr(Places, "_start_over", half)
+
+
+@mutant
+def only_running_requests_run_out(patch: pytest.MonkeyPatch) -> None:
+    start_over = Places._start_over
+
+    def running_only(self: Places, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            start_over(self, request)
+
+    patch.setattr(Places, "_start_over", running_only)
+
+
+@mutant
+def a_chunk_of_a_former_life_runs_out(patch: pytest.MonkeyPatch) -> None:
+    def all_that_run(step: Step) -> list[Request]:
+        running = [each for each in step.requests if each.state is RequestState.RUNNING]
+        return [request for request in running if step.id > request.void_until]
+
+    patch.setattr(scheduling, "struck", all_that_run)
+
+
+@mutant
+def running_out_is_forgiven_for_ever(patch: pytest.MonkeyPatch) -> None:
+    run_out = Scheduler.run_out
+
+    def forgiving(self: Scheduler, step: Step, error: BaseException) -> list[Request]:
+        for request in step.requests:
+            request.ran_out_at = -1
+        return run_out(self, step, error)
+
+    patch.setattr(Scheduler, "run_out", forgiving)
+
+
+@mutant
+def running_out_is_never_forgiven(patch: pytest.MonkeyPatch) -> None:
+    run_out = Scheduler.run_out
+
+    def unforgiving(self: Scheduler, step: Step, error: BaseException) -> list[Request]:
+        for request in step.requests:
+            if request.ran_out_at >= 0:
+                request.ran_out_at = request.known
+        return run_out(self, step, error)
+
+    patch.setattr(Scheduler, "run_out", unforgiving)
+
+
+@mutant
+def the_next_step_asks_for_as_much(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepCap, "ran_out", lambda self, step, newest: None)
+
+
 class Crowded(SchedulerMachine):
     """Short chunks, small pages, many in flight: where lives follow each other most quickly."""
 
@@ -212,7 +279,17 @@ class Crowded(SchedulerMachine):
     }
 
 
+#: bugs that only many lives side by side bring to light
+CROWDED = {
+    "chunk_of_a_former_life_commits",
+    "junk_behind_a_step_that_ran_out_is_delivered",
+    "only_running_requests_run_out",
+    "a_chunk_of_a_former_life_runs_out",
+    "running_out_is_never_forgiven",
+}
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)
-    assert_found(Crowded if name == "chunk_of_a_former_life_commits" else SchedulerMachine)
+    assert_found(Crowded if name in CROWDED else SchedulerMachine)

@@ -1,0 +1,76 @@
+"""Recovery: what is asked of the memory after a step ran out of it, and what the steps behind it brought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aioinfer.request import Request, RequestState
+from aioinfer.scheduling.step import DEFERRED, NO_TOKEN, Row, Step
+
+__all__ = ["StepCap", "struck", "without_junk"]
+
+#: steps that a lowered cap stays where it is: at first, and at most
+_FIRST_PATIENCE = 16
+_MOST_PATIENCE = 4096
+
+
+class StepCap:
+    """How many tokens a step may have: all that the limits allow, until one runs out of memory.
+
+    Then half of what that step had, for so many steps that did fit, and from there an eighth more with each
+    one. Who runs out again and again learns: every time the cap stays down for twice as many steps as the
+    time before, up to a bound; steps without a cap count that down again.
+    """
+
+    __slots__ = ("_left", "_most", "_newest", "_patience", "tokens")
+
+    def __init__(self, most: int) -> None:
+        #: tokens that the next step may have, at least 1
+        self.tokens = most
+        self._most = most
+        self._patience = _FIRST_PATIENCE
+        self._left = 0
+        #: the newest launched step when the cap was lowered
+        self._newest = 0
+
+    def ran_out(self, step: Step, newest: int) -> None:
+        """A step was too much for the memory; ``newest`` is the newest launched one."""
+        self.tokens = max(1, min(self.tokens, step.num_tokens // 2))
+        if step.id <= self._newest:
+            return  # launched before the cap was lowered: the same shortage
+        self._newest = newest
+        self._left = self._patience
+        self._patience = min(2 * self._patience, _MOST_PATIENCE)
+
+    def fitted(self) -> None:
+        """A step did not run out of memory."""
+        if self.tokens == self._most:
+            self._patience = max(_FIRST_PATIENCE, self._patience - 1)
+        elif self._left:
+            self._left -= 1
+        else:
+            self.tokens = min(self._most, self.tokens + max(1, self.tokens // 8))
+
+
+def struck(step: Step) -> list[Request]:
+    """The requests of a step that failed which cannot go on from what they launched so far.
+
+    Not those that have ended, those that are going on from elsewhere already, and those for which this was a
+    chunk of an earlier life.
+    """
+    return [row.request for row in step.rows if step.id > row.request.void_until and _goes_on_from(row)]
+
+
+def _goes_on_from(row: Row) -> bool:
+    request = row.request
+    if request.state is RequestState.RUNNING:
+        return row.slot == request.slot
+    return not request.finished and request.pending > 0
+
+
+def without_junk(step: Step, tokens: Sequence[int]) -> list[int]:
+    """A step's tokens, but for those that go on from where a step failed: these rows sampled nothing."""
+    return [
+        DEFERRED if token != NO_TOKEN and step.id <= request.junk_until else token
+        for request, token in zip(step.requests, tokens, strict=True)
+    ]

@@ -1,0 +1,369 @@
+"""A step that runs out of memory costs time and nothing else; who cannot do with less ends alone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.config import EngineConfig
+from aioinfer.core import Core
+from aioinfer.engine import Engine
+from aioinfer.errors import OutOfMemory, StepFailed
+from aioinfer.execution.device import StepOutOfMemory
+from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.llm import LLM
+from aioinfer.params import Grammar, SamplingParams
+from aioinfer.scheduling.step import Step
+from aioinfer.text.grammar import GrammarState
+from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.twin.toy import toy_logprob
+from tests.engine.conftest import MakeEngine
+from tests.engine.simulation import settle
+from tests.engine.test_forced_and_late import SCHEMA
+from tests.engine.test_launchers import AsynchronousToy
+from tests.engine.test_transparency import MODES, toy_requests
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from demo_tasks import held_out
+
+
+class RunsOut:
+    """Raises at the steps with these ids, and whenever ``always`` says so."""
+
+    def __init__(self, *steps: int, always: Any = lambda step: False) -> None:
+        self.steps = set(steps)
+        self.always = always
+        self.raised = 0
+
+    def __call__(self, step: Step) -> None:
+        if step.id in self.steps or self.always(step):
+            self.raised += 1
+            raise StepOutOfMemory("there is no memory")
+
+
+def toy(config: EngineConfig, **faults: Any) -> ToyDevice:
+    return ToyDevice(num_pages=64, page_size=config.page_size, num_slots=config.num_slots, **faults)
+
+
+async def _run(engine: Engine, prompt: Any, params: SamplingParams) -> list[int]:
+    return (await engine.generate(prompt, params)).token_ids
+
+
+@pytest.mark.parametrize("when", ["fault", "late_fault"])
+@pytest.mark.parametrize(("window", "mode"), MODES)
+async def test_toy_ids_are_the_same_whichever_step_runs_out(
+    make_engine: MakeEngine, window: int, mode: str, when: str
+) -> None:
+    """Before it has computed anything, and when all is sampled."""
+    requests = toy_requests()
+    for at in (1, 2, 5, 13):
+        fault = RunsOut(at, at + 60)
+        config = EngineConfig(model="toy", page_size=4, max_running_requests=8, window=window)
+        device = toy(config, **{when: fault})
+        async with make_engine(window=window, launch_mode=mode, device=device, chunk_size=8) as engine:
+            results = await asyncio.gather(*[_run(engine, *request) for request in requests])
+            stats = engine.stats()
+            await settle(engine)
+        assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
+        assert stats.out_of_memory_retries >= fault.raised > 0
+        assert stats.retractions >= stats.out_of_memory_retries
+        assert stats.step_tokens < engine.config.max_step_tokens
+
+
+@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_steps_of_an_asynchronous_device_run_out_where_their_flights_are_read(
+    launcher: Any, window: int
+) -> None:
+    requests = toy_requests()
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, window=window)
+    fault = RunsOut(2, 60)
+    device = AsynchronousToy(num_slots=config.num_slots, fault=fault)
+    async with Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: None) as engine:
+        results = await asyncio.gather(*[_run(engine, *request) for request in requests])
+        await settle(engine)
+    assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
+    assert fault.raised > 0
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_steps_that_are_too_large_for_the_memory_become_smaller(
+    make_engine: MakeEngine, window: int
+) -> None:
+    requests = toy_requests()[:8]
+    fault = RunsOut(always=lambda step: step.num_tokens > 60)
+    async with make_engine(window=window, fault=fault) as engine:
+        results = await asyncio.gather(*[_run(engine, *request) for request in requests])
+    assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
+    assert fault.raised > 0
+
+
+@pytest.mark.parametrize(("window", "mode"), MODES)
+async def test_a_request_that_is_too_much_ends_alone_with_one_clean_error(
+    make_engine: MakeEngine, window: int, mode: str
+) -> None:
+    def too_much(step: Step) -> bool:
+        return any(len(row.request.prompt_ids) == 99 and row.length > 5 for row in step.rows)
+
+    requests = toy_requests()[:6]
+    fault = RunsOut(always=too_much)
+    async with make_engine(window=window, launch_mode=mode, fault=fault, max_running_requests=8) as engine:
+        others = [asyncio.ensure_future(_run(engine, *request)) for request in requests]
+        stream = engine.generate([1] * 99, SamplingParams(max_tokens=5))
+        with pytest.raises(OutOfMemory, match="there is no memory") as caught:
+            await stream
+        with pytest.raises(OutOfMemory) as again:
+            await anext(stream)
+        assert again.value is caught.value
+        results = await asyncio.gather(*others)
+        assert engine.ready
+        assert await _run(engine, *requests[0]) == results[0]
+        await settle(engine)
+    assert isinstance(caught.value.__cause__, StepOutOfMemory)
+    assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
+
+
+async def test_memory_that_never_suffices_ends_everybody_and_not_the_engine(make_engine: MakeEngine) -> None:
+    fault = RunsOut(always=lambda step: True)
+    async with make_engine(window=2, fault=fault) as engine:
+        requests = toy_requests()
+        tasks = [asyncio.ensure_future(_run(engine, *request)) for request in requests]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, OutOfMemory) for result in results)
+        assert len({id(result) for result in results}) == len(results), "each has an exception of its own"
+        fault.always = lambda step: False
+        prompt, params = requests[0]
+        assert await _run(engine, prompt, params) == toy_generate(prompt, params, seed=params.seed or 0)
+        await settle(engine)
+
+
+async def test_what_was_delivered_stays_and_streams_go_on(make_engine: MakeEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    fault = RunsOut(*range(4, 60, 16))
+    async with make_engine(window=2, fault=fault) as engine:
+        ids: list[int] = []
+        async for chunk in engine.generate([1, 2, 3], params):
+            ids += chunk.token_ids
+        events = [event[0] for event in engine.timeline.loop.events]
+    assert ids == toy_generate([1, 2, 3], params)
+    assert events.count("run out") == fault.raised > 0
+
+
+async def test_deadlines_run_on_from_the_first_step(make_engine: MakeEngine) -> None:
+    """Who starts over has been admitted before, and is not told of it again."""
+    admitted: list[int] = []
+    async with make_engine(fault=RunsOut(1, 12)) as engine:
+        driver = engine._driver
+        assert driver is not None
+        driver._admitted = lambda request: admitted.append(request.key)
+        await _run(engine, [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(admitted) == 1
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_the_synchronous_twin_tries_again_too(window: int) -> None:
+    requests = toy_requests()
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, window=window)
+    fault = RunsOut(*range(6, 600, 60))
+    device = toy(config, fault=fault)
+    with LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer()) as llm:
+        found = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+        ids = [result.token_ids for result in found]
+        assert ids == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
+        fault.always = lambda step: True
+        with pytest.raises(OutOfMemory):
+            llm.generate([[1, 2]])
+
+
+def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded() -> None:
+    """Recorded up to 4, retracted; the chunk up to there runs out, and the next is in flight behind it."""
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, chunk_size=4, prefix_cache=False)
+    device = toy(config)
+    core = Core(config, device.open(), None, lambda: 0.0)
+    request = core.new_request(list(range(1, 14)), SamplingParams(max_tokens=2, prompt_logprobs=0))
+    core.submit(request)
+
+    def plan() -> tuple[Step, Any]:
+        step = core.plan()
+        assert step is not None
+        return step, device.prepare(step)
+
+    def resolve(step: Step, prepared: Any) -> None:
+        core.resolve(step, device.launch(prepared).wait())
+
+    resolve(*plan())
+    assert len(request.prompt_logprobs) == 4
+    core.scheduler._retract(request)
+    (first, lost), behind = plan(), plan()
+    assert behind[0].prefills[0].scores == (4, 8)
+    device.fault = RunsOut(first.id)
+    with pytest.raises(StepOutOfMemory) as caught:
+        device.launch(lost)
+    core.fail(first, caught.value)
+    resolve(*behind)
+    assert len(request.prompt_logprobs) == 4
+    while not request.finished:
+        resolve(*plan())
+    assert request.prompt_logprobs == [toy_logprob(at, request.prompt_ids[at]) for at in range(1, 13)]
+
+
+# -- grammars, penalties and logprobs on a real model --------------------------------------------------------
+
+
+class Shortage(TorchDevice):
+    """The bundled model; one step runs out of memory: in its forward, when it has sampled, or when a grammar
+    forces tokens."""
+
+    def __init__(self, config: EngineConfig, place: str, at: int) -> None:
+        super().__init__(config)
+        self._at = {place: at}
+
+    def open(self, progress: Any = None) -> Any:
+        info = super().open(progress)
+        runner = self._backend._runner  # type: ignore[union-attr]
+        model, sampler, at = runner._model, runner._sampler, self._at
+        forwards, samples, forced = itertools.count(1), itertools.count(1), itertools.count(1)
+        masks = runner.masks
+
+        class Model:
+            spec = model.spec
+
+            def forward(self, batch: Any, attention: Any) -> Any:
+                logits = model.forward(batch, attention)
+                if next(forwards) == at.get("forward"):
+                    raise StepOutOfMemory("in the forward")
+                return logits
+
+        class Sampler:
+            reset = sampler.reset
+
+            def sample(self, *arguments: Any) -> Any:
+                tokens = sampler.sample(*arguments)
+                if next(samples) == at.get("sampler"):
+                    raise StepOutOfMemory("in the sampler")
+                return tokens
+
+        class Masks:
+            advance_step = masks.advance_step
+
+            def collect(self, *arguments: Any) -> Any:
+                found = masks.collect(*arguments)
+                if found.forced and next(forced) == at.get("forced"):
+                    raise StepOutOfMemory("tokens that are forced are lost")
+                return found
+
+        runner._model, runner._sampler, runner.masks = Model(), Sampler(), Masks()  # type: ignore[assignment]
+        return info
+
+
+def requests() -> list[tuple[Any, SamplingParams]]:
+    """Greedy and seeded ones, with penalties, with grammars that force tokens and that do not, bad words."""
+    story = held_out("story", 1)[0].messages
+    found: list[tuple[Any, SamplingParams]] = [
+        (item.messages, SamplingParams(temperature=0, max_tokens=20)) for item in held_out("json", 1)
+    ]
+    for seed in range(2):
+        found += [
+            (story, SamplingParams(temperature=1.2, seed=seed, max_tokens=20, logprobs=2, prompt_logprobs=1)),
+            (story, SamplingParams(seed=seed, max_tokens=20, frequency_penalty=1.0, repetition_penalty=1.2)),
+            (story, SamplingParams(seed=seed, max_tokens=30, grammar=SCHEMA)),
+            (story, SamplingParams(seed=seed, max_tokens=20, grammar=Grammar("regex", "[a-z ]{40}"))),
+            (story, SamplingParams(temperature=0, max_tokens=20, bad_words=("the", "and"))),
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    config = EngineConfig(dtype="float32", window=0, max_running_requests=1, threads=1)
+    with LLM(config) as llm:
+        return [llm.generate([prompt], params)[0] for prompt, params in requests()]
+
+
+@pytest.mark.parametrize(
+    ("window", "mode", "place", "at"),
+    [
+        (0, "thread", "forward", 12),
+        (0, "inline", "sampler", 4),
+        (1, "inline", "forward", 20),
+        (1, "thread", "sampler", 1),
+        (2, "thread", "forward", 2),
+        (2, "thread", "sampler", 9),
+        (2, "inline", "forward", 16),
+        (1, "thread", "forced", 1),
+        (2, "inline", "forced", 3),
+    ],
+)
+async def test_grammars_penalties_and_logprobs_start_over_with_their_requests(
+    window: int, mode: Any, place: str, at: int, alone: list[Any]
+) -> None:
+    config: Any = EngineConfig(
+        dtype="float32", threads=1, window=window, launch_mode=mode, prefix_cache=at % 2 == 0, chunk_size=40
+    )
+    device = Shortage(config, place, at)
+    launcher = ThreadLauncher if mode == "thread" else InlineLauncher
+    async with Engine(config, launcher=lambda _: launcher(device)) as engine:
+        results = await asyncio.gather(*[engine.generate(*request) for request in requests()])
+        stats = engine.stats()
+    assert stats.out_of_memory_retries > 0
+    for result, wanted in zip(results, alone, strict=True):
+        assert result.token_ids == wanted.token_ids
+        assert result.finish_reason == wanted.finish_reason
+        for mine, theirs in (
+            (result.logprobs, wanted.logprobs),
+            (result.prompt_logprobs, wanted.prompt_logprobs),
+        ):
+            assert (mine is None) == (theirs is None)
+            assert len(mine or ()) == len(theirs or ())
+            for one, other in zip((mine or ())[1:], (theirs or ())[1:], strict=True):
+                assert one.token_id == other.token_id
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+    for result in (results[3], results[8]):
+        assert result.finish_reason == "length" or json.loads(result.text)
+
+
+def constrained() -> list[SamplingParams]:
+    grammars = [
+        Grammar("regex", "[a-f]{20}"),
+        Grammar("regex", "[a-z ]{30}"),
+    ]
+    return [
+        SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=24, grammar=grammars[seed % 2])
+        for seed in range(4)
+    ]
+
+
+async def _constrained_ids(make_engine: MakeEngine, window: int, **faults: Any) -> list[list[int]]:
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, window=window)
+    device = toy(config, **faults)
+    async with make_engine(window=window, device=device, chunk_size=4) as engine:
+        prompts = [[seed, 5, 6, 7, 8, 9, 10] for seed in range(4)]
+        return list(await asyncio.gather(*map(_run, [engine] * 4, prompts, constrained())))
+
+
+@pytest.mark.parametrize("when", ["fault", "late_fault"])
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_toy_grammars_are_the_same_whichever_step_runs_out(
+    make_engine: MakeEngine, window: int, when: str
+) -> None:
+    wanted = await _constrained_ids(make_engine, 0)
+    for at in (1, 2, 3, 5, 9):
+        fault = RunsOut(at)
+        assert await _constrained_ids(make_engine, window, **{when: fault}) == wanted
+        assert fault.raised == 1
+
+
+async def test_a_grammar_that_keeps_what_was_lost_is_found(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test has teeth."""
+    monkeypatch.setattr(GrammarState, "restarted", lambda self, output_ids: self)
+    with pytest.raises(StepFailed, match="its grammar is at position"):
+        await test_toy_grammars_are_the_same_whichever_step_runs_out(make_engine, 2, "late_fault")
