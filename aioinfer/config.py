@@ -66,6 +66,9 @@ class EngineConfig:
     experts: Literal["auto", "triton", "grouped", "loop"] = _option(
         "auto", "kernels of a mixture of experts; auto takes Triton on cuda where it can, else torch's"
     )
+    sampling: Literal["auto", "triton", "torch"] = _option(
+        "auto", "sampling kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"
+    )
     max_model_len: int | None = _option(None, "longest prompt plus output in tokens")
     page_size: int = _option(16, "KV positions per page")
     num_pages: int | None = _option(None, "KV pages; by default from the memory budget")

@@ -94,7 +94,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     plain = "torch" if choice.kernels == "sdpa" else choice.kernels
     operations = f"{plain}: {choice.reason}" if model.own else "transformers' own"
-    sampling = choose_sampling(device)
+    sampling = choose_sampling(device, config.sampling)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     code += ", with random weights" if config.load_format == "random" else ""
     dtype = str(model.dtype).removeprefix("torch.")

@@ -65,7 +65,7 @@ class Parts:
         return Runner(
             self.model,
             make_attention(pool, self.attention),
-            Sampler(config.num_slots, spec.vocab_size, self.device),
+            Sampler(config.num_slots, spec.vocab_size, self.device, config.sampling),
             Relay(config.num_slots, self.device),
             self.masks,
             self.lane,

@@ -21,7 +21,6 @@ from aioinfer.model.spec import CausalLM
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import Logprobs
-from aioinfer.sampling.masks import add_biases_, apply_masks_
 from aioinfer.sampling.sampler import Sampler
 
 __all__ = ["Link", "Runner", "Sampled"]
@@ -124,10 +123,10 @@ class Runner:
             return Sampled(None, logprobs, chosen, times=(start, forward, mask, now()))
         logits = logits[:count]
         if len(inputs.biases[0]):
-            add_biases_(logits, *inputs.biases)
+            self.sampler.steering.add_biases_(logits, *inputs.biases)
         if packed.roster.allowed is not None:
             rows, masks = packed.roster.allowed
-            apply_masks_(logits, link.send(rows), link.send(masks))
+            self.sampler.steering.apply_masks_(logits, link.send(rows), link.send(masks))
         found = None
         if packed.grammars:
             link.await_last_result()
@@ -158,7 +157,7 @@ class Runner:
         """Apply the masks of this step, which were made while its forward ran."""
         found = self.masks.collect(grammars, len(logits))
         rows = np.asarray([row.at for row in grammars], np.int64)
-        apply_masks_(logits, link.send(rows), link.send(found.masks))
+        self.sampler.steering.apply_masks_(logits, link.send(rows), link.send(found.masks))
         return found
 
 

@@ -1,10 +1,11 @@
-"""What callers ask of single tokens: some may not come next, some are to come more or less often."""
+"""What callers ask of single tokens: some may not come next, some are to come more or less often.
+
+The same three are kernels in :mod:`aioinfer.sampling.triton_logits`.
+"""
 
 from __future__ import annotations
 
 import torch
-
-from aioinfer.sampling.choice import choose_sampling
 
 __all__ = ["add_biases_", "apply_masks_", "ban_"]
 
@@ -17,12 +18,7 @@ def add_biases_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bit
         rows, ids: [B] int64, what to add to; no pair twice.
         bits: [B] int64, what to add, as the bits of a float32.
     """
-    if choose_sampling(logits.device).kernels == "triton":
-        from aioinfer.sampling import triton_logits
-
-        return triton_logits.add_biases_(logits, rows, ids, bits)
     logits.index_put_((rows, ids), bits.to(torch.int32).view(torch.float32), accumulate=True)
-    return None
 
 
 def ban_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
@@ -33,13 +29,8 @@ def ban_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
         logits: [S, V] float32.
         rows, ids: [K] int64, which; pairs may come twice.
     """
-    if choose_sampling(logits.device).kernels == "triton":
-        from aioinfer.sampling import triton_logits
-
-        return triton_logits.ban_(logits, rows, ids)
     never = logits.new_full((), float("-inf")).expand_as(ids)
     logits.index_put_((rows, ids), never, accumulate=True)
-    return None
 
 
 def apply_masks_(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
@@ -51,14 +42,9 @@ def apply_masks_(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) 
         masks: [G, words] int32; bit ``token % 32`` of word ``token // 32`` allows a token. What lies
             beyond the last word is not allowed.
     """
-    if choose_sampling(logits.device).kernels == "triton":
-        from aioinfer.sampling import triton_logits
-
-        return triton_logits.apply_masks_(logits, rows, masks)
     vocab = logits.shape[1]
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((masks.unsqueeze(-1) >> bits) & 1).to(torch.bool).flatten(1)[:, :vocab]
     if allowed.shape[1] < vocab:
         allowed = torch.nn.functional.pad(allowed, (0, vocab - allowed.shape[1]))
     logits[rows] = logits[rows].masked_fill_(~allowed, float("-inf"))
-    return None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Literal
 
 import torch
 
+from aioinfer.sampling import masks
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.choice import SamplingChoice, choose_sampling
 from aioinfer.sampling.filters import floors
-from aioinfer.sampling.masks import ban_
 from aioinfer.sampling.noise import gumbel_of_keys, row_keys
 from aioinfer.sampling.penalties import Penalties, penalised
 from aioinfer.scheduling.step import BAD_LOGITS
@@ -47,7 +48,7 @@ class Sampler:
     looks at ``all_greedy`` alone: two graphs, with and without, serve rows of any parameters.
     """
 
-    __slots__ = ("_on_host", "_penalties", "_token_ids", "choice")
+    __slots__ = ("_on_host", "_penalties", "_token_ids", "choice", "steering")
 
     def __init__(
         self,
@@ -59,6 +60,12 @@ class Sampler:
         """Raises ConfigError if ``kernels`` are wanted that the device cannot run."""
         self.choice: SamplingChoice = choose_sampling(device, kernels)
         fused = self.choice.kernels == "triton"
+        #: how single tokens are biased, banned and masked: the functions of :mod:`~aioinfer.sampling.masks`
+        self.steering: ModuleType = masks
+        if fused:
+            from aioinfer.sampling import triton_logits
+
+            self.steering = triton_logits
         self._penalties = Penalties(num_slots, vocab_size, device, fused=fused)
         #: torch's operations on a CPU: what rows ask for may be looked at
         self._on_host = device.type == "cpu" and not fused
@@ -97,7 +104,7 @@ class Sampler:
             logits = self._penalties.apply(logits, batch)
         if batch.banned_rows is not None and batch.banned_ids is not None:
             logits = logits if batch.any_penalty else logits.clone()
-            ban_(logits, batch.banned_rows, batch.banned_ids)
+            self.steering.ban_(logits, batch.banned_rows, batch.banned_ids)
         if self.choice.kernels == "triton":
             from aioinfer.sampling.triton_sampler import sample_tokens
 

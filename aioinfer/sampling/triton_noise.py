@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from aioinfer.kernels import interpreted
+
 __all__ = ["INTERPRETED", "exponential", "gumbel", "logarithm", "random_bits", "row_key", "uniform"]
 
 
@@ -81,4 +83,4 @@ def exponential(x: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
 
 
 #: whether kernels run in Triton's interpreter, on CPU tensors
-INTERPRETED = not isinstance(exponential, triton.JITFunction)
+INTERPRETED = interpreted()

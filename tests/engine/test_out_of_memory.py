@@ -228,7 +228,7 @@ class Shortage(TorchDevice):
     def open(self, progress: Any = None) -> Any:
         info = super().open(progress)
         runner = self._backend._runner  # type: ignore[union-attr]
-        model, sampler, at = runner._model, runner._sampler, self._at
+        model, sampler, at = runner._model, runner.sampler, self._at
         forwards, samples, forced = itertools.count(1), itertools.count(1), itertools.count(1)
         masks = runner.masks
 
@@ -259,7 +259,7 @@ class Shortage(TorchDevice):
                     raise StepOutOfMemory("tokens that are forced are lost")
                 return found
 
-        runner._model, runner._sampler, runner.masks = Model(), Sampler(), Masks()  # type: ignore[assignment]
+        runner._model, runner.sampler, runner.masks = Model(), Sampler(), Masks()  # type: ignore[assignment]
         return info
 
 

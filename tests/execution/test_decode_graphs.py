@@ -25,7 +25,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.decodes import Decodes, TableUpdate
 from aioinfer.scheduling.step import Admission, Step
-from tests.execution.recording import HostRead, Recording, record
+from tests.execution.recording import Recording, record
 from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
@@ -33,38 +33,17 @@ from tests.model.test_oracle import prompts
 TOKENS = 5
 
 
-class Repeated:
-    """Work that cannot be recorded, done again as it was done first."""
-
-    def __init__(self, call: Callable[[], torch.Tensor]) -> None:
-        self._call = call
-        self.result = call()
-
-    def replay(self) -> None:
-        self.result.copy_(self._call())
-
-
 class GraphedDevice(TorchDevice):
     """The CPU device with decode graphs."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.forwards: list[Recording] = []
+        self.graphs: list[Recording] = []
 
     def _capture(self, call: Callable[[], torch.Tensor]) -> Any:  # type: ignore[override]
-        graph, result = capture(call)
-        if isinstance(graph, Recording):
-            self.forwards.append(graph)
+        graph, result = record(call)
+        self.graphs.append(graph)
         return graph, result
-
-
-def capture(call: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
-    try:
-        return record(call)
-    except HostRead:
-        # The sampler's way on a CPU looks at its rows.
-        repeated = Repeated(call)
-        return repeated, repeated.result
 
 
 def config(path: Path, **changes: Any) -> EngineConfig:
@@ -74,6 +53,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
             "dtype": "float32",
             "device": "cpu",
             "attention": "triton",
+            "sampling": "triton",
             "num_pages": 40,
             "page_size": 4,
             "max_running_requests": 5,
@@ -112,7 +92,7 @@ async def test_replayed_steps_give_the_tokens_of_transformers(
     ]
     found = await ids(settings, requests, device)
     assert found == [greedy(oracle, prompt, TOKENS + at) for at, prompt in enumerate(batch)]
-    assert sum(graph.replays for graph in device.forwards) >= TOKENS
+    assert sum(graph.replays for graph in device.graphs) >= TOKENS
 
 
 async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tuple[Path, Any]) -> None:
@@ -127,7 +107,7 @@ async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tupl
     plain = await ids(settings, requests, TorchDevice(settings))
     device = GraphedDevice(settings)
     assert await ids(settings, requests, device) == plain
-    assert sum(graph.replays for graph in device.forwards) >= TOKENS - 1
+    assert sum(graph.replays for graph in device.graphs) >= TOKENS - 1
 
 
 async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tuple[Path, Any]) -> None:
@@ -226,14 +206,14 @@ def test_a_replay_moves_its_rows_on_and_padding_stays_where_it_is() -> None:
     graphs = DecodeGraphs(
         model,
         attention,
-        Sampler(4, 64, cpu),
+        Sampler(4, 64, cpu, "triton"),
         relay,
         sizes=[4],
         max_pages=PAGES,
         page_size=PAGE,
         device=cpu,
     )
-    graphs.capture(capture)
+    graphs.capture(record)
     relay.scatter(torch.tensor([2]), torch.tensor([10]))
     packer._parameters.admit(2, Admission(SamplingParams(temperature=0), 1, frozenset(), [1], []))
     for position in range(PAGES * PAGE):

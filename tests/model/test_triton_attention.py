@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from aioinfer import kernels
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
-from aioinfer.model.attention import choice
 from aioinfer.model.attention.base import Attention, Scoring
 from aioinfer.model.attention.choice import Choice, choose_attention, make_attention, make_operations
 from aioinfer.model.attention.pool import KVPool
@@ -284,9 +284,8 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     pytest.importorskip("triton", reason="triton is not installed")
-    from aioinfer.model.attention import triton_common
 
-    monkeypatch.setattr(triton_common, "INTERPRETED", False)
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
     assert choose_attention(cuda, 128, bf16) == Choice("triton", "the device is CUDA")
     assert choose_attention(cuda, 128, bf16, "sdpa").kernels == "sdpa"
     assert choose_attention(cuda, 257, bf16) == Choice("sdpa", "heads of size 257 are larger than 256")
@@ -298,12 +297,12 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
         "sdpa", "the device is older than compute capability 8.0"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(triton_common, "INTERPRETED", True)
+    monkeypatch.setattr(kernels, "interpreted", lambda: True)
     assert choose_attention(cuda, 64, bf16) == Choice("sdpa", "TRITON_INTERPRET is set")
 
 
 def test_without_triton_everything_runs_on_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None)
     chosen = choose_attention(torch.device("cuda"), 64, torch.float16)
     assert chosen == Choice("sdpa", "triton is not installed")
     with pytest.raises(ConfigError, match="not installed"):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aioinfer import kernels
 from aioinfer.errors import ConfigError
 from aioinfer.sampling import choice
 from aioinfer.sampling.choice import SamplingChoice
 from aioinfer.sampling.sampler import Sampler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-choose = choice.choose_sampling.__wrapped__
+choose = choice.choose_sampling
 
 
 def test_a_cpu_samples_by_torch() -> None:
@@ -22,14 +23,13 @@ def test_a_cpu_samples_by_torch() -> None:
 
 def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from aioinfer.sampling import triton_noise
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(triton_noise, "INTERPRETED", False)
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
     assert choose(CUDA) == SamplingChoice("triton", "the device is CUDA")
     with pytest.raises(ConfigError, match="triton was asked for, and TRITON_INTERPRET is not set"):
         choose(CPU, "triton")
-    monkeypatch.setattr(triton_noise, "INTERPRETED", True)
+    monkeypatch.setattr(kernels, "interpreted", lambda: True)
     assert choose(CUDA) == SamplingChoice("torch", "TRITON_INTERPRET is set")
     assert choose(CPU, "triton") == SamplingChoice("triton", "asked for")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
@@ -37,7 +37,7 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
 
 
 def test_without_triton_everything_samples_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None)
     assert choose(CUDA) == SamplingChoice("torch", "triton is not installed")
     with pytest.raises(ConfigError, match="not installed"):
         choose(CUDA, "triton")

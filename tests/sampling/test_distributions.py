@@ -25,7 +25,6 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling import masks
 from aioinfer.sampling import sampler as sampler_module
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
-from aioinfer.sampling.choice import choose_sampling
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.decodes import Decodes
@@ -234,13 +233,10 @@ def test_draws_of_compiled_kernels_follow_the_exact_distribution(vocab: int) -> 
 
 
 @pytest.mark.parametrize("combination", LARGE[::-3], ids=name_of)
-def test_kernels_draw_the_tokens_of_torch(
-    combination: tuple[bool, ...], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_draw_the_tokens_of_torch(combination: tuple[bool, ...], device: str) -> None:
     """Whose distribution is tested above."""
     case = case_of(combination, 50)
     wanted = tokens(case, 4, Sampler(SLOTS, 50, CPU, "torch"))
-    monkeypatch.setattr(masks, "choose_sampling", lambda _: choose_sampling(torch.device(device), "triton"))
     assert by_kernels(case, 4, device).tolist() == wanted.tolist()
 
 
@@ -320,7 +316,7 @@ def test_a_planted_bug_is_rejected(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_forgotten_constraint_is_rejected(
     name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"aioinfer.execution.runner.{forgotten}", lambda *arguments: None)
+    monkeypatch.setattr(masks, forgotten, lambda *arguments: None)
     assert rejected(name), SEED
 
 

@@ -3,25 +3,23 @@ where that is decided."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.kernels import triton_obstacle
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import TorchOperations
 
-__all__ = ["Choice", "choose_attention", "make_attention", "make_operations", "triton_obstacle"]
+__all__ = ["Choice", "choose_attention", "make_attention", "make_operations", "type_obstacle"]
 
 _LARGEST_HEAD = 256
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: what tensor cores with bfloat16 came with (Ampere)
-_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +75,9 @@ def _obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | 
     """What keeps Triton's attention kernels from running there, if anything does."""
     if head_dim > _LARGEST_HEAD:
         return f"heads of size {head_dim} are larger than {_LARGEST_HEAD}"
-    return triton_obstacle(device, dtype)
+    return type_obstacle(dtype) or triton_obstacle(device)
 
 
-def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What keeps any of our Triton kernels from running there, if anything does."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if dtype not in _TYPES:
-        return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return "the device is older than compute capability {}.{}".format(*_CAPABILITY)
-    from aioinfer.model.attention.triton_common import INTERPRETED
-
-    if (device.type == "cuda") == INTERPRETED:
-        return "TRITON_INTERPRET is " + ("set" if INTERPRETED else "not set, without which it needs CUDA")
-    return None
+def type_obstacle(dtype: torch.dtype) -> str | None:
+    """What keeps kernels that multiply matrices from running in a type, if anything does."""
+    return None if dtype in _TYPES else f"there are no kernels for {str(dtype).removeprefix('torch.')}"

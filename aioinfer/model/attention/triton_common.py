@@ -29,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
+from aioinfer.kernels import interpreted
+
 __all__ = [
     "INTERPRETED",
     "attend_tile",
@@ -151,7 +153,7 @@ def inverse_rms(total: tl.tensor, count: tl.constexpr, eps: tl.tensor) -> tl.ten
 
 
 #: whether kernels run in Triton's interpreter, on CPU tensors
-INTERPRETED = not isinstance(normalized, triton.JITFunction)
+INTERPRETED = interpreted()
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:

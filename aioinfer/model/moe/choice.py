@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.choice import triton_obstacle
+from aioinfer.kernels import triton_obstacle
+from aioinfer.model.attention.choice import type_obstacle
 from aioinfer.model.moe.experts import Experts, ExpertWeights, GroupedExperts, LoopExperts, grouped_mm
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Router, SoftmaxRouter
 
@@ -40,7 +41,7 @@ def choose_experts(
         return Choice("loop", "asked for")
     why = f"the device is a {device.type}"
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
-        obstacle = triton_obstacle(device, dtype)
+        obstacle = type_obstacle(dtype) or triton_obstacle(device)
         if obstacle is None:
             return Choice("triton", "asked for" if wanted == "triton" else "the device is CUDA")
         if wanted == "triton":
