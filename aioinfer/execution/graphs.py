@@ -164,6 +164,8 @@ class DecodeGraphs:
         self._page_size = page_size
         self._sizes = sorted(sizes)
         self._rows = DecodeRows(self._sizes[-1], max_pages, device)
+        # Of all sizes: graphs keep the memory of their results, and these are large.
+        self._logits = torch.empty(self._sizes[-1], model.spec.vocab_size, device=device)
         #: by size, and for sampling by size and whether every row is greedy
         self._forwards: dict[int, tuple[Graph, torch.Tensor]] = {}
         self._samplings: dict[tuple[int, bool], tuple[Graph, torch.Tensor]] = {}
@@ -173,9 +175,9 @@ class DecodeGraphs:
     def capture(self, capture: Capture, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture all sizes, on padding alone. ``progress`` is called with (done, total)."""
         for done, size in enumerate(reversed(self._sizes), 1):
-            forward = self._forwards[size] = capture(partial(self._forward, size))
+            self._forwards[size] = capture(partial(self._forward, size))
             for greedy in (True, False):
-                self._samplings[size, greedy] = capture(partial(self._sampling, size, greedy, forward[1]))
+                self._samplings[size, greedy] = capture(partial(self._sampling, size, greedy))
             if progress is not None:
                 progress(done, len(self._sizes))
 
@@ -224,16 +226,16 @@ class DecodeGraphs:
             kv_lens=[],
             num_decodes=size,
         )
-        logits = self._model.forward(batch, self._attention)
+        logits = self._logits[:size].copy_(self._model.forward(batch, self._attention))
         starts += live
         return logits
 
-    def _sampling(self, size: int, greedy: bool, logits: torch.Tensor) -> torch.Tensor:
+    def _sampling(self, size: int, greedy: bool) -> torch.Tensor:
         """Sample from logits whose rows have moved on already: they stand where the token will."""
         rows = self._rows
-        neutral = torch.ones(size, device=logits.device)
+        neutral = torch.ones(size, device=self._logits.device)
         tokens = self._sampler.sample(
-            logits,
+            self._logits[:size],
             SamplingBatch(
                 slots=rows.slots[:size],
                 positions=rows.starts[:size],

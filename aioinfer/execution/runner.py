@@ -106,7 +106,7 @@ class Runner:
         else:
             inputs = _unpack(packed, link.send)
             self.relay.gather(inputs.batch.input_ids, inputs.slots, inputs.batch.num_decodes)
-            logits = self._model.forward(inputs.batch, self.attention)
+            logits = self._model.forward(inputs.batch, self.attention).float()
         return self._sample(packed, inputs, logits, link, start)
 
     def _sample(

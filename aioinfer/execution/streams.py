@@ -14,6 +14,7 @@ copy and an event.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioinfer.execution.device import DeviceLost, Flight, Landed, StepResult
+from aioinfer.execution.device import DeviceLost, Flight, Landed, StepOutOfMemory, StepResult
 from aioinfer.execution.graphs import Graph
 from aioinfer.execution.packing import Packed
 from aioinfer.execution.runner import Runner, Sampled
@@ -65,7 +66,12 @@ class CpuBackend:
         self._link = Direct(torch.device("cpu"))
 
     def launch(self, packed: Packed) -> Flight:
-        sampled = self._runner.run(packed, self._link)
+        try:
+            sampled = self._runner.run(packed, self._link)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+                raise StepOutOfMemory(str(error)) from error
+            raise
         self._runner.lane.step(packed.step_id, *sampled.times)
         return Landed(self._runner.read(packed, sampled, sampled.tensors()))
 
@@ -114,7 +120,9 @@ class _Place:
     def await_last_result(self) -> None:
         """Until the host has read what the step before sampled, whoever gets to reading it."""
         if self._last is not None:
-            self._last.wait()
+            # If it failed, whoever waits for it hears of it, and this step is none the worse.
+            with contextlib.suppress(Exception):
+                self._last.wait()
 
     def order_after_last_copy(self) -> None:
         """What is enqueued from here on starts when the results of the step before are on the host."""
@@ -175,10 +183,15 @@ class CudaBackend:
         place = self._ring[self._next]
         self._next = (self._next + 1) % self.RING
         place.reuse(self._newest)
-        with torch.cuda.stream(self.forward):
-            place.started.record(self.forward)
-            sampled = self.runner.run(packed, place)
-            place.sampled.record(self.forward)
+        try:
+            with torch.cuda.stream(self.forward):
+                place.started.record(self.forward)
+                sampled = self.runner.run(packed, place)
+                place.sampled.record(self.forward)
+        except torch.OutOfMemoryError as error:
+            # What torch keeps for later may be in pieces that are too small.
+            torch.cuda.empty_cache()
+            raise StepOutOfMemory(str(error)) from error
         with torch.cuda.stream(self._copy):
             self._copy.wait_event(place.sampled)
             copies = [place.fetch(tensor) for tensor in sampled.tensors()]

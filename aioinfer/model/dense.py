@@ -149,7 +149,7 @@ class DenseLM:
             delta = layer.mlp(normed)
         rows = batch.logits_rows
         _, normed = norm(hidden[rows], None if delta is None else delta[rows], self._norm, eps)
-        return F.linear(normed, self._head).float()
+        return F.linear(normed, self._head)
 
     def _attend(
         self,

@@ -50,7 +50,7 @@ class CausalLM(Protocol):
     capturable: bool
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        """Logits of ``batch.logits_rows``, float32 [S, vocab_size]; KV is written on the way."""
+        """Logits of ``batch.logits_rows``, [S, vocab_size] in the model's type; KV is written on the way."""
 
 
 def eos_token_ids(path: Path, config: Any) -> frozenset[int]:

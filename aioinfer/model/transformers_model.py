@@ -117,7 +117,7 @@ class TransformersLM:
             )
         finally:
             _local.attend = None
-        logits: torch.Tensor = output.logits[0].float()
+        logits: torch.Tensor = output.logits[0]
         return logits
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.core import Core
@@ -238,11 +239,12 @@ class Shortage(TorchDevice):
             def forward(self, batch: Any, attention: Any) -> Any:
                 logits = model.forward(batch, attention)
                 if next(forwards) == at.get("forward"):
-                    raise StepOutOfMemory("in the forward")
+                    torch.empty(1 << 50)
                 return logits
 
         class Sampler:
             reset = sampler.reset
+            steering = sampler.steering
 
             def sample(self, *arguments: Any) -> Any:
                 tokens = sampler.sample(*arguments)

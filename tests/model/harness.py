@@ -143,7 +143,7 @@ class Driver:
         batch = build_batch(
             rows, self.page_size, num_decodes=len(decodes), logits_rows=wanted, device=self.device
         )
-        logits = self.model.forward(batch, self.attention)
+        logits = self.model.forward(batch, self.attention).float()
         at = 0
         for seq, (ids, start, _) in zip(order, rows, strict=True):
             for offset in range(len(ids)) if all_logits else (len(ids) - 1,):
