@@ -103,16 +103,18 @@ def add_biases_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bit
     """As :func:`aioinfer.sampling.masks.add_biases_`."""
     if len(rows):
         _add_kernel[(triton.cdiv(len(rows), _PAIRS),)](
-            logits, rows, ids, bits, len(rows), logits.stride(0), BAN=False, PAIRS=_PAIRS, num_warps=4
-        )
+            logits, rows, ids, bits, len(rows), logits.stride(0),
+            BAN=False, PAIRS=_PAIRS, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def ban_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
     """As :func:`aioinfer.sampling.masks.ban_`."""
     if len(rows):
         _add_kernel[(triton.cdiv(len(rows), _PAIRS),)](
-            logits, rows, ids, ids, len(rows), logits.stride(0), BAN=True, PAIRS=_PAIRS, num_warps=4
-        )
+            logits, rows, ids, ids, len(rows), logits.stride(0),
+            BAN=True, PAIRS=_PAIRS, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def apply_masks_(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
@@ -121,5 +123,5 @@ def apply_masks_(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) 
     if len(rows):
         _mask_kernel[(triton.cdiv(vocab, _CHUNK), len(rows))](
             logits, rows, masks.contiguous(), masks.shape[1], vocab, logits.stride(0),
-            CHUNK=_CHUNK, num_warps=4,
+            CHUNK=_CHUNK, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip

@@ -118,5 +118,5 @@ def store_kv(
     _store_kernel[(tokens,)](
         k, v, keys, values, slot_mapping, *k.stride()[:2], *v.stride()[:2],
         HEADS=heads, BLOCK_H=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

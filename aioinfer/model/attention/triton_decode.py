@@ -229,11 +229,12 @@ def paged_decode(
         NUM_HEADS=num_heads, GROUP=group, HEADS=heads, BLOCK_M=max(16, triton.next_power_of_2(heads)),
         PAGE_SIZE=page_size, DIRECT=direct, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED, **shape, **cut,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     if not direct:
         _combine_kernel[(num_heads, rows)](
             partial, lse, kv_len, out, splits, *out.stride()[:2],
             NUM_HEADS=num_heads, BLOCK_S=triton.next_power_of_2(tuning.max_splits), **shape, **cut,
-            num_warps=4,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return out

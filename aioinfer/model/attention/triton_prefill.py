@@ -214,5 +214,6 @@ def paged_prefill(
         BLOCK_D=tile_dim(head_dim), BLOCK_N=tuning.block_n, PAGE_SIZE=page_size, STRIDE=kv_heads * head_dim,
         WINDOW=window or 0, BLOCK=block, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -226,6 +226,7 @@ def align(experts: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.
     _align_kernel[(num_experts,)](
         experts, block_expert, block_pairs, pairs, blocks,
         EXPERTS=num_experts, BLOCK_M=block_m, BLOCK=_SORTED, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return block_expert, block_pairs
 
@@ -260,7 +261,7 @@ def fused_experts(
     act = torch.empty(pairs, middle, dtype=hidden.dtype, device=hidden.device)
     partial = torch.empty(pairs, size, dtype=hidden.dtype, device=hidden.device)
     tiles = {"BLOCK_M": tuning.block_m, "BLOCK_K": tuning.block_k, "WIDEN": INTERPRETED}
-    launch = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+    launch = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "enable_fp_fusion": True}
     half = tuning.block_n // 2
     _product_kernel[(blocks, -(-middle // half))](
         hidden, gate_up, act, block_expert, block_pairs, pairs, hidden.stride(0),
@@ -273,5 +274,6 @@ def fused_experts(
     block = min(1024, triton.next_power_of_2(size))
     _sum_kernel[(tokens, -(-size // block))](
         partial, weights, out, TOP_K=top_k, COLUMNS=size, BLOCK=block, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -160,7 +160,7 @@ class TritonRouter:
         _logits_kernel[(-(-tokens // 16), -(-num_experts // 16))](
             hidden, rule.weight, logits, tokens, hidden.stride(0), SIZE=size, EXPERTS=num_experts,
             BLOCK_M=16, BLOCK_E=16, BLOCK_K=64 if wide else 256, WIDEN=wide or INTERPRETED,
-            num_warps=4, num_stages=3,
+            num_warps=4, num_stages=3, enable_fp_fusion=True,
         )  # fmt: skip
         block = triton.next_power_of_2(num_experts)
         bias = grouped.bias if grouped else None
@@ -169,6 +169,6 @@ class TritonRouter:
             EXPERTS=num_experts, BLOCK=block, TOP_K=top_k, BLOCK_TOP=triton.next_power_of_2(top_k),
             SIGMOID=grouped is not None, BIASED=bias is not None, NORMALIZE=rule.normalize,
             GROUPS=grouped.num_groups if grouped else 1, TOP_GROUPS=grouped.top_groups if grouped else 1,
-            num_warps=1 if block <= 128 else 2,
+            num_warps=1 if block <= 128 else 2, enable_fp_fusion=True,
         )  # fmt: skip
         return weights, experts
