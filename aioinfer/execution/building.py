@@ -107,6 +107,8 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     budget = 0 if config.num_pages is not None else _measured_budget(parts, backend, sizes)
     size = size_pool(config, spec, parts.page_bytes, budget)
     backend.runner = runner = parts.runner(size.num_pages)
+    # What was made so far was enqueued elsewhere than on the stream of the steps.
+    torch.cuda.synchronize(parts.device)
     max_pages = parts.pages_of(size.max_model_len)
     # Again with the real pool: torch keeps the memory that steps need.
     for packed in largest_steps(config, max_pages):
@@ -124,6 +126,7 @@ def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> in
     config = parts.config
     max_pages = parts.pages_of(config.max_model_len or parts.model.spec.max_model_len)
     backend.runner = runner = parts.runner(1)
+    torch.cuda.synchronize(parts.device)
     wanted = measure(
         backend,
         largest_steps(config, max_pages),

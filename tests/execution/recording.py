@@ -3,14 +3,15 @@ the tensors it was recorded with. What Python decided while recording is settled
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["HostRead", "Recording", "record"]
+__all__ = ["HostRead", "Recording", "record", "recorded"]
 
 _READS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
 
@@ -71,11 +72,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def record(call: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
-    """See :data:`~aioinfer.execution.graphs.Capture`. Triton's kernels are recorded, too."""
+@contextmanager
+def recorded(recording: Recording) -> Iterator[None]:
+    """What happens meanwhile is recorded, Triton's kernels, too."""
     from triton.runtime import interpreter
 
-    recording = Recording()
     run = interpreter.GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +87,13 @@ def record(call: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
     interpreter.GridExecutor.__call__ = launch
     try:
         with recording:
-            result = call()
+            yield
     finally:
         interpreter.GridExecutor.__call__ = run
-    return recording, result
+
+
+def record(call: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
+    """See :data:`~aioinfer.execution.graphs.Capture`."""
+    recording = Recording()
+    with recorded(recording):
+        return recording, call()

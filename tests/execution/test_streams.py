@@ -1,0 +1,199 @@
+"""The CUDA backend on a stand-in for torch.cuda that copies as late as it may."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution import streams
+from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.decodes import NO_DECODES, Decodes
+from aioinfer.scheduling.step import Admission, Row, Step
+from tests.execution.fake_cuda import Cuda, Event, FakeCudaDevice, Stream, install
+from tests.model.checkpoints import greedy
+from tests.model.kernels import kernels_or_skip
+from tests.model.test_oracle import prompts
+
+TOKENS = 5
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    kernels_or_skip("cpu")
+    return install(monkeypatch)
+
+
+def config(path: Path, **changes: Any) -> EngineConfig:
+    settings = {"attention": "triton", "sampling": "triton", "page_size": 4, "num_pages": 40, **changes}
+    return EngineConfig(
+        model=str(path),
+        dtype="float32",
+        device="cpu",
+        max_running_requests=4,
+        **{"max_model_len": 64, "max_step_tokens": 64, **settings},
+    )
+
+
+def engine(settings: EngineConfig, device: TorchDevice) -> Engine:
+    launcher = ThreadLauncher if settings.launch_mode == "thread" else InlineLauncher
+    return Engine(settings, launcher=lambda _: launcher(device))
+
+
+@pytest.mark.parametrize(("window", "mode"), [(0, "thread"), (1, "thread"), (2, "thread"), (2, "inline")])
+async def test_late_copies_give_the_tokens_of_transformers(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], window: int, mode: str
+) -> None:
+    path, oracle = checkpoint("llama-mqa")
+    settings = config(path, window=window, launch_mode=mode)
+    batch = prompts(3, 3)
+    async with engine(settings, FakeCudaDevice(settings)) as running:
+        results = await asyncio.gather(
+            *[
+                running.generate(prompt, SamplingParams(temperature=0, max_tokens=TOKENS + at))
+                for at, prompt in enumerate(batch)
+            ]
+        )
+        stats = running.stats()
+    assert [result.token_ids for result in results] == [
+        greedy(oracle, prompt, TOKENS + at) for at, prompt in enumerate(batch)
+    ]
+    assert sum(graph.replays for graph in cuda.recordings) >= TOKENS
+    assert 0 < stats.overlap_ratio <= 1
+
+
+async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
+) -> None:
+    path, oracle = checkpoint("llama-mqa")
+    settings = config(path, num_pages=None, decode_graph_rows=2)
+    async with engine(settings, FakeCudaDevice(settings)) as running:
+        result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
+        assert running.stats().pages_free + running.stats().pages_cached == 4 * 64 // 4
+    assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
+    # Two sizes for trial, two for good: each a forward and two ways of sampling.
+    assert len(cuda.recordings) == 12
+
+
+async def test_every_feature_passes_the_backend(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], tuple[Path, Any]]
+) -> None:
+    kernels_or_skip("cpu")
+    path, _ = checkpoint("llama-mqa")
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"frequency_penalty": 1.5, "logit_bias": {7: 4.0}, "allowed_token_ids": list(range(60))},
+        {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": list(range(0, 200, 2))},
+    ]
+    requests = [
+        (prompt, SamplingParams(**{"seed": at, "max_tokens": TOKENS, **kind}))
+        for at, (prompt, kind) in enumerate(zip(prompts(7, 3), kinds, strict=True))
+    ]
+    settings = config(path, window=2)
+
+    async def outputs(device: TorchDevice) -> list[Any]:
+        async with engine(settings, device) as running:
+            results = await asyncio.gather(*[running.generate(*request) for request in requests])
+        # Padding is in the matrix products, and with it the last bits.
+        return [
+            (result.token_ids, [(each.token_id, round(each.logprob, 3)) for each in result.logprobs or ()])
+            for result in results
+        ]
+
+    plain = await outputs(TorchDevice(settings))
+    install(monkeypatch)
+    assert await outputs(FakeCudaDevice(settings)) == plain
+
+
+async def test_a_step_without_memory_is_tried_again_in_smaller_ones(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
+) -> None:
+    path, oracle = checkpoint("llama-mqa")
+    settings = config(path, window=2)
+    device = FakeCudaDevice(settings)
+    async with engine(settings, device) as running:
+        backend: Any = device._backend
+        runner, calls = backend.runner, []
+
+        class Short:
+            read = runner.read
+
+            def run(self, packed: Any, link: Any) -> Any:
+                calls.append(packed)
+                if len(calls) == 2:
+                    raise torch.OutOfMemoryError("injected")
+                return runner.run(packed, link)
+
+        backend.runner = Short()
+        result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
+        assert running.stats().out_of_memory_retries == 1
+    assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
+    assert cuda.emptied
+
+
+async def test_an_error_of_the_device_ends_its_own_step_alone(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
+) -> None:
+    path, oracle = checkpoint("llama-mqa")
+    settings = config(path)
+    device = FakeCudaDevice(settings)
+    async with engine(settings, device) as running:
+        backend: Any = device._backend
+        with pytest.MonkeyPatch.context() as broken:
+            broken.setattr(backend.runner.graphs, "sample", lambda packed: 1 / 0)
+            with pytest.raises(errors.StepFailed):
+                await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
+        result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
+    assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
+
+
+def launched_ahead(path: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of one request, each step launched before any result is read."""
+    settings = config(path, window=2)
+    device = FakeCudaDevice(settings)
+    device.open()
+    nobody: Any = None
+    admission = Admission(SamplingParams(temperature=0), 1, frozenset(), prompt, [])
+    pages = list(range(1, 9))
+    row = Row(nobody, 1, 0, len(prompt), prompt, True, pages, 0, admission)
+    steps = [Step(1, NO_DECODES, (row,), len(prompt))]
+    for position in range(len(prompt), len(prompt) + count - 1):
+        decodes = Decodes([nobody], np.array([1]), np.array([position]), [], [])
+        steps.append(Step(len(steps) + 1, decodes, (), 1))
+    flights = [device.launch(device.prepare(step)) for step in steps]
+    tokens = [flight.wait().tokens[0] for flight in flights]
+    device.close()
+    return tokens
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_replays_wait_for_the_copy_of_what_they_overwrite(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And if they did not, which is planted, it would be seen."""
+    if not waits:
+        monkeypatch.setattr(streams._Place, "order_after_last_copy", lambda place: None)
+    path, oracle = checkpoint("llama-mqa")
+    answers = {first: greedy(oracle, [first, 6, 7], 4) for first in range(40)}
+    first, wanted = next((first, ids) for first, ids in answers.items() if len(set(ids)) == 4)
+    assert (launched_ahead(path, [first, 6, 7], 4) == wanted) == waits
+
+
+def test_the_stand_in_copies_late_and_in_order() -> None:
+    stream, event, seen = Stream(), Event(), []
+    stream.work += [lambda: seen.append(1), lambda: seen.append(2)]
+    event.record(stream)
+    stream.work.append(lambda: seen.append(3))
+    assert seen == []
+    event.synchronize()
+    assert seen == [1, 2]
