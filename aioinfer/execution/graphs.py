@@ -13,7 +13,8 @@ changed, the host sends the difference to what it knows to be there. Rows beyond
 slot 0, junk page, no context.
 
 Graphs come in sizes; a step takes the next larger one. All share one pool of memory, the largest is captured
-first (mini-sglang and nano-vllm do likewise), and only while nothing else touches the device.
+first (mini-sglang and nano-vllm do likewise), and only while nothing else touches the device. What a graph
+leaves for others lies outside of the pool: there, any replay may overwrite it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Graph(Protocol):
         """Do it again, on the memory it was captured with."""
 
 
-#: capture what a call does: the graph, and the memory where each replay leaves the call's result
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
+#: capture what a call does, on memory that was there before or is of no use after
+Capture = Callable[[Callable[[], None]], Graph]
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -164,11 +165,13 @@ class DecodeGraphs:
         self._page_size = page_size
         self._sizes = sorted(sizes)
         self._rows = DecodeRows(self._sizes[-1], max_pages, device)
-        # Of all sizes: graphs keep the memory of their results, and these are large.
+        # Of all sizes, and not in the graphs' pool: the next forward would write there while tokens are still
+        # copied to the host.
         self._logits = torch.empty(self._sizes[-1], model.spec.vocab_size, device=device)
+        self._tokens = torch.empty(self._sizes[-1], dtype=torch.int64, device=device)
         #: by size, and for sampling by size and whether every row is greedy
-        self._forwards: dict[int, tuple[Graph, torch.Tensor]] = {}
-        self._samplings: dict[tuple[int, bool], tuple[Graph, torch.Tensor]] = {}
+        self._forwards: dict[int, Graph] = {}
+        self._samplings: dict[tuple[int, bool], Graph] = {}
         self._size = 0
 
     @torch.inference_mode()
@@ -191,21 +194,19 @@ class DecodeGraphs:
         self._size = size = self._sizes[bisect_left(self._sizes, rows)]
         try:
             self._rows.update(packed, size, send)
-            graph, logits = self._forwards[size]
-            graph.replay()
+            self._forwards[size].replay()
         except BaseException:
             self._rows.forget()
             raise
         self._rows.moved_on(size)
-        return logits[:rows]
+        return self._logits[:rows]
 
     def sample(self, packed: Packed) -> torch.Tensor:
-        """Tokens of the last forward's step, int64 [R], valid until the next one; the relay has them, too."""
-        graph, tokens = self._samplings[self._size, packed.roster.all_greedy]
-        graph.replay()
-        return tokens[: len(packed.q_lens)]
+        """Tokens of the last forward's step, int64 [R], valid until the next call; the relay has them, too."""
+        self._samplings[self._size, packed.roster.all_greedy].replay()
+        return self._tokens[: len(packed.q_lens)]
 
-    def _forward(self, size: int) -> torch.Tensor:
+    def _forward(self, size: int) -> None:
         rows = self._rows
         slots, starts, table = rows.slots[:size], rows.starts[:size], rows.table[:size]
         live = (slots > 0).to(torch.int64)
@@ -226,11 +227,10 @@ class DecodeGraphs:
             kv_lens=[],
             num_decodes=size,
         )
-        logits = self._logits[:size].copy_(self._model.forward(batch, self._attention))
+        self._logits[:size].copy_(self._model.forward(batch, self._attention))
         starts += live
-        return logits
 
-    def _sampling(self, size: int, greedy: bool) -> torch.Tensor:
+    def _sampling(self, size: int, greedy: bool) -> None:
         """Sample from logits whose rows have moved on already: they stand where the token will."""
         rows = self._rows
         neutral = torch.ones(size, device=self._logits.device)
@@ -255,4 +255,4 @@ class DecodeGraphs:
             ),
         )
         self._relay.scatter(rows.slots[:size], tokens)
-        return tokens
+        self._tokens[:size].copy_(tokens)

@@ -159,9 +159,11 @@ class CudaBackend:
         #: set before the first launch
         self.runner: Runner | None = None
 
-    def capture(self, call: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+    def capture(self, call: Callable[[], None]) -> Graph:
         """See :data:`~aioinfer.execution.graphs.Capture`. Calls once before, outside, so that kernels are
         compiled and libraries have their memory. Other threads must leave the device alone meanwhile."""
+        # What the call works on may have been enqueued there just now.
+        self.forward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.forward):
             call()
         torch.cuda.synchronize(self._device)
@@ -171,8 +173,8 @@ class CudaBackend:
         with torch.cuda.graph(
             graph, pool=self._graph_pool, stream=self.forward, capture_error_mode="thread_local"
         ):
-            result = call()
-        return graph, result
+            call()
+        return graph
 
     def forget_graphs(self) -> None:
         """What was captured is gone; its memory may serve others."""

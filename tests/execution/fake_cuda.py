@@ -79,10 +79,12 @@ class Cuda:
 
     @contextmanager
     def graph(
-        self, graph: Recording, *, pool: Any, stream: Stream, capture_error_mode: str
+        self, graph: Recording, *, pool: list[Recording], stream: Stream, capture_error_mode: str
     ) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
         self.recordings.append(graph)
+        pool.append(graph)
+        graph.pool = pool
         with self.stream(stream), recorded(graph):
             yield
 
@@ -110,7 +112,7 @@ def install(patch: pytest.MonkeyPatch) -> Cuda:
         "CUDAGraph": Recording,
         "stream": cuda.stream,
         "graph": cuda.graph,
-        "graph_pool_handle": object,
+        "graph_pool_handle": list,
         "current_stream": lambda device=None: cuda.current,
         "synchronize": lambda device=None: None,
         "empty_cache": cuda.empty_cache,

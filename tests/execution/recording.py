@@ -1,5 +1,8 @@
 """A stand-in for CUDA graphs on the CPU: every operation of a call is recorded, and done again at replay on
-the tensors it was recorded with. What Python decided while recording is settled for good, as in a graph."""
+the tensors it was recorded with. What Python decided while recording is settled for good, as in a graph.
+
+Graphs of one pool have their memory from each other: a replay may overwrite whatever any of them made while
+it was captured. Here it always does."""
 
 from __future__ import annotations
 
@@ -26,6 +29,10 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Callable[[], None]] = []
+        #: memory that came to be while it was recorded
+        self._made: list[torch.Tensor] = []
+        #: the graphs that it shares memory with, itself among them
+        self.pool: list[Recording] = [self]
         self.replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,11 +40,16 @@ class Recording(TorchDispatchMode):
         if func.overloadpacket.__name__ in _READS:
             raise HostRead(str(func))
         results = func(*args, **kwargs)
-        self._operations.append(_Operation(func, args, kwargs, results))
+        operation = _Operation(func, args, kwargs, results)
+        self._operations.append(operation)
+        self._made += operation.made
         return results
 
     def replay(self) -> None:
         self.replays += 1
+        for graph in self.pool:
+            for tensor in graph._made:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
         for operation in self._operations:
             operation()
 
@@ -57,6 +69,10 @@ class _Operation:
         #: results in place; views of what was given need no call at all
         self._there = all(tensor.untyped_storage().data_ptr() in given for tensor in self._results)
         self._view = self._there and not func._schema.is_mutable
+
+    @property
+    def made(self) -> list[torch.Tensor]:
+        return [] if self._there else self._results
 
     def __call__(self) -> None:
         if self._view:
@@ -92,8 +108,9 @@ def recorded(recording: Recording) -> Iterator[None]:
         interpreter.GridExecutor.__call__ = run
 
 
-def record(call: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
+def record(call: Callable[[], None]) -> Recording:
     """See :data:`~aioinfer.execution.graphs.Capture`."""
     recording = Recording()
     with recorded(recording):
-        return recording, call()
+        call()
+    return recording

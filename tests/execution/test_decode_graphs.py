@@ -40,10 +40,9 @@ class GraphedDevice(TorchDevice):
         super().__init__(config)
         self.graphs: list[Recording] = []
 
-    def _capture(self, call: Callable[[], torch.Tensor]) -> Any:  # type: ignore[override]
-        graph, result = record(call)
-        self.graphs.append(graph)
-        return graph, result
+    def _capture(self, call: Callable[[], None]) -> Recording:  # type: ignore[override]
+        self.graphs.append(record(call))
+        return self.graphs[-1]
 
 
 def config(path: Path, **changes: Any) -> EngineConfig:
