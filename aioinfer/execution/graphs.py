@@ -202,7 +202,7 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def sample(self, packed: Packed) -> torch.Tensor:
-        """Tokens of the last forward's step, int64 [R], valid until the next call; the relay has them, too."""
+        """Tokens of the last forward's step, int64 [R], valid until the next call; the relay has them."""
         self._samplings[self._size, packed.roster.all_greedy].replay()
         return self._tokens[: len(packed.q_lens)]
 

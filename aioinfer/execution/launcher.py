@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -198,6 +199,7 @@ def _launch_thread(
     try:
         poster.post(_settle, opened, device.open(progress))
     except BaseException as error:
+        _empty_frames(error)
         poster.post(_settle, opened, None, error)
     completion = None if device.synchronous else _CompletionThread(poster)
     while (item := inbox.get()) is not None:
@@ -213,6 +215,7 @@ def _launch_thread(
                 poster.land(flight, landing)
             else:
                 completion.submit(flight, landing)
+            del flight
         del item, prepared, landing
     if completion is not None:
         completion.join()
@@ -250,7 +253,11 @@ class InlineLauncher:
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._loop = asyncio.get_running_loop()
         self._device.lane = self.timeline.device
-        info = self._device.open(progress)
+        try:
+            info = self._device.open(progress)
+        except BaseException as error:
+            _empty_frames(error)
+            raise
         if not self._device.synchronous:
             self._completion = _CompletionThread(_Poster(self._device, self._loop))
         return info
@@ -289,6 +296,7 @@ def _close(device: Device) -> None:
 
 def _diagnose(device: Device, error: BaseException) -> BaseException:
     """The step's own error if the device can go on, DeviceLost from it if not."""
+    _empty_frames(error)
     if isinstance(error, DeviceLost):
         return error
     if not isinstance(error, Exception):
@@ -300,6 +308,16 @@ def _diagnose(device: Device, error: BaseException) -> BaseException:
         wrapped.__cause__ = error
         return wrapped
     return error
+
+
+def _empty_frames(error: BaseException | None) -> None:
+    """Free what an error holds through the frames that it passed: tensors of a step, or all of a model.
+
+    Whoever handles it may want that memory, and may keep the error for as long as they like.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:

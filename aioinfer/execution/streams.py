@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +28,7 @@ import torch
 from aioinfer.execution.device import DeviceLost, Flight, Landed, StepOutOfMemory, StepResult
 from aioinfer.execution.graphs import Graph
 from aioinfer.execution.packing import Packed
-from aioinfer.execution.runner import Runner, Sampled
+from aioinfer.execution.runner import Runner
 from aioinfer.observe.timeline import DeviceLane, now
 
 __all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct"]
@@ -42,6 +44,8 @@ class Backend(Protocol):
     def launch(self, packed: Packed) -> Flight: ...
 
     def check(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Direct:
@@ -77,6 +81,9 @@ class CpuBackend:
 
     def check(self) -> None:
         """A CPU is never lost."""
+
+    def close(self) -> None:
+        """Nothing is kept back."""
 
 
 class _Place:
@@ -186,26 +193,43 @@ class CudaBackend:
         self._next = (self._next + 1) % self.RING
         place.reuse(self._newest)
         try:
-            with torch.cuda.stream(self.forward):
-                place.started.record(self.forward)
-                sampled = self.runner.run(packed, place)
-                place.sampled.record(self.forward)
-        except torch.OutOfMemoryError as error:
+            self._newest = self._enqueue(packed, place, self.runner)
+        except RuntimeError as error:
+            # torch's allocator says so in a class of its own; drivers, pinned memory and Triton in words.
+            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                raise
+            # The error holds the frames it passed, and these what the step had come to.
+            traceback.clear_frames(error.__traceback__)
             # What torch keeps for later may be in pieces that are too small.
             torch.cuda.empty_cache()
             raise StepOutOfMemory(str(error)) from error
+        return self._newest
+
+    def _enqueue(self, packed: Packed, place: _Place, runner: Runner) -> _CudaFlight:
+        with torch.cuda.stream(self.forward):
+            place.started.record(self.forward)
+            sampled = runner.run(packed, place)
+            place.sampled.record(self.forward)
         with torch.cuda.stream(self._copy):
             self._copy.wait_event(place.sampled)
             copies = [place.fetch(tensor) for tensor in sampled.tensors()]
             place.done.record(self._copy)
-        self._newest = _CudaFlight(packed, sampled, copies, place, self.runner, self._clock)
-        return self._newest
+        # What was sampled is kept until it is copied: its memory belongs to the forward stream.
+        read = partial(runner.read, packed, sampled, copies)
+        return _CudaFlight(packed.step_id, place, self._clock, read)
 
     def check(self) -> None:
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             raise DeviceLost(f"CUDA: {error}") from error
+
+    def close(self) -> None:
+        """Let go of all memory, and have torch give back what it keeps. Every flight has been waited for."""
+        self.runner = self._newest = self._graph_pool = None
+        self._ring.clear()
+        with contextlib.suppress(RuntimeError):  # of a device that is lost
+            torch.cuda.empty_cache()
 
 
 class _Clock:
@@ -233,33 +257,25 @@ class _Clock:
 
 
 class _CudaFlight:
-    __slots__ = ("_clock", "_copies", "_lock", "_packed", "_result", "_runner", "_sampled", "place")
+    __slots__ = ("_clock", "_lock", "_read", "_result", "_step", "place")
 
-    def __init__(
-        self,
-        packed: Packed,
-        sampled: Sampled,
-        copies: list[torch.Tensor],
-        place: _Place,
-        runner: Runner,
-        clock: _Clock,
-    ) -> None:
-        self._packed = packed
-        # Kept until the copy is done: its memory belongs to the forward stream.
-        self._sampled = sampled
-        self._copies = copies
+    def __init__(self, step: int, place: _Place, clock: _Clock, read: Callable[[], StepResult]) -> None:
+        self._step = step
         self.place = place
-        self._runner = runner
         self._clock = clock
-        self._lock = threading.Lock()
+        #: until it was called: places know flights, and must not keep tensors and models alive with them
+        self._read: Callable[[], StepResult] | None = read
         self._result: StepResult | None = None
+        self._lock = threading.Lock()
 
     def wait(self) -> StepResult:
         with self._lock:
-            if self._result is None:
+            if self._read is not None:
                 self.place.done.synchronize()
-                self._clock.step(self._packed.step_id, self.place.started, self.place.sampled)
-                self._result = self._runner.read(self._packed, self._sampled, self._copies)
+                self._clock.step(self._step, self.place.started, self.place.sampled)
+                self._result = self._read()
+                self._read = None
+            assert self._result is not None
             return self._result
 
 

@@ -95,6 +95,8 @@ class TorchDevice:
         self._backend.check()
 
     def close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
         self._backend = None
         self._packer = None
         self._masks.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import torch
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution import streams
+from aioinfer.execution import building, streams
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.model import loader
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.decodes import NO_DECODES, Decodes
 from aioinfer.scheduling.step import Admission, Row, Step
@@ -115,15 +118,28 @@ async def test_every_feature_passes_the_backend(
     assert await outputs(FakeCudaDevice(settings)) == plain
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("injected"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["allocator", "driver", "triton"],
+)
 async def test_a_step_without_memory_is_tried_again_in_smaller_ones(
-    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
+    cuda: Cuda,
+    checkpoint: Callable[[str], tuple[Path, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
 ) -> None:
+    """And what it held is free before torch is asked to let go of what it keeps."""
     path, oracle = checkpoint("llama-mqa")
     settings = config(path, window=2)
     device = FakeCudaDevice(settings)
     async with engine(settings, device) as running:
         backend: Any = device._backend
-        runner, calls = backend.runner, []
+        runner, calls, freed = backend.runner, [], []
 
         class Short:
             read = runner.read
@@ -131,14 +147,17 @@ async def test_a_step_without_memory_is_tried_again_in_smaller_ones(
             def run(self, packed: Any, link: Any) -> Any:
                 calls.append(packed)
                 if len(calls) == 2:
-                    raise torch.OutOfMemoryError("injected")
+                    activations = torch.zeros(3)
+                    held = weakref.ref(activations)
+                    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(held() is None))
+                    raise error
                 return runner.run(packed, link)
 
         backend.runner = Short()
         result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
         assert running.stats().out_of_memory_retries == 1
+        assert freed[0]
     assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
-    assert cuda.emptied
 
 
 async def test_an_error_of_the_device_ends_its_own_step_alone(
@@ -155,6 +174,67 @@ async def test_an_error_of_the_device_ends_its_own_step_alone(
                 await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
         result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
     assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
+
+
+@pytest.fixture
+def no_garbage() -> Iterator[None]:
+    """What is to be freed is freed without a collection."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["thread", "inline"])
+async def test_a_closed_engine_leaves_nothing_on_the_device(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], mode: str, no_garbage: None
+) -> None:
+    """Also if somebody keeps the error of a step that failed."""
+    path, _ = checkpoint("llama-mqa")
+    settings = config(path, launch_mode=mode, decode_graph_rows=0)
+    device = FakeCudaDevice(settings)
+    wanted = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=2)
+    async with engine(settings, device) as running:
+        await running.generate([5, 6, 7], wanted)
+        runner: Any = device._backend.runner  # type: ignore[union-attr]
+        tensors = [weakref.ref(runner._model._head), weakref.ref(runner.attention._pool.keys[0])]
+        runner.relay = None
+        with pytest.raises(errors.StepFailed) as failed:
+            await running.generate([5, 6, 7], wanted)
+        del runner
+    assert failed.value.__cause__ is not None
+    assert [tensor() is None for tensor in tensors] == [True, True]
+    assert cuda.emptied
+
+
+@pytest.mark.parametrize("mode", ["thread", "inline"])
+async def test_an_engine_that_could_not_start_holds_no_weights(
+    cuda: Cuda,
+    checkpoint: Callable[[str], tuple[Path, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    no_garbage: None,
+) -> None:
+    """Even while its error is looked at, so that it can be tried again there."""
+    path, _ = checkpoint("llama-mqa")
+    settings = config(path, launch_mode=mode)
+    load, weights = loader.load_model, []
+
+    def loaded(*arguments: Any, **options: Any) -> Any:
+        model: Any = load(*arguments, **options)
+        weights.append(weakref.ref(model._head))
+        return model
+
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(loader, "load_model", loaded)
+    monkeypatch.setattr(building, "_graphs", full)
+    try:
+        await engine(settings, FakeCudaDevice(settings)).start()
+    except errors.OutOfMemory:
+        assert weights[0]() is None
+    else:
+        pytest.fail("it started")
 
 
 def launched_ahead(path: Path, prompt: list[int], count: int) -> list[int]:
