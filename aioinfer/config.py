@@ -170,6 +170,12 @@ class EngineConfig:
         """Slots besides the junk slot 0: enough that fenced ones never hold up an admission."""
         return self.max_running_requests * (self.window + 1)
 
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the largest decode batch that is captured, where graphs can be."""
+        rows = self.max_running_requests
+        return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:

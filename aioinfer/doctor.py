@@ -105,6 +105,8 @@ def _plan(config: EngineConfig) -> list[Finding]:
         experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
         expert_kernels = kernels.kernels
     obstacle = graph_obstacle(device, choice.kernels, model.own, expert_kernels)
+    if config.decode_graph_rows == 0:
+        obstacle = "asked for"
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
@@ -112,8 +114,6 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding("operations", operations),
         *experts,
         Finding("sampling", f"{sampling.kernels}: {sampling.reason}"),
-        Finding(
-            "decode graphs", f"none: {obstacle}" if obstacle else f"up to {config.decode_graph_rows} rows"
-        ),
+        Finding("decode graphs", f"none: {obstacle}" if obstacle else f"up to {config.graph_rows} rows"),
         Finding("launching", f"{config.launch_mode}, window {config.window}"),
     ]

@@ -9,6 +9,7 @@ import pytest
 from aioinfer.cli import main
 from aioinfer.config import EngineConfig
 from aioinfer.doctor import examine
+from aioinfer.execution import graphs
 from aioinfer.execution.torch_device import TorchDevice
 
 
@@ -27,6 +28,23 @@ def test_what_it_says_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFi
     assert "torch" in found["packages"]
     assert main(["doctor", "--device", "cpu"]) == 0
     assert found["model"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "up to 64 rows"),
+        ({"max_decode_rows": 9}, "up to 9 rows"),
+        ({"decode_graph_rows": 5}, "up to 5 rows"),
+        ({"decode_graph_rows": 0}, "none: asked for"),
+    ],
+)
+def test_decode_graphs_are_those_that_will_be_captured(
+    settings: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "graph_obstacle", lambda *arguments: None)
+    found = {finding.subject: finding.text for finding in examine(EngineConfig(device="cpu", **settings))}
+    assert found["decode graphs"] == text
 
 
 def test_a_fallback_is_named() -> None:

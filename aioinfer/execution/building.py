@@ -73,12 +73,10 @@ class Parts:
 
     def graph_sizes(self) -> list[int]:
         """Sizes of the decode graphs to capture; none where they cannot be."""
-        config = self.config
-        spec, kernels = self.model.spec, self.attention.kernels
+        config, spec, kernels = self.config, self.model.spec, self.attention.kernels
         if graph_obstacle(self.device, kernels, self.model.capturable, spec.expert_kernels) is not None:
             return []
-        rows = min(config.max_running_requests, config.max_decode_rows or config.max_running_requests)
-        return graph_sizes(min(rows, config.decode_graph_rows))
+        return graph_sizes(config.graph_rows)
 
 
 def build(
@@ -109,28 +107,27 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     backend.runner = runner = parts.runner(size.num_pages)
     # What was made so far was enqueued elsewhere than on the stream of the steps.
     torch.cuda.synchronize(parts.device)
-    max_pages = parts.pages_of(size.max_model_len)
-    # Again with the real pool: torch keeps the memory that steps need.
-    for packed in largest_steps(config, max_pages):
-        backend.launch(packed).wait()
     if sizes:
-        graphs = _graphs(parts, runner, max_pages, sizes)
+        graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), sizes)
         graphs.capture(backend.capture, progress and partial(progress, "graphs"))
         runner.graphs = graphs
+    # Again with the real pool, and last: torch keeps the memory that steps need, until something is captured.
+    for packed in largest_steps(config, size.max_model_len):
+        backend.launch(packed).wait()
     parts.lane.clear()
     return backend, size
 
 
 def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> int:
     """Bytes for KV pages beside everything else, found out with a pool of one page."""
-    config = parts.config
-    max_pages = parts.pages_of(config.max_model_len or parts.model.spec.max_model_len)
+    config, positions = parts.config, parts.model.spec.max_model_len
+    max_len = min(config.max_model_len or positions, positions)
     backend.runner = runner = parts.runner(1)
     torch.cuda.synchronize(parts.device)
     wanted = measure(
         backend,
-        largest_steps(config, max_pages),
-        partial(_graphs, parts, runner, max_pages),
+        largest_steps(config, max_len),
+        partial(_graphs, parts, runner, parts.pages_of(max_len)),
         sizes,
     )
     backend.runner = None

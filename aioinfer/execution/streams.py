@@ -8,8 +8,8 @@ CUDA, per step::
     completion thread                                                    event.synchronize() ─► tokens
 
 What the launch thread does per step is counted in calls that let go of the interpreter lock, for each may
-cost it a turn: for a decode step whose rows are those of the step before, two replays, an event, a wait, a
-copy and an event.
+cost it a turn: for a decode step whose rows are those of the step before, two replays, a copy, three events,
+two waits for events on the device, and a look at one that is long over.
 """
 
 from __future__ import annotations

@@ -20,25 +20,39 @@ from aioinfer.scheduling.step import Admission, Row, Step
 
 __all__ = ["largest_steps", "measure"]
 
-#: everything that costs memory
-_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+#: filters of every kind, and what else can be asked of single tokens
+_FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+_STEERED = SamplingParams(
+    temperature=1.0,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    allowed_token_ids=[0, 1],
+    min_tokens=1,
+    logprobs=1,
+)
 
 
-def largest_steps(config: EngineConfig, max_pages: int) -> Iterator[Packed]:
-    """A step of prefill only and one of decodes only, as large as may be, on the junk page alone."""
-    packer = Packer(config.num_slots, max_pages, config.page_size)
+def largest_steps(config: EngineConfig, max_len: int) -> Iterator[Packed]:
+    """A step of prefill only and one of decodes only, as large as may be, and a small one that steers its
+    tokens; on the junk page alone. ``max_len``: positions that the model has, or a request may have."""
+    packer = Packer(config.num_slots, -(-max_len // config.page_size), config.page_size)
     rows = config.max_running_requests
-    # No longer than a request can be, which a small pool or a short model may say.
-    length = max(1, min(config.max_step_tokens // rows, max_pages * config.page_size - 1))
+    length = max(1, min(config.max_step_tokens // rows, max_len - 1))
+    yield _prefill(packer, -3, rows, length, _FILTERED)
+    nobody: list[Any] = [None] * rows
+    decodes = Decodes(nobody, np.arange(1, rows + 1), np.full(rows, length), [], [])
+    yield packer.pack(Step(-2, decodes, (), rows))
+    yield _prefill(packer, -1, 1, 1, _STEERED)
+
+
+def _prefill(packer: Packer, step: int, count: int, length: int, params: SamplingParams) -> Packed:
+    """A step of ``count`` new requests, in the first slots."""
     nobody: Any = None
-    admission = Admission(_PARAMS, 0, frozenset(), [0] * length, [])
-    prefills = tuple(
-        Row(nobody, slot, 0, length, [0] * length, True, (), 0, admission) for slot in range(1, rows + 1)
+    admission = Admission(params, 0, frozenset({0}), [0] * length, [])
+    rows = tuple(
+        Row(nobody, slot, 0, length, [0] * length, True, (), 0, admission) for slot in range(1, count + 1)
     )
-    yield packer.pack(Step(-2, NO_DECODES, prefills, rows * length))
-    slots = np.arange(1, rows + 1)
-    decodes = Decodes([nobody] * rows, slots, np.full(rows, length), [], [])
-    yield packer.pack(Step(-1, decodes, (), rows))
+    return packer.pack(Step(step, NO_DECODES, rows, count * length))
 
 
 def measure(

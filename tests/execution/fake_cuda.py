@@ -68,6 +68,8 @@ class Cuda:
         self.default = self.current = Stream()
         self.recordings: list[Recording] = []
         self.emptied = 0
+        #: copies to the host, and how many there were when a graph was last captured
+        self.copies = self.copies_when_captured = 0
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -85,10 +87,12 @@ class Cuda:
         self.recordings.append(graph)
         pool.append(graph)
         graph.pool = pool
+        self.copies_when_captured = self.copies
         with self.stream(stream), recorded(graph):
             yield
 
     def fetch(self, place: Any, tensor: torch.Tensor) -> torch.Tensor:
+        self.copies += 1
         host = torch.full_like(tensor, -77)
         self.current.work.append(lambda: host.copy_(tensor))
         return host

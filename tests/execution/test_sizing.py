@@ -75,6 +75,7 @@ def test_a_cuda_budget_leaves_alone_what_it_may_not_use() -> None:
         {"max_step_tokens": 64, "max_running_requests": 7},
         {"max_running_requests": 1, "max_model_len": 2, "page_size": 1},
         {"max_running_requests": 3, "max_step_tokens": 3},
+        {"max_running_requests": 1, "max_model_len": 30, "page_size": 16},
     ],
 )
 def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str, Any]) -> None:
@@ -84,13 +85,15 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     choice = choose_attention(cpu, model.spec.head_dim, torch.float32)
     parts = Parts(config, model, choice, cpu, Masks(), DeviceLane())
     backend, size = build(parts)
-    prefill, decode = largest_steps(config, parts.pages_of(size.max_model_len))
+    prefill, decode, steered = largest_steps(config, size.max_model_len)
     assert set(prefill.section("slot_mapping") // config.page_size) == {0}
     assert set(decode.section("slot_mapping") // config.page_size) == {0}
+    assert max(decode.kv_lens) <= size.max_model_len, "beyond that there may be no position"
+    assert not steered.plain
     assert len(decode.q_lens) == config.max_running_requests
     longest = config.max_running_requests * (size.max_model_len - 1)
     least = min(config.max_step_tokens - config.max_running_requests + 1, longest)
     assert least <= len(prefill.section("input_ids")) <= config.max_step_tokens
-    for step in (prefill, decode):
+    for step in (prefill, decode, steered):
         tokens = backend.launch(step).wait().tokens
         assert all(0 <= token < model.spec.vocab_size for token in tokens)

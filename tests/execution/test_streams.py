@@ -81,6 +81,7 @@ async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
     path, oracle = checkpoint("llama-mqa")
     settings = config(path, num_pages=None, decode_graph_rows=2)
     async with engine(settings, FakeCudaDevice(settings)) as running:
+        assert cuda.copies > cuda.copies_when_captured, "capturing gives away the memory of the warm-up"
         result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
         assert running.stats().pages_free + running.stats().pages_cached == 4 * 64 // 4
     assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
