@@ -31,9 +31,10 @@ from aioinfer.execution.packing import Packed
 from aioinfer.execution.runner import Runner
 from aioinfer.observe.timeline import DeviceLane, now
 
-__all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct"]
+__all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "lacks_memory"]
 
 _ALIGNMENT = 16
+_NO_MEMORY = ("out of memory", "can't allocate memory")
 #: seconds by which a chain of events may differ from what the host saw before it is anchored anew
 _DRIFT = 0.01
 
@@ -46,6 +47,17 @@ class Backend(Protocol):
     def check(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an error says that somebody's memory did not suffice.
+
+    torch's allocator on CUDA and Python have classes for that; torch on the CPU, the driver, which pinned
+    memory and replays ask, and Triton say it in words.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError, StepOutOfMemory)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 class Direct:
@@ -72,8 +84,8 @@ class CpuBackend:
     def launch(self, packed: Packed) -> Flight:
         try:
             sampled = self._runner.run(packed, self._link)
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        except Exception as error:
+            if lacks_memory(error):
                 raise StepOutOfMemory(str(error)) from error
             raise
         self._runner.lane.step(packed.step_id, *sampled.times)
@@ -194,9 +206,8 @@ class CudaBackend:
         place.reuse(self._newest)
         try:
             self._newest = self._enqueue(packed, place, self.runner)
-        except RuntimeError as error:
-            # torch's allocator says so in a class of its own; drivers, pinned memory and Triton in words.
-            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+        except Exception as error:
+            if not lacks_memory(error):
                 raise
             # The error holds the frames it passed, and these what the step had come to.
             traceback.clear_frames(error.__traceback__)

@@ -45,6 +45,7 @@ class TorchDevice:
         import torch
 
         from aioinfer.execution.building import Parts, build
+        from aioinfer.execution.streams import lacks_memory
         from aioinfer.model.attention.choice import choose_attention
         from aioinfer.model.loader import load_model
 
@@ -68,7 +69,9 @@ class TorchDevice:
             choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention)
             parts = Parts(config, model, choice, device, self._masks, self.lane)
             self._backend, size = build(parts, self._capture, progress)
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
         self.synchronous = device.type == "cpu"
         max_pages = -(-size.max_model_len // config.page_size)

@@ -18,6 +18,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution import building, streams
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.execution.runner import Runner
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model import loader
 from aioinfer.params import SamplingParams
@@ -207,17 +208,21 @@ async def test_a_closed_engine_leaves_nothing_on_the_device(
     assert cuda.emptied
 
 
-@pytest.mark.parametrize("mode", ["thread", "inline"])
-async def test_an_engine_that_could_not_start_holds_no_weights(
+@pytest.mark.parametrize(
+    ("mode", "where"), [("thread", "capture"), ("inline", "capture"), ("thread", "step")]
+)
+async def test_an_engine_that_could_not_start_says_why_and_holds_no_weights(
     cuda: Cuda,
     checkpoint: Callable[[str], tuple[Path, Any]],
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
+    where: str,
     no_garbage: None,
 ) -> None:
     """Even while its error is looked at, so that it can be tried again there."""
     path, _ = checkpoint("llama-mqa")
-    settings = config(path, launch_mode=mode)
+    # What is recorded of graphs keeps the weights here.
+    settings = config(path, launch_mode=mode, decode_graph_rows=4 if where == "capture" else 0)
     load, weights = loader.load_model, []
 
     def loaded(*arguments: Any, **options: Any) -> Any:
@@ -228,11 +233,16 @@ async def test_an_engine_that_could_not_start_holds_no_weights(
     def full(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("injected")
 
+    if where == "capture":
+        monkeypatch.setattr(building, "_graphs", full)
+    else:
+        monkeypatch.setattr(Runner, "run", full)
+
     monkeypatch.setattr(loader, "load_model", loaded)
-    monkeypatch.setattr(building, "_graphs", full)
     try:
         await engine(settings, FakeCudaDevice(settings)).start()
-    except errors.OutOfMemory:
+    except errors.OutOfMemory as error:
+        assert "injected" in str(error)
         assert weights[0]() is None
     else:
         pytest.fail("it started")
