@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -67,7 +68,10 @@ async def test_replayed_decodes_give_the_ids_of_transformers(
         assert [result.token_ids for result in results] == wanted, rows
 
 
-async def test_sampled_rows_do_not_depend_on_graphs(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
+@pytest.mark.parametrize("sampling", ["triton", "torch"])
+async def test_sampled_rows_do_not_depend_on_graphs(
+    checkpoint: Callable[[str], tuple[Path, Any]], sampling: str
+) -> None:
     path, _ = checkpoint("qwen3")
     kinds: list[dict[str, Any]] = [
         {"top_k": 20, "top_p": 0.9},
@@ -80,7 +84,7 @@ async def test_sampled_rows_do_not_depend_on_graphs(checkpoint: Callable[[str], 
     for some in (kinds[:3], kinds):
         seen = []
         for rows in (0, 256):
-            async with Engine(config(path, decode_graph_rows=rows)) as engine:
+            async with Engine(config(path, decode_graph_rows=rows, sampling=sampling)) as engine:
                 results = await asyncio.gather(
                     *[
                         engine.generate(prompt, SamplingParams(seed=at, max_tokens=TOKENS, **kind))
@@ -133,3 +137,20 @@ async def test_the_timeline_has_the_devices_own_times(
     for (_, _, start, end), (_, _, after, _) in pairwise(forwards):
         assert start < end <= after + 1e-4
     assert 0 < stats.overlap_ratio <= 1
+
+
+async def test_closed_engines_give_their_memory_back(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
+    """But for the workspace that cuBLAS keeps for each stream."""
+    path, _ = checkpoint("qwen3")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            async with Engine(config(path, num_pages=1 << 16)) as engine:
+                await engine.generate([1, 2, 3], SamplingParams(max_tokens=TOKENS, logprobs=1))
+                assert torch.cuda.memory_allocated() - before[0] > 256 << 20, "there is little to give back"
+            after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            assert max(late - early for late, early in zip(after, before, strict=True)) < 128 << 20
+    finally:
+        gc.enable()
