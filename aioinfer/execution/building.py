@@ -132,6 +132,7 @@ def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> in
     )
     backend.runner = None
     del runner
+    # The trial's graphs are gone with its frame.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parts.device)
     return cuda_budget(total=total, free=free, wanted=wanted, utilization=config.gpu_memory_utilization)

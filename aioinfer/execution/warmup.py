@@ -79,7 +79,5 @@ def measure(
         each.capture(backend.capture)
         free.append(torch.cuda.mem_get_info()[0])
     taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
-    del trial[:]
     backend.forget_graphs()
-    torch.cuda.empty_cache()
     return activations + sum(taken[:1]) + sum(taken[1:]) * (len(sizes) - 1)
