@@ -1,7 +1,7 @@
 """Compile the sampling kernels for Hopper on a machine without a GPU; run as a module by a test.
 
 As tests/model/compile_kernels.py does: launches stop after compiling. Prints a JSON object per kernel
-compiled.
+compiled, and whether that was in the sampler's warm-up.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 import triton
 from triton.runtime.jit import KernelInterface
 
-from aioinfer.sampling import triton_logits
+from aioinfer.sampling import sampler, triton_logits
 from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.choice import SamplingChoice
 from aioinfer.sampling.triton_sampler import sample_tokens
 from tests.model.compile_kernels import Driver, ints
 
@@ -38,8 +39,9 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(match[1]) for name, match in found.items() if match is not None}
 
 
-def report(name: str) -> Callable[..., Callable[..., None]]:
-    """What takes the place of a launch: compiles, and prints what was not compiled before."""
+def report(name: str, warm: list[bool]) -> Callable[..., Callable[..., None]]:
+    """What takes the place of a launch: compiles, and prints what was not compiled before. ``warm`` is no
+    longer empty when the warm-up is over."""
     seen: set[str] = set()
 
     def getitem(kernel: Any, grid: Any) -> Callable[..., None]:
@@ -49,6 +51,7 @@ def report(name: str) -> Callable[..., Callable[..., None]]:
                 return
             seen.add(compiled.hash)
             found = {"name": compiled.name, "shape": name, "shared": compiled.metadata.shared}
+            found["late"] = bool(warm)
             print(json.dumps({**found, **usage(compiled.asm["cubin"])}), flush=True)  # noqa: T201
 
         return launch
@@ -70,8 +73,11 @@ def batch(rows: int, rng: random.Random) -> SamplingBatch:
 
 
 def compile_sampling(name: str, vocab: int) -> None:
-    """Batches of many sizes; whatever is not constant must not compile again."""
-    KernelInterface.__getitem__ = report(name)
+    """The warm-up, and batches of many sizes; whatever is not constant must not compile again."""
+    warm: list[bool] = []
+    KernelInterface.__getitem__ = report(name, warm)
+    sampler.Sampler(300, vocab, torch.device("cpu")).warm_up()
+    warm.append(True)
     rng = random.Random(0)
     for rows in (1, 2, 5, 16, 17, 256):
         logits = torch.empty(rows, vocab)
@@ -89,6 +95,9 @@ def compile_sampling(name: str, vocab: int) -> None:
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
+    sampler.choose_sampling = lambda *_: SamplingChoice("triton", "for its kernels")
+    # There are no tokens to count, for nothing was launched.
+    sampler.Penalties.record = lambda *_: None
     compile_sampling("qwen3", 151_936)
     compile_sampling("gpt2", 50_257)
 
