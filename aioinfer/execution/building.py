@@ -105,6 +105,7 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     budget = 0 if config.num_pages is not None else _measured_budget(parts, backend, sizes)
     size = size_pool(config, spec, parts.page_bytes, budget)
     backend.runner = runner = parts.runner(size.num_pages)
+    runner.sampler.warm_up()
     # What was made so far was enqueued elsewhere than on the stream of the steps.
     torch.cuda.synchronize(parts.device)
     if sizes:

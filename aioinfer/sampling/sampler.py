@@ -48,7 +48,7 @@ class Sampler:
     looks at ``all_greedy`` alone: two graphs, with and without, serve rows of any parameters.
     """
 
-    __slots__ = ("_on_host", "_penalties", "_token_ids", "choice", "steering")
+    __slots__ = ("_device", "_on_host", "_penalties", "_token_ids", "_vocab_size", "choice", "steering")
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class Sampler:
             from aioinfer.sampling import triton_logits
 
             self.steering = triton_logits
+        self._device, self._vocab_size = device, vocab_size
         self._penalties = Penalties(num_slots, vocab_size, device, fused=fused)
         #: torch's operations on a CPU: what rows ask for may be looked at
         self._on_host = device.type == "cpu" and not fused
@@ -75,6 +76,21 @@ class Sampler:
         """Start the counts of new tenants. :meth:`sample` does it with its batch's ``penalty_resets``; a
         step that samples nothing must hand over its own here."""
         self._penalties.reset(resets)
+
+    def warm_up(self) -> None:
+        """Do once everything that a request may ask for, so that none waits for kernels to be compiled."""
+        device = self._device
+        logits = torch.zeros(1, self._vocab_size, device=device)
+        zero, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
+        self.steering.add_biases_(logits, zero, zero, zero)
+        self.steering.apply_masks_(logits, zero, torch.zeros(1, 1, dtype=torch.int32, device=device))
+        batch = SamplingBatch(
+            *(zero, zero, zero, one, one, one, zero, one, one, one),
+            all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, any_penalty=True,
+            banned_rows=zero, banned_ids=zero,
+        )  # fmt: skip
+        for all_greedy in (False, True):
+            self.sample(logits, replace(batch, all_greedy=all_greedy))
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Sample one token per row.

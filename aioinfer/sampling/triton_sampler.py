@@ -22,7 +22,7 @@ What that reads, per row of 151,936 tokens: the logits twice, 2 * 0.6 MB, and so
 the latter in 16 short passes each for top-k and top-p. Up to 80 rows the second reading finds an L2 of
 50 MB; 256 rows are 311 MB at most, 0.07 ms at 4.3 TB/s. Noise, some 60 instructions per token, is computed
 for all tokens only without top-k and top-p. A row that is searched whole is read 16 times more for each of
-the two, by one program: a few hundred microseconds by estimate, whether one row does or a hundred.
+the two, by one program: a millisecond or two by estimate, whether one row does or a hundred.
 
 Nothing depends on the batch: maxima, counts and integer masses are exact in any order, and equal sums are
 told apart by the lower id. With the same logits, the token is that of the torch path, but for masses and

@@ -1,9 +1,10 @@
 """Attention kernels: GB/s of decode and TFLOP/s of prefill, as shares of copy and matmul in the same run.
 
-``triton`` are this package's paged kernels over shuffled pages, ``sdpa`` is torch's own over contiguous
-keys and values, which no engine has. The bytes are those of keys and values, the operations those that
-causality leaves. Every call of a timed decode reads other memory, as many calls as it takes to overflow
-the caches. First the decode kernel's results are compared with float32.
+``triton`` are this package's paged kernels over shuffled pages, ``wide`` the same with a page table as wide
+as decode graphs have it for the longest context, ``sdpa`` is torch's own over contiguous keys and values,
+which no engine has. The bytes are those of keys and values, the operations those that causality leaves.
+Every call of a timed decode reads other memory, as many calls as it takes to overflow the caches. First the
+decode kernel's results are compared with float32.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bench.gpu.shapes import SHAPES
 __all__ = ["prefill_flops", "run"]
 
 _PAGE = 16
-#: bytes of keys and values that the calls of a graph read between them; the L2 of an H200 holds 60 MB
+#: bytes of keys and values that the calls of a graph read between them; the L2 of an H200 holds 50 MB
 _COLD = 1 << 29
 _MOST_CALLS = 32
 #: root mean square of the difference to float32, as a part of the result's; bf16 alone makes 0.003
@@ -90,7 +91,7 @@ def run(plan: Plan, report: Report) -> None:
         for shape in shapes:
             report.guarded(
                 f"decode {shape.name} {rows} x {context}",
-                lambda *case: _decode(pool, peaks, report, *case), shape, rows, context,
+                lambda *case: _decode(plan, pool, peaks, report, *case), shape, rows, context,
             )  # fmt: skip
     for shape in shapes:
         for rows, queries, context in plan.size.prefills:
@@ -151,19 +152,27 @@ def _reference(pool: Pool, q: torch.Tensor, pages: torch.Tensor, length: int, sc
     return torch.einsum("hqn,nhd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
 
-def _decode(pool: Pool, peaks: Peaks, report: Report, shape: Shape, rows: int, context: int) -> None:
+def _decode(
+    plan: Plan, pool: Pool, peaks: Peaks, report: Report, shape: Shape, rows: int, context: int
+) -> None:
     from aioinfer.model.attention.triton_decode import paged_decode
 
     q = _queries(pool, shape, rows)
     kv_len, scale = _lengths(pool, rows, context), shape.head_dim**-0.5
     tables = pool.tables(rows, context)
+    wide = [F.pad(table, (0, plan.size.widest // _PAGE - table.shape[1])) for table in tables]
     grouped = q.view(rows, shape.kv_heads, -1, shape.head_dim)
     contiguous = [pool.contiguous(at, rows, context) for at in range(len(tables))]
-    ways: dict[str, list[Callable[[], object]]] = {
-        "triton": [
+
+    def paged(tables: list[torch.Tensor]) -> list[Callable[[], object]]:
+        return [
             lambda table=table: paged_decode(q, pool.keys, pool.values, table, kv_len, scale=scale)
             for table in tables
-        ],
+        ]
+
+    ways: dict[str, list[Callable[[], object]]] = {
+        "triton": paged(tables),
+        "wide": paged(wide),
         "sdpa": [
             lambda kv=kv: F.scaled_dot_product_attention(grouped, *kv, scale=scale) for kv in contiguous
         ],

@@ -17,6 +17,8 @@ class Size:
     decodes: tuple[tuple[int, int], ...]
     #: (rows, queries of a row, its context)
     prefills: tuple[tuple[int, int, int], ...]
+    #: positions of the page table that a decode graph has
+    widest: int
     #: rows of a decode that is compared with float32, and its context
     checked: tuple[int, int]
     copy_bytes: int
@@ -49,6 +51,7 @@ FULL = Size(
     heads=("0.6b", "8b", "14b"),
     decodes=((256, 1024), (64, 1024), (8, 1024), (1, 1024), (256, 8192), (64, 8192), (8, 8192), (1, 8192)),
     prefills=((16, 1024, 1024), (1, 8192, 8192), (4, 512, 8192)),
+    widest=40_960,
     checked=(8, 1024),
     copy_bytes=2 << 30,
     matmul=8192,
@@ -71,6 +74,7 @@ QUICK = Size(
     heads=("0.6b", "8b"),
     decodes=((256, 1024), (64, 1024), (1, 1024), (64, 8192)),
     prefills=((16, 1024, 1024), (1, 8192, 8192)),
+    widest=40_960,
     checked=(8, 1024),
     copy_bytes=2 << 30,
     matmul=8192,
@@ -93,6 +97,7 @@ REHEARSAL = Size(
     heads=("tiny",),
     decodes=((1, 32), (3, 48)),
     prefills=((2, 20, 20), (1, 8, 40)),
+    widest=800,
     checked=(3, 40),
     copy_bytes=4 << 20,
     matmul=128,

@@ -30,7 +30,7 @@ from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
 
-TOKENS = 5
+TOKENS = 4
 
 
 class GraphedDevice(TorchDevice):

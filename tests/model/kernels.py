@@ -6,14 +6,21 @@ two a process does is settled when triton is imported; tests/conftest.py chooses
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+_ROOT = Path(__file__).parents[2]
 #: the devices a check of a kernel runs on, one of them in a given process
 DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)]
 #: Largest error against float64. Inputs are about 1 in size and so are outputs; the half types round the
@@ -43,6 +50,20 @@ def kernels_or_skip(device: str) -> ModuleType:
     if not _interpreter_works():
         pytest.skip("this triton's interpreter does not know this numpy (triton 3.6 and numpy 2.4)")
     return triton_common
+
+
+def compiled(module: str, cache: Path) -> list[dict[str, Any]]:
+    """What a module says of the kernels that it compiles, in a process of its own: whether Triton compiles or
+    interprets is settled on import."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-m", module], cwd=_ROOT, env=env, text=True, capture_output=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def _interpreter_works() -> bool:

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
+from tests.model.kernels import compiled
 
-ROOT = Path(__file__).parents[2]
 #: shared memory that a program can have on sm_90
 SHARED = 227 << 10
 
 
 def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
-    """In a process of its own: whether Triton compiles or interprets is settled on import."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.model.compile_kernels"],
-        cwd=ROOT, env=env, text=True, capture_output=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled("tests.model.compile_kernels", tmp_path)
     count = Counter((kernel["shape"], kernel["name"]) for kernel in kernels)
-    # Decode twice: into the output, and into splits. A window of 100 has one split at most. The norm once
-    # with something to add and once without.
-    layer = {"_store_kernel": 1, "_rotate_kernel": 1, "_norm_kernel": 2, "_silu_mul_kernel": 1}
+    layer = dict.fromkeys(("_store_kernel", "_rotate_kernel", "_silu_mul_kernel"), 1)
+    layer |= dict.fromkeys(("_decode_kernel", "_combine_kernel", "_prefill_kernel"), 1)
+    # With something to add and without.
+    layer["_norm_kernel"] = 2
     assert count == {
         **{(shape, name): times for shape in ("qwen3-8b", "capped") for name, times in layer.items()},
-        ("qwen3-8b", "_decode_kernel"): 2,
-        ("qwen3-8b", "_combine_kernel"): 1,
-        ("qwen3-8b", "_prefill_kernel"): 1,
-        ("capped", "_decode_kernel"): 1,
-        ("capped", "_prefill_kernel"): 1,
         # Two rules of routing; in float32 both have the same logits.
         ("qwen3-30b-a3b", "_logits_kernel"): 2,
         ("qwen3-30b-a3b", "_choose_kernel"): 2,

@@ -25,11 +25,16 @@ def problem(lengths: list[int], device: str, **changes: Any) -> Problem:
     return Problem.make([(1, length) for length in lengths], **shape)
 
 
-def decode(task: Problem, *, split_size: int = 32, max_splits: int = 4, **options: Any) -> torch.Tensor:
+def decode(
+    task: Problem, *, max_splits: int = 4, programs: int = 4096, least_lanes: int = 4, **options: Any
+) -> torch.Tensor:
     """Through small tiles, so that short contexts have several splits."""
     from aioinfer.model.attention.triton_decode import DecodeTuning, paged_decode
 
-    tuning = DecodeTuning(split_size=split_size, max_splits=max_splits, block_n=16, num_stages=2)
+    tuning = DecodeTuning(
+        split_size=32, max_splits=max_splits, block_n=16, programs=programs, least_lanes=least_lanes,
+        num_stages=2,
+    )  # fmt: skip
     return paged_decode(
         task.q, task.keys, task.values, task.block_table, task.kv_len, scale=0.3, tuning=tuning, **options
     )
@@ -84,7 +89,7 @@ def test_a_long_row_has_longer_splits_and_not_more(device: str) -> None:
 
 
 def test_a_row_has_the_same_bits_in_any_company_and_under_any_page_table(device: str) -> None:
-    """The width of the page table sets the grid; a narrow one skips the second kernel."""
+    """The width of the page table sets the grid."""
     task = problem([70, 5, 33, 17], device)
     together = decode(task)
     for row, length in enumerate(task.kv_lens):
@@ -94,6 +99,26 @@ def test_a_row_has_the_same_bits_in_any_company_and_under_any_page_table(device:
                 task.cu_q, task.kv_len[row : row + 1], [1], [length],
             )  # fmt: skip
             assert torch.equal(decode(alone)[0], together[row]), (length, width)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_a_row_has_the_same_bits_however_many_lanes_share_its_splits(device: str, window: int | None) -> None:
+    task = problem([200, 5, 0, 129], device, window=window, page_size=64)
+    one_each = decode(task, window=window)
+    assert_close(one_each, task.expected(0.3, window=window), torch.float32)
+    for lanes in (1, 2, 3):
+        shared = decode(task, window=window, programs=1, least_lanes=lanes)
+        assert torch.equal(shared, one_each), lanes
+
+
+@pytest.mark.parametrize(("rows", "lanes"), [(1, 16), (32, 16), (64, 8), (100, 5), (256, 4), (1024, 4)])
+def test_many_rows_have_fewer_lanes_than_splits(rows: int, lanes: int) -> None:
+    """Eight KV heads, contexts of 16 splits; and no lane without a split."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from aioinfer.model.attention.triton_decode import DecodeTuning, _num_lanes
+
+    assert _num_lanes(16, 8 * rows, DecodeTuning()) == lanes
+    assert _num_lanes(2, 8 * rows, DecodeTuning()) == 2
 
 
 def test_strided_queries_and_outputs(device: str) -> None:
@@ -121,5 +146,6 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         decode(task)
     with pytest.raises(ValueError, match="block_n"):
         DecodeTuning(split_size=24, block_n=16)
-    with pytest.raises(ValueError, match="needs a split"):
-        DecodeTuning(max_splits=0)
+    for nothing in ({"max_splits": 0}, {"least_lanes": 0}):
+        with pytest.raises(ValueError, match="needs a split and a lane"):
+            DecodeTuning(**nothing)

@@ -1,59 +1,22 @@
 """Compile the sampling kernels for Hopper on a machine without a GPU; run as a module by a test.
 
 As tests/model/compile_kernels.py does: launches stop after compiling. Prints a JSON object per kernel
-compiled.
+compiled; step 0 is the sampler's warm-up.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import re
-import subprocess
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
-from triton.runtime.jit import KernelInterface
 
-from aioinfer.sampling import triton_logits
+from aioinfer.sampling import sampler, triton_logits
 from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.choice import SamplingChoice
 from aioinfer.sampling.triton_sampler import sample_tokens
-from tests.model.compile_kernels import Driver, ints
-
-
-def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack, which is where registers spill to."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        listing = subprocess.run(
-            [tool, "-res-usage", file.name], text=True, capture_output=True, check=True
-        ).stdout
-    found = {name: re.search(rf"\b{name}:(\d+)", listing) for name in ("REG", "STACK")}
-    return {name.lower(): int(match[1]) for name, match in found.items() if match is not None}
-
-
-def report(name: str) -> Callable[..., Callable[..., None]]:
-    """What takes the place of a launch: compiles, and prints what was not compiled before."""
-    seen: set[str] = set()
-
-    def getitem(kernel: Any, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **constants: Any) -> None:
-            compiled = kernel.run(*args, grid=grid, warmup=True, **constants)
-            if compiled.hash in seen:
-                return
-            seen.add(compiled.hash)
-            found = {"name": compiled.name, "shape": name, "shared": compiled.metadata.shared}
-            print(json.dumps({**found, **usage(compiled.asm["cubin"])}), flush=True)  # noqa: T201
-
-        return launch
-
-    return getitem
+from tests.model.compile_kernels import Driver, Recorder, ints
 
 
 def batch(rows: int, rng: random.Random) -> SamplingBatch:
@@ -70,10 +33,12 @@ def batch(rows: int, rng: random.Random) -> SamplingBatch:
 
 
 def compile_sampling(name: str, vocab: int) -> None:
-    """Batches of many sizes; whatever is not constant must not compile again."""
-    KernelInterface.__getitem__ = report(name)
+    """The warm-up, and batches of many sizes; whatever is not constant must not compile again."""
+    recorder = Recorder(name)
+    sampler.Sampler(300, vocab, torch.device("cpu")).warm_up()
     rng = random.Random(0)
     for rows in (1, 2, 5, 16, 17, 256):
+        recorder.step += 1
         logits = torch.empty(rows, vocab)
         some = batch(rows, rng)
         sample_tokens(logits, some)
@@ -89,6 +54,9 @@ def compile_sampling(name: str, vocab: int) -> None:
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
+    sampler.choose_sampling = lambda *_: SamplingChoice("triton", "for its kernels")
+    # There are no tokens to count, for nothing was launched.
+    sampler.Penalties.record = lambda *_: None
     compile_sampling("qwen3", 151_936)
     compile_sampling("gpt2", 50_257)
 

@@ -2,9 +2,9 @@
 
 A layer's call is two to four launches, with nothing read back from the device: keys and values are stored
 (and before that, in the same launch, heads normed and rotated if the model leaves it to us), decode rows go
-through split-KV decode (two launches if contexts may be long), the other rows of the step through the
-prefill kernel. Everything that changes from step to step is read on the device, and
-the grids follow from the shapes of the tensors; so the decode part can be captured in a CUDA graph.
+through split-KV decode (two launches), the other rows of the step through the prefill kernel. Everything
+that changes from step to step is read on the device, and the grids follow from the shapes of the tensors;
+so the decode part can be captured in a CUDA graph.
 
 A decode row has the same bits in any batch, and a prompt's token the same under any chunking. A token has
 not the same bits as decode and as prefill row: their sums are cut differently.

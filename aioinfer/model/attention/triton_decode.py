@@ -6,15 +6,18 @@ put together afterwards (Flash-Decoding, Dao et al., 2023, crfm.stanford.edu/202
 
     positions of a row    0 ......... 255 | 256 ....... 511 | 512 .. 700        (window: begins later)
                               split 0           split 1         split 2
-    programs (head, row, split)  |                 |               |            further splits exit at once
+    programs (head, row, lane)   0                 1               0            each takes every n-th split
                            partial[0], lse[0]   [1]             [2]
     combine (head, row)          `---- weighted by 2^(lse - max lse) ----'  ->  out
 
 The length of a split follows from the row's own length alone: ``split_size``, or so much more that
 ``max_splits`` suffice. Hence a row's bits do not depend on its company; and the grid follows from the
 shape of the page table, so that the launch can be captured in a CUDA graph whose lengths and page tables
-then change on the device. With a page table so narrow that one split holds any row, the result is written
-directly; it has the same bits.
+then change on the device.
+
+Such a graph is made for the longest contexts, and most are shorter: with a program for every split that
+there may be, most programs would have nothing to do, and to start and end them takes time, too. So the more
+rows there are the fewer programs, lanes, share the splits of each.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ __all__ = ["DecodeTuning", "paged_decode"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How the work is cut. All but the last two change the order of additions, hence the last bits."""
+    """How the work is cut. The first three change the order of additions, hence the last bits."""
 
     #: least positions of a split; a multiple of ``block_n``
     split_size: int = 256
@@ -47,6 +50,12 @@ class DecodeTuning:
     max_splits: int = 16
     #: positions per tile, a power of two, at least 16
     block_n: int = 64
+    #: programs of a launch from which on rows have fewer lanes than splits; some ten times what a H200 runs
+    #: at a time
+    programs: int = 4096
+    #: lanes that a row has at least, as far as it has splits: a long one among many short ones is not left
+    #: to one program
+    least_lanes: int = 4
     num_warps: int = 4
     #: the look-up of the page is a stage, too
     num_stages: int = 5
@@ -54,13 +63,13 @@ class DecodeTuning:
     def __post_init__(self) -> None:
         if self.block_n < 16 or self.block_n & (self.block_n - 1) or self.split_size % self.block_n:
             raise ValueError(f"block_n {self.block_n} and split_size {self.split_size} do not fit")
-        if self.max_splits < 1:
-            raise ValueError("a row needs a split")
+        if self.max_splits < 1 or self.least_lanes < 1:
+            raise ValueError("a row needs a split and a lane")
 
     @classmethod
     def of(cls, head_dim: int, dtype: torch.dtype) -> DecodeTuning:
         """Tiles of keys and values of 32 KiB together, two of them in flight: compiled for sm_90 that takes
-        72 KiB of shared memory and about 128 registers, hence three programs per multiprocessor.
+        72 KiB of shared memory and 154 registers, hence three programs per multiprocessor.
 
         float32, which has no matrix unit, is kept small enough for the registers.
         """
@@ -87,29 +96,28 @@ def _split(
 @triton.jit(do_not_specialize=["table", "kv_len", "lse", "stride_table", "num_splits"])
 def _decode_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, kv_len: tl.tensor,
-    out: tl.tensor, partial: tl.tensor, lse: tl.tensor,
+    partial: tl.tensor, lse: tl.tensor,
     inner: tl.tensor, outer: tl.tensor, num_splits: tl.tensor, stride_table: tl.tensor,
-    stride_q_row: tl.tensor, stride_q_head: tl.tensor, stride_out_row: tl.tensor, stride_out_head: tl.tensor,
+    stride_q_row: tl.tensor, stride_q_head: tl.tensor,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    DIRECT: tl.constexpr, SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr,
+    SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One split of one row for up to HEADS heads of a KV head's group.
+    """One lane's splits of one row for up to HEADS heads of a KV head's group.
 
-    Grid (KV heads x blocks of their group, rows, splits): heads vary fastest, since the heads of one cell
-    lie next to each other. DIRECT writes ``out``; otherwise ``partial`` float32 [rows, NUM_HEADS, splits,
-    HEAD_DIM], normalized, and ``lse`` [rows, NUM_HEADS, splits], the base-2 logarithm of its weight.
+    Grid (KV heads x blocks of their group, rows, lanes): heads vary fastest, since the heads of one cell
+    lie next to each other. Writes ``partial`` float32 [rows, NUM_HEADS, splits, HEAD_DIM], normalized, and
+    ``lse`` [rows, NUM_HEADS, splits], the base-2 logarithm of its weight.
     """
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
+    lane = tl.program_id(2)
     kv_head = tl.program_id(0) // blocks
     length = tl.load(kv_len + row).to(tl.int32)
     first, begin, size, count = _split(length, WINDOW, SPLIT, MAX_SPLITS, BLOCK_N)
-    if not DIRECT:  # noqa: SIM102 - decided at compile time, the other one at run time
-        if split >= count:
-            return
+    if lane >= count:
+        return
     member = tl.program_id(0) % blocks * HEADS + tl.arange(0, BLOCK_M)
     valid = (tl.arange(0, BLOCK_M) < HEADS) & (member < GROUP)
     head = kv_head * GROUP + member
@@ -117,24 +125,21 @@ def _decode_kernel(
     wanted = valid[:, None] & (dim < HEAD_DIM)[None, :]
     at = q + row * stride_q_row + head[:, None] * stride_q_head + dim[None, :]
     tile = tl.load(at, mask=wanted, other=0.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
     low = tl.zeros([BLOCK_M], tl.int32) + first
     high = tl.zeros([BLOCK_M], tl.int32) + length
-    begin += split * size
-    for start in tl.range(begin, tl.minimum(begin + size, length), BLOCK_N):
-        acc, peak, total = attend_tile(
-            tile, acc, peak, total, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
-            table + row * stride_table, start, first, length, low, high, inner, outer,
-            NUM_HEADS // GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SOFT_CAP, True, WIDEN,
-        )  # fmt: skip
-    result = normalized(acc, total)
-    if DIRECT:
-        at = out + row * stride_out_row + head[:, None] * stride_out_head + dim[None, :]
-        tl.store(at, result.to(out.dtype.element_ty), mask=wanted)
-    else:
+    for split in tl.range(lane, count, tl.num_programs(2)):
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        origin = begin + split * size
+        for start in tl.range(origin, tl.minimum(origin + size, length), BLOCK_N):
+            acc, peak, total = attend_tile(
+                tile, acc, peak, total, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
+                table + row * stride_table, start, first, length, low, high, inner, outer,
+                NUM_HEADS // GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SOFT_CAP, True, WIDEN,
+            )  # fmt: skip
         part = (row * NUM_HEADS + head) * num_splits + split
+        result = normalized(acc, total)
         tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=wanted)
         tl.store(lse + part, peak + tl.log2(total), mask=valid)
 
@@ -170,6 +175,11 @@ def _num_splits(longest: int, window: int | None, tuning: DecodeTuning) -> int:
     if window is not None:
         longest = min(longest, window + tuning.block_n)
     return min(tuning.max_splits, -(-longest // tuning.split_size))
+
+
+def _num_lanes(splits: int, blocks: int, tuning: DecodeTuning) -> int:
+    """Lanes of a row with up to so many splits, if rows have so many ``blocks`` of heads together."""
+    return min(splits, max(tuning.least_lanes, tuning.programs // blocks))
 
 
 def _scratch(parts: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,23 +228,22 @@ def paged_decode(
         return out
     heads = min(group := num_heads // kv_heads, 64)
     splits = _num_splits(block_table.shape[1] * page_size, window, tuning)
-    direct = splits == 1
-    partial, lse = _scratch(0 if direct else rows * num_heads * splits, head_dim, q.device)
+    blocks = kv_heads * -(-group // heads)
+    partial, lse = _scratch(rows * num_heads * splits, head_dim, q.device)
     inner, outer = score_factors(scale, soft_cap)
     cut = {"WINDOW": window or 0, "SPLIT": tuning.split_size, "MAX_SPLITS": tuning.max_splits}
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": tile_dim(head_dim), "BLOCK_N": tuning.block_n}
-    _decode_kernel[(kv_heads * -(-group // heads), rows, splits)](
-        q, keys, values, block_table, kv_len, out, partial, lse, inner, outer, splits,
-        block_table.stride(0), *q.stride()[:2], *out.stride()[:2],
+    _decode_kernel[(blocks, rows, _num_lanes(splits, rows * blocks, tuning))](
+        q, keys, values, block_table, kv_len, partial, lse, inner, outer, splits,
+        block_table.stride(0), *q.stride()[:2],
         NUM_HEADS=num_heads, GROUP=group, HEADS=heads, BLOCK_M=max(16, triton.next_power_of_2(heads)),
-        PAGE_SIZE=page_size, DIRECT=direct, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED, **shape, **cut,
+        PAGE_SIZE=page_size, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED, **shape, **cut,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip
-    if not direct:
-        _combine_kernel[(num_heads, rows)](
-            partial, lse, kv_len, out, splits, *out.stride()[:2],
-            NUM_HEADS=num_heads, BLOCK_S=triton.next_power_of_2(tuning.max_splits), **shape, **cut,
-            num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+    _combine_kernel[(num_heads, rows)](
+        partial, lse, kv_len, out, splits, *out.stride()[:2],
+        NUM_HEADS=num_heads, BLOCK_S=triton.next_power_of_2(tuning.max_splits), **shape, **cut,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return out
