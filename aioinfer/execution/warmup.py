@@ -20,39 +20,26 @@ from aioinfer.scheduling.step import Admission, Row, Step
 
 __all__ = ["largest_steps", "measure"]
 
-#: filters of every kind, and what else can be asked of single tokens
-_FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
-_STEERED = SamplingParams(
-    temperature=1.0,
-    frequency_penalty=0.1,
-    logit_bias={0: 1.0},
-    allowed_token_ids=[0, 1],
-    min_tokens=1,
-    logprobs=1,
-)
+#: everything that costs memory
+_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 
 
 def largest_steps(config: EngineConfig, max_len: int) -> Iterator[Packed]:
-    """A step of prefill only and one of decodes only, as large as may be, and a small one that steers its
-    tokens; on the junk page alone. ``max_len``: positions that the model has, or a request may have."""
+    """A step of prefill only and one of decodes only, as large as may be, on the junk page alone.
+
+    ``max_len``: positions that the model has, or a request may have.
+    """
     packer = Packer(config.num_slots, -(-max_len // config.page_size), config.page_size)
     rows = config.max_running_requests
     length = max(1, min(config.max_step_tokens // rows, max_len - 1))
-    yield _prefill(packer, -3, rows, length, _FILTERED)
-    nobody: list[Any] = [None] * rows
-    decodes = Decodes(nobody, np.arange(1, rows + 1), np.full(rows, length), [], [])
-    yield packer.pack(Step(-2, decodes, (), rows))
-    yield _prefill(packer, -1, 1, 1, _STEERED)
-
-
-def _prefill(packer: Packer, step: int, count: int, length: int, params: SamplingParams) -> Packed:
-    """A step of ``count`` new requests, in the first slots."""
     nobody: Any = None
-    admission = Admission(params, 0, frozenset({0}), [0] * length, [])
-    rows = tuple(
-        Row(nobody, slot, 0, length, [0] * length, True, (), 0, admission) for slot in range(1, count + 1)
+    admission = Admission(_PARAMS, 0, frozenset(), [0] * length, [])
+    prefills = tuple(
+        Row(nobody, slot, 0, length, [0] * length, True, (), 0, admission) for slot in range(1, rows + 1)
     )
-    return packer.pack(Step(step, NO_DECODES, rows, count * length))
+    yield packer.pack(Step(-2, NO_DECODES, prefills, rows * length))
+    decodes = Decodes([nobody] * rows, np.arange(1, rows + 1), np.full(rows, length), [], [])
+    yield packer.pack(Step(-1, decodes, (), rows))
 
 
 def measure(

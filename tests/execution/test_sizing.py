@@ -85,15 +85,14 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     choice = choose_attention(cpu, model.spec.head_dim, torch.float32)
     parts = Parts(config, model, choice, cpu, Masks(), DeviceLane())
     backend, size = build(parts)
-    prefill, decode, steered = largest_steps(config, size.max_model_len)
+    prefill, decode = largest_steps(config, size.max_model_len)
     assert set(prefill.section("slot_mapping") // config.page_size) == {0}
     assert set(decode.section("slot_mapping") // config.page_size) == {0}
     assert max(decode.kv_lens) <= size.max_model_len, "beyond that there may be no position"
-    assert not steered.plain
     assert len(decode.q_lens) == config.max_running_requests
     longest = config.max_running_requests * (size.max_model_len - 1)
     least = min(config.max_step_tokens - config.max_running_requests + 1, longest)
     assert least <= len(prefill.section("input_ids")) <= config.max_step_tokens
-    for step in (prefill, decode, steered):
+    for step in (prefill, decode):
         tokens = backend.launch(step).wait().tokens
         assert all(0 <= token < model.spec.vocab_size for token in tokens)
