@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.errors import InvalidRequest
 
-__all__ = ["Grammar", "SamplingParams"]
+__all__ = ["DiffusionParams", "Grammar", "SamplingParams"]
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1024
@@ -22,6 +23,7 @@ _MAX_ALLOWED_IDS = 1 << 17
 _SEED_LIMIT = 2**63
 _MAX_TOP_LOGPROBS = 20
 _MAX_GRAMMAR = 1 << 16
+_MAX_ROUNDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,60 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Any of the three penalties changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffusionParams:
+    """How the blocks of one request are denoised, for diffusion language models.
+
+    What is ``None`` is up to the algorithm; its class, in :mod:`aioinfer.diffusion.algorithms`, says which
+    of these it knows and what they are then. Temperature, filters and seed are those of SamplingParams. Every
+    field is checked on construction; :class:`~aioinfer.errors.InvalidRequest` names the bad one.
+
+    Attributes:
+        algorithm: ``low_confidence``, ``joint_threshold``, ``static_steps``, ``factor`` or ``entropy_bound``.
+        threshold: tokens proposed with more confidence than this are written together, in [0, 1]. At 1, one
+            token is written at a time.
+        steps: no more forwards than this to fill a block: where need be, tokens are written that the
+            algorithm would have left open. ``None`` is no limit.
+        edit_threshold: a token that is already written gives way to one proposed with more confidence than
+            this, in [0, 1].
+        max_post_edits: no more forwards than this change a block that is full.
+        penalty: taken off the logit of the token one position before, in [0, 100].
+        factor: how boldly to write tokens together, in (0, 1000]; 1 keeps within Fast-dLLM's bound.
+        entropy_bound: the nats of entropy to write together, in [0, 1000].
+    """
+
+    algorithm: str = "low_confidence"
+    threshold: float | None = None
+    steps: int | None = None
+    edit_threshold: float | None = None
+    max_post_edits: int | None = None
+    penalty: float | None = None
+    factor: float | None = None
+    entropy_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in algorithm_names():
+            known = ", ".join(algorithm_names())
+            raise InvalidRequest("algorithm", f"must be one of {known}, got {self.algorithm!r}")
+        given = self.given()
+        for name in given & {"threshold", "edit_threshold"}:
+            _number(name, getattr(self, name), 0.0, 1.0)
+        if "steps" in given:
+            _integer("steps", self.steps, 1, _MAX_ROUNDS)
+        if "max_post_edits" in given:
+            _integer("max_post_edits", self.max_post_edits, 0, _MAX_ROUNDS)
+        if "penalty" in given:
+            _number("penalty", self.penalty, 0.0, 100.0)
+        if "factor" in given:
+            _number("factor", self.factor, 0.0, 1000.0, low_open=True)
+        if "entropy_bound" in given:
+            _number("entropy_bound", self.entropy_bound, 0.0, 1000.0)
+
+    def given(self) -> set[str]:
+        """The parameters that are not left to the algorithm."""
+        return {each.name for each in fields(self) if getattr(self, each.name) is not None} - {"algorithm"}
 
 
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:

@@ -1,0 +1,37 @@
+"""Registry: algorithms by name, found by looking. To add one, add a file to ``algorithms``.
+
+The file ``low_confidence.py`` is the algorithm ``low_confidence`` and holds the class ``LowConfidence``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import TYPE_CHECKING
+
+from aioinfer.diffusion import algorithms
+
+if TYPE_CHECKING:
+    from aioinfer.diffusion.algorithm import Algorithm
+
+__all__ = ["algorithm_class", "algorithm_names"]
+
+
+@cache
+def algorithm_names() -> tuple[str, ...]:
+    """Every algorithm there is, in alphabetical order; imports none of them."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(algorithms.__path__)))
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class of an algorithm.
+
+    Raises:
+        KeyError: there is none of this name.
+    """
+    if name not in algorithm_names():
+        raise KeyError(name)
+    module = importlib.import_module(f"{algorithms.__name__}.{name}")
+    found: type[Algorithm] = getattr(module, "".join(word.capitalize() for word in name.split("_")))
+    return found

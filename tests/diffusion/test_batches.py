@@ -1,0 +1,236 @@
+"""What a row writes is its own affair: any batch, any order, any slot, any device-side loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.rows import put_, take
+from aioinfer.params import DiffusionParams, SamplingParams
+from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, seen
+
+ALGORITHMS = pytest.mark.parametrize("algorithm", algorithm_names())
+
+
+def crowd(algorithm: str, seed: int) -> Case:
+    """Many rows of one block size, drawn and greedy."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.choice([4, 8, 16]))
+    found: list[Case] = []
+    while sum(len(case.rows) for case in found) < 9:
+        case = make_case(algorithm, int(rng.integers(0, 2**31)))
+        if case.size == size:
+            found.append(case)
+    rows = [fresh(row) for case in found for row in case.rows]
+    return Case(algorithm, size, torch.float32, rows, [number for case in found for number in case.numbers])
+
+
+def alone(case: Case, row: int) -> list[dict[str, Any]]:
+    """What is seen of a row after each of its rounds, when it has a batch to itself."""
+    denoiser = Denoiser.of(case.only([row]))
+    rounds = []
+    while not denoiser.block.done.all():
+        denoiser.step()
+        rounds.append(seen(denoiser.block, 0))
+    return rounds
+
+
+@ALGORITHMS
+def test_a_row_does_not_depend_on_the_batch_around_it(algorithm: str) -> None:
+    """Rows live in slots, are taken out in random company and order for a round, and put back."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        case = crowd(algorithm, seed)
+        count = len(case.rows)
+        expected = [alone(case, row) for row in range(count)]
+        slots = rng.permutation(count + 3)[:count]
+        everything = Denoiser.of(case.only([*range(count), 0, 0, 0]))
+        table, states = everything.block, everything.state
+        order = torch.empty(count + 3, dtype=torch.int64)
+        order[torch.from_numpy(np.concatenate([slots, np.setdiff1d(np.arange(count + 3), slots)]))] = (
+            torch.arange(count + 3)
+        )
+        table, states = table.take(order), take(states, order)
+        while not all(table.done[slot] for slot in slots):
+            company = rng.permutation(count)[: rng.integers(1, count + 1)]
+            rows = torch.from_numpy(slots[company])
+            block, state = table.take(rows), take(states, rows)
+            logits = [case.logits(row, int(block.rounds[at])) for at, row in enumerate(company)]
+            was_done = block.done.clone()
+            everything.algorithm.step(torch.stack(logits), block, state)
+            table.put_(rows, block)
+            put_(states, rows, state)
+            for at, row in enumerate(company):
+                if not was_done[at]:
+                    assert seen(block, at) == expected[row][int(block.rounds[at]) - 1], (seed, row)
+
+
+@ALGORITHMS
+def test_steps_leave_what_is_done_untouched(algorithm: str) -> None:
+    case = crowd(algorithm, 7)
+    denoiser = Denoiser.of(case)
+    while not denoiser.block.done.all():
+        denoiser.step()
+    before = {name: column.clone() for name, column in denoiser.block.columns().items()}
+    state = {name: column.clone() for name, column in denoiser.state.items()}
+    logits = torch.full((len(case.rows), case.size, VOCAB), float("nan"))
+    logits[0] = torch.randn(case.size, VOCAB)
+    done = denoiser.algorithm.step(logits, denoiser.block, denoiser.state)
+    assert done.all()
+    assert not denoiser.block.changed.any(), "the forward before the step was over the final tokens"
+    for name, column in denoiser.block.columns().items():
+        if name != "changed":
+            assert torch.equal(column, before[name]), name
+    assert all(torch.equal(column, state[name]) for name, column in denoiser.state.items())
+
+
+@ALGORITHMS
+def test_what_the_host_says_of_the_rows_saves_work_and_changes_nothing(algorithm: str) -> None:
+    for seed in range(12):
+        case = crowd(algorithm, 100 + seed)
+        for row in case.rows:
+            if seed % 2:
+                row.sampling["temperature"] = 0.0
+            else:
+                row.sampling.update(top_p=1.0, top_k=0, min_p=0.0)
+        full, spare = Denoiser.of(case), Denoiser.of(case)
+        while not full.block.done.all():
+            full.step()
+            spare.step(drawn=not seed % 2, filtered=False)
+            for name, column in full.block.columns().items():
+                assert torch.equal(column, spare.block.columns()[name]), (seed, name)
+
+
+@ALGORITHMS
+def test_tokens_are_never_the_mask_and_prompts_are_never_touched(algorithm: str) -> None:
+    for seed in range(20):
+        case = crowd(algorithm, 200 + seed)
+        denoiser = Denoiser.of(case)
+        while not denoiser.block.done.all():
+            denoiser.step()
+        for number, row in enumerate(case.rows):
+            ids = denoiser.block.ids[number].tolist()
+            assert ids[: len(row.given)] == row.given
+            written = [ids[at] for at in range(case.size) if denoiser.block.written_in[number, at] >= 0]
+            assert MASK not in written
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(algorithm: str, rows: int) -> None:
+    cls = algorithm_class(algorithm)
+    block = Block.begin([[]] * rows, [0] * rows, size=4, mask_id=MASK)
+    state = cls.init_state(
+        [DiffusionParams(algorithm=algorithm)] * rows, [SamplingParams()] * rows, [1] * rows
+    )
+    logits = torch.zeros(rows, 4, 2 * VOCAB)[..., ::2]
+    for _ in range(4):
+        done = cls(MASK).step(logits, block, state)
+    assert done.shape == (rows,)
+    assert block.masked.sum() == 0
+
+
+@ALGORITHMS
+def test_rows_that_advance_start_anew_and_others_stay(algorithm: str) -> None:
+    case = crowd(algorithm, 11)
+    count, size = len(case.rows), case.size
+    denoiser = Denoiser.of(case)
+    while not denoiser.block.done.all():
+        denoiser.step()
+    old = {name: column.clone() for name, column in (denoiser.block.columns() | denoiser.state).items()}
+    new = Block.begin([[]] * count, [row.start + size for row in case.rows], size=size, mask_id=MASK)
+    new_state = Denoiser.of(case).state
+    on = torch.arange(count) % 2 == 0
+    denoiser.block.advance_(on, MASK)
+    algorithm_class(algorithm).restart_(denoiser.state, on)
+    for name, column in (denoiser.block.columns() | denoiser.state).items():
+        assert torch.equal(column[on], (new.columns() | new_state)[name][on]), name
+        assert torch.equal(column[~on], old[name][~on]), name
+
+
+class NoReadBack(TorchDispatchMode):
+    """Refuses the operations whose outcome, or whose shape, is known only by asking the device."""
+
+    ASKING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "equal",
+        "is_nonzero",
+        "index.Tensor",
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(name in str(func) for name in self.ASKING), func
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CPU filters look at values; everywhere else they search."""
+    from aioinfer.sampling import filters
+
+    def search(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        return filters._floors_by_search(scaled, top_k, top_p, True, True)
+
+    monkeypatch.setattr(filters, "_floors_by_window", search)
+    with NoReadBack():
+        yield
+
+
+@ALGORITHMS
+def test_a_step_reads_nothing_back_from_the_device(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = crowd(algorithm, 5)
+    denoiser = Denoiser.of(case)
+    logits = torch.randn(len(case.rows), case.size, VOCAB)
+    addresses = [
+        column.data_ptr() for column in (*denoiser.block.columns().values(), *denoiser.state.values())
+    ]
+    with without_asking(monkeypatch):
+        denoiser.algorithm.step(logits, denoiser.block, denoiser.state)
+    after = [column.data_ptr() for column in (*denoiser.block.columns().values(), *denoiser.state.values())]
+    assert after == addresses, "a captured graph writes where it was told to"
+
+
+@ALGORITHMS
+def test_a_step_needs_no_values(algorithm: str) -> None:
+    """Tensors of the meta device have none: to ask for one is an error, and so is to mix devices."""
+    cls = algorithm_class(algorithm)
+    block = Block.begin([[1], []], [0, 8], size=8, mask_id=MASK, device="meta")
+    params = [DiffusionParams(algorithm=algorithm)] * 2
+    state = cls.init_state(params, [SamplingParams(top_p=0.9)] * 2, [1, 2], "meta")
+    logits = torch.randn(2, 8, VOCAB, dtype=torch.bfloat16, device="meta")
+    assert cls(MASK).step(logits, block, state).device.type == "meta"
+
+
+@ALGORITHMS
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rounds_replay_from_a_graph(algorithm: str) -> None:
+    """A step captured once denoises on the device as steps do one by one on the CPU."""
+    case = crowd(algorithm, 31)
+    there, here = Denoiser.of(case), Denoiser.of(case)
+    move = {name: column.cuda() for name, column in there.block.columns().items()}
+    block, state = Block(**move), {name: column.cuda() for name, column in there.state.items()}
+    logits = torch.zeros(len(case.rows), case.size, VOCAB, device="cuda")
+    spare = block.take(torch.arange(len(case.rows), device="cuda"))
+    there.algorithm.step(logits, spare, {name: column.clone() for name, column in state.items()})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        there.algorithm.step(logits, block, state)
+    while not here.block.done.all():
+        rounds = here.block.rounds.tolist()
+        logits.copy_(torch.stack([case.logits(row, each) for row, each in enumerate(rounds)]))
+        here.step()
+        graph.replay()
+        for row in range(len(case.rows)):
+            assert seen(block, row) == seen(here.block, row), row
