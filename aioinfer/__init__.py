@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from aioinfer.llm import LLM
     from aioinfer.outputs import Chunk, RequestMetrics, Result, Usage
-    from aioinfer.params import DiffusionParams, Grammar, SamplingParams
+    from aioinfer.params import Grammar, SamplingParams
     from aioinfer.stats import EngineStats
     from aioinfer.stream import Stream
 
@@ -44,7 +44,6 @@ _HOME = {
     "Cancelled": "errors",
     "Chunk": "outputs",
     "ConfigError": "errors",
-    "DiffusionParams": "params",
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
@@ -75,7 +74,6 @@ __all__ = [
     "Cancelled",
     "Chunk",
     "ConfigError",
-    "DiffusionParams",
     "Engine",
     "EngineClosed",
     "EngineConfig",
