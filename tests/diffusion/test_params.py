@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer import DiffusionParams, SamplingParams
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.errors import InvalidRequest
+from aioinfer.params import DiffusionParams, SamplingParams
 
 WRONG: list[tuple[str, Any]] = [
     *[("algorithm", value) for value in ("", "LowConfidence", "registry", None, 3)],
@@ -70,5 +70,5 @@ def test_rows_have_their_own_parameters_and_else_the_algorithm_s() -> None:
 
 
 def test_asking_for_an_algorithm_imports_no_torch() -> None:
-    code = "import sys, aioinfer; aioinfer.DiffusionParams(steps=1); assert 'torch' not in sys.modules"
+    code = "import sys; from aioinfer.params import DiffusionParams; DiffusionParams(steps=1); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
