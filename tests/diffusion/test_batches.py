@@ -214,7 +214,6 @@ def test_a_step_needs_no_values(algorithm: str) -> None:
 
 @ALGORITHMS
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rounds_replay_from_a_graph(algorithm: str) -> None:
     """A step captured once denoises on the device as steps do one by one on the CPU."""
     case = crowd(algorithm, 31)

@@ -20,10 +20,7 @@ from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy
 from tests.model.test_oracle import prompts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 TOKENS = 24
 
 

@@ -23,6 +23,8 @@ import torch
 _ROOT = Path(__file__).parents[2]
 #: the devices a check of a kernel runs on, one of them in a given process
 DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)]
+#: for checks that change a kernel's functions, which a compiled one would not notice
+interpreted_only = pytest.mark.parametrize("device", DEVICES[:1], indirect=True)
 #: Largest error against float64. Inputs are about 1 in size and so are outputs; the half types round the
 #: weights and the result to 8 or 11 bits, float32 rounds sums only.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -40,8 +42,6 @@ def kernels_or_skip(device: str) -> ModuleType:
     from aioinfer.model.attention import triton_common
 
     if device == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
         if triton_common.INTERPRETED:
             pytest.skip("TRITON_INTERPRET is set, so nothing is compiled")
         return triton_common

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
@@ -16,10 +15,7 @@ from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def config(path: Path, **changes: Any) -> EngineConfig:

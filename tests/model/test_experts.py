@@ -151,7 +151,7 @@ def test_sizes_that_torch_does_not_take_are_looped_over() -> None:
 
 def test_a_torch_without_grouped_multiplication_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> torch.Tensor:
-        raise NotImplementedError("not here\nlong story")
+        raise RuntimeError("not here\nlong story")
 
     monkeypatch.setattr(choices, "grouped_mm", refuse)
     choice = choose_experts(CPU, 48, 24, torch.float32)

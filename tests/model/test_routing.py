@@ -194,13 +194,13 @@ def test_groups_that_are_no_powers_of_two_are_left_to_torch() -> None:
         assert (make_router(rule, triton) is rule) == (top_groups == 2)
 
 
+@pytest.mark.parametrize("follow", DEVICES, indirect=True)
 @both_rules
 def test_a_token_has_the_same_bits_in_any_company(
     follow: Follow, make: Callable[[torch.Tensor], Rule]
 ) -> None:
-    """By our kernels. In the interpreter at the same place of a tile; see test_triton_experts."""
-    if not follow.triton:
-        pytest.skip("torch promises nothing")
+    """By our kernels, for torch promises nothing. In the interpreter at the same place of a tile; see
+    test_triton_experts."""
     rule, hidden = make(noise(8, 100)), noise(20, 100, seed=1)
     together = follow(rule, hidden)
     some = [19] if follow.device == "cuda" else [16, 17]

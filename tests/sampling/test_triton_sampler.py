@@ -18,6 +18,7 @@ import torch
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import BAD_LOGITS
+from tests.model.kernels import interpreted_only
 from tests.sampling.support import make_batch, penalise, random_logits, random_row, reference
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -144,10 +145,9 @@ PLANTED: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+@interpreted_only
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device != "cpu":
-        pytest.skip("compiled kernels cannot be changed")
     monkeypatch.setattr(triton_sampler, *PLANTED[bug])
     got, wanted = filtered(device, "long lists")
     assert got != wanted
@@ -226,13 +226,12 @@ GUESSES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@interpreted_only
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_wrong_bound_costs_time_and_no_token(
     device: str, guess: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finish looks whether the list holds what the filters ask for, and searches the row if not."""
-    if device != "cpu":
-        pytest.skip("compiled kernels cannot be changed")
     monkeypatch.setattr(triton_sampler, "_guess", lambda *arguments: GUESSES[guess](arguments[2]))
     rows = [{"top_k": 5, "seed": 3}, {"top_p": 0.7, "seed": 4}, {"top_k": 9, "top_p": 0.5, "seed": 5}]
     wanted = [reference(LINE, row) for row in rows]
