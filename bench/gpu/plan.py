@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 __all__ = ["BENCHES", "Bench", "Plan", "Size"]
@@ -70,24 +70,16 @@ FULL = Size(
     endpoint_requests=256,
     endpoint_output=1024,
 )
-QUICK = Size(
+QUICK = replace(
+    FULL,
     heads=("0.6b", "8b"),
     decodes=((256, 1024), (64, 1024), (1, 1024), (64, 8192)),
     prefills=((16, 1024, 1024), (1, 8192, 8192)),
-    widest=40_960,
-    checked=(8, 1024),
-    copy_bytes=2 << 30,
-    matmul=8192,
     batches=(1, 64, 256),
     prompt=992,
     output=64,
-    requests=256,
-    lengths=(100, 1024),
-    largest_id=10_000,
     peer_requests=16,
     peer_output=128,
-    window_batch=256,
-    window_prompt=64,
     window_output=48,
     ways=_WAYS[:4],
     endpoint_requests=96,
