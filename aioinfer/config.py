@@ -37,6 +37,8 @@ _POSITIVE = (
     "max_prefill_tokens",
     "max_decode_rows",
     "lookahead",
+    "max_rounds",
+    "block_size",
     "max_passed_over",
     "clip_new_tokens",
     "max_lag",
@@ -70,7 +72,9 @@ class EngineConfig:
         "auto", "sampling kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"
     )
     max_model_len: int | None = _option(None, "longest prompt plus output in tokens")
-    page_size: int = _option(16, "KV positions per page")
+    page_size: int = _option(
+        16, "KV positions per page; with a diffusion model at least, and a multiple of, a block"
+    )
     num_pages: int | None = _option(None, "KV pages; by default from the memory budget")
     kv_memory_gib: float = _option(1.0, "KV budget on the CPU in GiB when num_pages is not given")
     gpu_memory_utilization: float = _option(0.85, "share of GPU memory for weights and KV together")
@@ -104,6 +108,18 @@ class EngineConfig:
     window: Literal[0, 1, 2] = _option(1, "steps launched ahead of the one being read; 0 is sequential")
     max_overlapped_prefill: int = _option(
         256, "prefill tokens of a step behind which more prefill is launched before its result was read"
+    )
+    block_size: int | None = _option(
+        None, "positions per block of a diffusion model; by default what the checkpoint says"
+    )
+    diffusion_mode: Literal["fdfo", "sync"] = _option(
+        "fdfo", "fdfo: each block leaves when it is done; sync: all blocks of a batch wait for the last"
+    )
+    fused_commit: bool = _option(
+        True, "the last forward over a block is the first over the one behind it; diffusion models"
+    )
+    max_rounds: int = _option(
+        1, "rounds computed in one step while no block gets done and nobody wants in; diffusion models"
     )
     fast_forward: bool = _option(True, "take tokens that a grammar forces without computing them one by one")
     grammar_patience: float = _option(

@@ -81,6 +81,7 @@ class SamplingParams:
         grammar: what the output must look like; needs the extra ``aioinfer[structured]``.
         bad_words: what the output must not contain: texts, each as the tokenizer spells it at the start of
             an output and after a space, or sequences of token ids. Other spellings of a text pass.
+        diffusion: how blocks are denoised; for diffusion models.
         include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
             output text.
     """
@@ -107,6 +108,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
+    diffusion: DiffusionParams | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -139,6 +141,8 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, _MAX_TOP_LOGPROBS)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest("grammar", f"must be a Grammar, got {type(self.grammar).__name__}")
+        if not isinstance(self.diffusion, (DiffusionParams, type(None))):
+            raise InvalidRequest("diffusion", f"must be DiffusionParams, got {type(self.diffusion).__name__}")
         object.__setattr__(self, "stop", _texts("stop", self.stop, _MAX_STOP_STRINGS, _MAX_STOP_LENGTH))
         patterns = _texts("stop_regex", self.stop_regex, _MAX_STOP_PATTERNS, _MAX_STOP_PATTERN)
         object.__setattr__(self, "stop_regex", patterns)

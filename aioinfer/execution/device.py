@@ -14,6 +14,7 @@ from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 
 if TYPE_CHECKING:
+    from aioinfer.diffusion.state import BlockState
     from aioinfer.scheduling.step import Step
 
 __all__ = [
@@ -53,6 +54,12 @@ class DeviceInfo:
     eos_token_ids: frozenset[int]
     #: for banners: device, dtype, parameters, kernels
     description: str
+    #: positions per page; None: those of the config
+    page_size: int | None = None
+    #: of a diffusion model, positions per block
+    block_size: int | None = None
+    #: of a diffusion model, what stands where nothing is known
+    mask_token_id: int | None = None
 
 
 @dataclass(slots=True)
@@ -67,6 +74,10 @@ class StepResult:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     #: by row, of the prompt's tokens from position ``row.scores[0] + 1`` on
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    #: by row, of those that denoise
+    blocks: dict[int, BlockState] = field(default_factory=dict)
+    #: forwards that it took
+    rounds: int = 1
     #: when the host had it, on the clock of the timeline
     done_at: float = field(default_factory=now)
 

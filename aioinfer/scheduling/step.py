@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING
 from aioinfer.scheduling.decodes import Decodes
 
 if TYPE_CHECKING:
+    from aioinfer.diffusion.state import BlockState
     from aioinfer.params import SamplingParams
     from aioinfer.request import Request
     from aioinfer.text.grammar import GrammarState
 
-__all__ = ["BAD_GRAMMAR", "BAD_LOGITS", "DEFERRED", "FORCED", "NO_TOKEN", "Admission", "Row", "Step"]
+__all__ = [
+    "BAD_GRAMMAR",
+    "BAD_LOGITS",
+    "DEFERRED",
+    "FORCED",
+    "NO_TOKEN",
+    "Admission",
+    "Horizon",
+    "Row",
+    "Step",
+]
 
 #: In a step's result: this row does not sample.
 NO_TOKEN = -1
@@ -29,6 +40,21 @@ DEFERRED = -4
 FORCED = -5
 
 
+class Horizon:
+    """How many rounds a device may compute before it answers: while no block of the step gets done and
+    nobody wants in, it goes on with the same rows.
+
+    Written on the loop's thread, read on the device's.
+    """
+
+    __slots__ = ("interrupted", "rounds")
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        #: no more rounds than one, or than the one it is in
+        self.interrupted = False
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """What the device side must know when a request takes a slot: rides on its first row there."""
@@ -41,6 +67,8 @@ class Admission:
     output_ids: Sequence[int]
     #: what the output must look like
     grammar: GrammarState | None = None
+    #: of a diffusion model: the block that was being denoised when the request last lost its slot
+    resume: BlockState | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +77,15 @@ class Row:
 
     A row with ``ids`` is a prefill chunk whose tokens the host knows. A row without is a decode: its
     single token waits in the relay cell of ``slot``, perhaps still being computed by the step before.
+
+    With a diffusion model, ``ids`` are whole blocks whose tokens are final, perhaps none, and ``blocks``
+    says how many blocks follow that live in the slot on the device::
+
+        blocks   positions behind ``ids``
+        0        none: a prefill chunk
+        1        a block to denoise; of the slot's block if that is final and lies before it, a new one
+        2        the slot's block, and behind it the next: if the first is final by now, this forward
+                 commits it and denoises the second, else it denoises the first and the second is void
     """
 
     request: Request
@@ -65,6 +102,8 @@ class Row:
     admission: Admission | None
     #: positions [first, last) of the row whose next token of the prompt is to be scored
     scores: tuple[int, int] | None = None
+    #: blocks of a diffusion model at the end of the row
+    blocks: int = 0
 
     @property
     def kv_length(self) -> int:
@@ -79,16 +118,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: decode rows first, as columns, then prefill chunks. Ids increase by one."""
+    """One forward: decode rows first, as columns, then prefill chunks and the blocks of diffusion models.
+    Ids increase by one."""
 
     id: int
     decodes: Decodes
     prefills: tuple[Row, ...]
     num_tokens: int
+    #: of a step in which each row is one block
+    horizon: Horizon | None = None
 
     @property
     def num_decodes(self) -> int:
         return len(self.decodes)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Positions whose tokens the host knows."""
+        return sum(0 if row.ids is None else len(row.ids) for row in self.prefills)
 
     @property
     def num_rows(self) -> int:
