@@ -17,7 +17,7 @@ from aioinfer.execution.paging import PageTables
 from aioinfer.execution.roster import FLOAT_FIELDS, Parameters, Roster
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.scheduling.step import NO_TOKEN, Row, Step
+from aioinfer.scheduling.step import NO_TOKEN, Step
 
 __all__ = ["FLOAT_FIELDS", "SECTIONS", "Packed", "Packer"]
 

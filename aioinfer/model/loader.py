@@ -30,13 +30,15 @@ def load_model(
     force_transformers: bool = False,
     kernels: Literal["auto", "triton", "sdpa"] = "auto",
     experts: Wanted = "auto",
+    block_size: int | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
 
     ``dtype`` is a name, or "auto" for what the checkpoint says; ``kernels`` is what own code asks
     :func:`~aioinfer.model.attention.choice.choose_attention` for, and ``experts`` names the kernels of a
-    mixture of experts (:mod:`aioinfer.model.moe.choice`). With ``load_format`` "random" the weights are
+    mixture of experts (:mod:`aioinfer.model.moe.choice`). ``block_size`` is that of a diffusion model, None
+    for what its config says. With ``load_format`` "random" the weights are
     :class:`~aioinfer.model.weights.RandomWeights` and the directory needs no other file than config.json.
     Never runs code from the directory, never touches the network. Raises ConfigError.
     """

@@ -40,6 +40,9 @@ class ModelSpec:
     num_parameters: int
     #: what computes a mixture of experts, None in a model without
     expert_kernels: str | None = None
+    #: of a diffusion model: positions per block, and what stands where nothing is known
+    block_size: int | None = None
+    mask_token_id: int | None = None
 
 
 class CausalLM(Protocol):
