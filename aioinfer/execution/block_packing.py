@@ -79,6 +79,12 @@ class BlockPacked:
     may_turn: bool
     horizon: Horizon | None
 
+    def section(self, name: str) -> npt.NDArray[np.int64]:
+        """One of ``BLOCK_SECTIONS``, flat."""
+        at = BLOCK_SECTIONS.index(name)
+        start = sum(self.sizes[:at])
+        return self.ints[start : start + self.sizes[at]]
+
 
 def block_records(block_size: int, mask_id: int) -> BlockRecords:
     """Records that can hold the counters of every algorithm there is."""
