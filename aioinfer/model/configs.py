@@ -58,6 +58,9 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Raises ValueError for sizes that are missing or make no sense."""
+        for name, absent in (("first_k_dense_replace", 0), ("n_group", 1), ("topk_group", 1)):
+            if getattr(self, name) is None:
+                setattr(self, name, absent)
         needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
         needed += ["max_position_embeddings", "n_group", "topk_group"]
         if self.num_experts:
