@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import torch
 
 from aioinfer.diffusion.algorithm import ranks
-from aioinfer.sampling.noise import random_bits, uniform
 
 __all__ = ["ScriptedLogits"]
 
-#: what the numbers of a block are drawn for
-_STEPS, _ORDER, _TOKENS, _DRAFTS, _EDITS, _DOUBT = range(6)
-_SURE, _LEAST_DOUBTFUL, _SPREAD = 0.9999, 0.15, 0.2
+_SURE = 0.9999
+#: how sure doubtful positions are
+_DOUBTS = torch.linspace(0.15, 0.35, 64, dtype=torch.float64)
+_MASK_LOGIT = 30.0
+#: multipliers of the hash: 2**64 / golden ratio, and another that is odd
+_GOLDEN, _ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0x632BE59BD9B4E019
+_QUANTILES = 4096
 
 
 class ScriptedLogits:
-    """Logits as a function of seed, request, block and round; the same bits on every device.
+    """Logits as a function of what a block-causal model sees: what comes before the block, as a hash, and the
+    block's own ids, of which those that are the mask id are unresolved. The same bits on every device and in
+    every batch.
 
-    A block of n unknown positions is filled in S rounds, S log-normal over blocks as steps are in practice.
-    In each round a share of the positions becomes sure (0.9999) of its token and remains so; others would
-    say the same, but doubtfully (0.15 to 0.35). A threshold between 0.35 and 0.9999 therefore takes exactly
-    S rounds. The mask id is always the likeliest token of all: who proposes it is found out.
+    A block of which nothing is known is filled in S rounds, S log-normal over blocks as steps are in
+    practice: in each round some of the unresolved positions are sure (0.9999) of their token, in all others
+    the likeliest is doubtful (0.15 to 0.35). A threshold between takes exactly S rounds. Which tokens they
+    are depends on every id of the block, so a round on other ids than those of the round before is found out.
+    The mask id is always the likeliest token of all: who proposes it is found out, too.
 
-    With ``edits``, up to so many positions are sure of a draft at first, and one by one of another token
-    after the block is full. An algorithm that edits then takes S + edits + 1 rounds, the last of which
-    changes nothing; to others the drafts are final.
+    With ``edits``, up to so many positions are first filled with a draft, and sure of another token, one
+    after the other, when the block is full. An algorithm that edits then takes S + edits + 1 rounds, the last
+    of which changes nothing; to others the drafts are final.
     """
 
     def __init__(
@@ -45,71 +52,107 @@ class ScriptedLogits:
         if vocab_size < 16:
             raise ValueError(f"too few tokens to be in doubt of: {vocab_size}")
         self._vocab_size, self._mask_id, self._edits = vocab_size, mask_id, edits
-        self._salt = (seed % (1 << 31)) << 32
-        self._sigma = math.sqrt(math.log1p(variation**2))
-        self._mu = math.log(mean_steps) - self._sigma**2 / 2
         self._device = torch.device(device)
+        self._salt = torch.tensor(seed, dtype=torch.int64, device=device)
+        sigma = math.sqrt(math.log1p(variation**2))
+        median = math.log(mean_steps) - sigma**2 / 2
+        normal = [NormalDist().inv_cdf((at + 0.5) / _QUANTILES) for at in range(_QUANTILES)]
+        steps = [max(1, round(math.exp(median + sigma * each))) for each in normal]
+        self._steps = torch.tensor(steps, dtype=torch.int64, device=device)
+        # So likely beside all others but the mask, at 0 each.
+        shares = torch.cat((_DOUBTS, torch.tensor([_SURE], dtype=torch.float64)))
+        self._levels = (torch.logit(shares) + math.log(vocab_size - 2)).float().to(device)
 
-    def steps(self, requests: torch.Tensor, blocks: torch.Tensor, editable: torch.Tensor) -> torch.Tensor:
-        """Rounds that fill a block, [R] int64, at most one per position and 0 if there is none.
+    def digest(self, ids: torch.Tensor) -> torch.Tensor:
+        """A hash of the ids of blocks, [N, B] to [N], int64."""
+        weights = (2 * torch.arange(1, ids.shape[1] + 1, device=ids.device) - 1) * _GOLDEN
+        return _stir((_stir(ids + 1) * weights).sum(1))
+
+    def chain(self, before: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
+        """What comes before the next block, from what comes before one, 0 for the first, and its digest."""
+        return _stir((before ^ digests) * _GOLDEN + _ODD)
+
+    def steps(self, before: torch.Tensor, unresolved: torch.Tensor, size: int) -> torch.Tensor:
+        """Rounds, [R] int64, that fill blocks with so many unresolved positions; none for none.
 
         Args:
-            requests: [R] int64 in [0, 2**31), likewise ``blocks``.
-            editable: [R, B] bool.
+            before: [R] int64, see :meth:`chain`.
+            unresolved: [R] int64, of ``size`` positions.
         """
-        first, second = uniform(*self._keys(requests, blocks, _STEPS), self._ids(2)).unbind(1)
-        # Box and Muller's normal number.
-        normal = torch.sqrt(-2 * first.log()) * torch.cos(2 * math.pi * second)
-        wanted = (self._mu + self._sigma * normal).exp().round().to(torch.int64).clamp(min=1)
-        return torch.minimum(wanted, editable.sum(1))
+        planned = self._planned(self._bits(before, size))
+        return planned - _stage(size - unresolved, planned, size) + 1
 
-    def edits(self, requests: torch.Tensor, blocks: torch.Tensor, editable: torch.Tensor) -> torch.Tensor:
-        """Tokens that are edited in a block, [R] int64."""
-        drawn = random_bits(*self._keys(requests, blocks, _EDITS), self._ids(1))[:, 0] % (self._edits + 1)
-        return torch.minimum(drawn, editable.sum(1))
+    def edits(self, before: torch.Tensor, size: int) -> torch.Tensor:
+        """Tokens that a block is to revise, [R] int64: of those that were unresolved at first."""
+        return self._edited(self._bits(before, size), size)
 
-    def tokens(
-        self, requests: torch.Tensor, blocks: torch.Tensor, editable: torch.Tensor, rounds: torch.Tensor
-    ) -> torch.Tensor:
-        """What every position would say in a round, [R, B] int64, never the mask id."""
-        size, others = editable.shape[1], self._vocab_size - 1
-        final = random_bits(*self._keys(requests, blocks, _TOKENS), self._ids(size)) % others
-        shift = random_bits(*self._keys(requests, blocks, _DRAFTS), self._ids(size)) % (others - 1)
-        order = self._order(requests, blocks, editable)
-        edited = order < self.edits(requests, blocks, editable).unsqueeze(1)
-        since = rounds - self.steps(requests, blocks, editable)
-        draft = edited & (order > since.unsqueeze(1))
-        index = torch.where(draft, (final + 1 + shift) % others, final)
-        return index + (index >= self._mask_id)
-
-    def logits(
-        self, requests: torch.Tensor, blocks: torch.Tensor, editable: torch.Tensor, rounds: torch.Tensor
-    ) -> torch.Tensor:
-        """[R, B, V] float32 for the forwards number ``rounds``, [R] int64 from 0, of some blocks."""
-        rows, size = editable.shape
-        steps = self.steps(requests, blocks, editable).unsqueeze(1)
-        order = self._order(requests, blocks, editable)
-        turn = order * steps // editable.sum(1, keepdim=True).clamp(min=1)
-        doubt = uniform(*self._keys(requests, blocks, _DOUBT), self._ids(size)) * _SPREAD + _LEAST_DOUBTFUL
-        confidence = torch.where(turn <= rounds.unsqueeze(1), _SURE, doubt)
-        tokens = self.tokens(requests, blocks, editable, rounds)
-        logits = torch.zeros(rows, size, self._vocab_size, device=self._device)
-        # So likely beside all others but the mask, at 0 each.
-        logit = torch.logit(confidence) + math.log(self._vocab_size - 2)
-        logits.scatter_(2, tokens.unsqueeze(2), logit.unsqueeze(2))
-        logits[..., self._mask_id] = 30.0
+    def logits(self, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """[R, B, V] float32 of blocks [R, B] int64 behind ``before``, [R] int64."""
+        rows, size = ids.shape
+        unresolved = ids == self._mask_id
+        own = self._bits(before, size)
+        tokens, level = self._fill(own, self._bits(self.chain(before, self.digest(ids)), size), unresolved)
+        tokens = torch.where(unresolved, tokens, ids)
+        if self._edits:
+            tokens = self._revise(own, ids, unresolved, tokens)
+        level = torch.where(unresolved, level, len(_DOUBTS))
+        logits = torch.zeros(rows, size, self._vocab_size, device=ids.device)
+        logits.scatter_(2, tokens.unsqueeze(2), self._levels[level].unsqueeze(2))
+        logits[..., self._mask_id] = _MASK_LOGIT
         return logits
 
-    def _order(self, requests: torch.Tensor, blocks: torch.Tensor, editable: torch.Tensor) -> torch.Tensor:
-        """[R, B] int64: the place of each unknown position in a random order of them."""
-        drawn = uniform(*self._keys(requests, blocks, _ORDER), self._ids(editable.shape[1]))
-        return ranks(drawn, editable)
-
-    def _keys(
-        self, requests: torch.Tensor, blocks: torch.Tensor, use: int
+    def _fill(
+        self, own: torch.Tensor, bits: torch.Tensor, unresolved: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the noise takes for seeds and positions."""
-        return requests + self._salt, blocks + (use << 32)
+        """What unresolved positions say, and how surely: an index of ``_levels``."""
+        size = unresolved.shape[1]
+        planned = self._planned(own)
+        resolved = size - unresolved.sum(1)
+        sure = _stage(resolved, planned, size) * size // planned - resolved
+        order = ranks(own[:, :size], unresolved)
+        doubt = bits[:, size : 2 * size] % len(_DOUBTS)
+        return self._token(bits[:, :size]), torch.where(order < sure.unsqueeze(1), len(_DOUBTS), doubt)
 
-    def _ids(self, count: int) -> torch.Tensor:
-        return torch.arange(count, device=self._device)
+    def _revise(
+        self, own: torch.Tensor, ids: torch.Tensor, unresolved: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """``tokens``, with drafts where they are due, and another in place of the first draft of a block that
+        is full."""
+        size = ids.shape[1]
+        order = ranks(own[:, :size], torch.ones_like(unresolved))
+        edited = order < self._edited(own, size).unsqueeze(1)
+        bits = own[:, size : 2 * size]
+        draft, final = self._token(bits), self._token(bits + 1)
+        tokens = torch.where(unresolved & edited, draft, tokens)
+        pending = edited & (ids == draft) & ~unresolved.any(1, keepdim=True)
+        first = order == torch.where(pending, order, size).amin(1, keepdim=True)
+        return torch.where(pending & first, final, tokens)
+
+    def _planned(self, own: torch.Tensor) -> torch.Tensor:
+        size = own.shape[1] // 2 - 1
+        return self._steps[own[:, 2 * size] % _QUANTILES].clamp(max=size)
+
+    def _edited(self, own: torch.Tensor, size: int) -> torch.Tensor:
+        return (own[:, 2 * size + 1] % (self._edits + 1)).clamp(max=size)
+
+    def _token(self, bits: torch.Tensor) -> torch.Tensor:
+        """Any token but the mask id."""
+        index = bits % (self._vocab_size - 1)
+        return index + (index >= self._mask_id)
+
+    def _bits(self, state: torch.Tensor, size: int) -> torch.Tensor:
+        """Random numbers from 0, int64 [R, 2 * size + 2]: two for each position and two for the block."""
+        index = torch.arange(2 * size + 2, device=state.device) * _ODD + self._salt
+        return _stir(_stir(state.unsqueeze(1) ^ index)) & 0x7FFFFFFF
+
+
+def _stage(resolved: torch.Tensor, planned: torch.Tensor, size: int) -> torch.Tensor:
+    """The number of the round, from 1 on, of a block of which so much is resolved: after round i of S, i / S
+    of it is."""
+    return ((resolved + 1) * planned + size - 1) // size
+
+
+def _stir(state: torch.Tensor) -> torch.Tensor:
+    """One step of a multiplicative hash; signed words wrap around."""
+    state = (state ^ (state >> 32)) * _GOLDEN
+    return state ^ (state >> 29)

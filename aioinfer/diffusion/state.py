@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 __all__ = ["BlockState"]
 
@@ -36,3 +37,19 @@ class BlockState:
     failed: bool
     #: what the algorithm remembers; nobody else's business
     private: tuple[int, ...] = ()
+
+    @classmethod
+    def unknown(cls, start: int, given: Sequence[int], size: int, mask_id: int) -> Self:
+        """Before the first round: some tokens of the prompt, fewer than ``size``, and nothing behind."""
+        rest = size - len(given)
+        return cls(
+            start=start,
+            ids=[*given, *[mask_id] * rest],
+            known=[True] * len(given) + [False] * rest,
+            written_in=[-1] * size,
+            logprobs=[0.0] * size,
+            rounds=0,
+            done=not rest,
+            changed=False,
+            failed=False,
+        )

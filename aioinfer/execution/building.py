@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from aioinfer.config import EngineConfig
+from aioinfer.execution.block_runner import BlockRunner
 from aioinfer.execution.graphs import Capture, DecodeGraphs, graph_obstacle, graph_sizes
 from aioinfer.execution.masks import Masks
 from aioinfer.execution.relay import Relay
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.sizing import PoolSize, cpu_budget, cuda_budget, size_pool
-from aioinfer.execution.streams import Backend, CpuBackend, CudaBackend
-from aioinfer.execution.warmup import largest_steps, measure
+from aioinfer.execution.streams import Backend, CpuBackend, CudaBackend, PackedStep, StepRunner
+from aioinfer.execution.warmup import largest_block_steps, largest_steps, measure
 from aioinfer.model.attention.choice import Choice, make_attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.spec import CausalLM, Progress
@@ -50,10 +52,31 @@ class Parts:
         """Pages of a sequence."""
         return -(-length // self.config.page_size)
 
-    def runner(self, num_pages: int) -> Runner:
+    def runner(self, num_pages: int) -> StepRunner:
         """Runs steps over a new pool."""
         spec, config = self.model.spec, self.config
-        pool = KVPool(
+        attention = make_attention(self._pool(num_pages), self.attention)
+        if spec.block_size is not None:
+            return BlockRunner(
+                self.model,
+                attention,
+                num_slots=config.num_slots,
+                device=self.device,
+                synchronous=self.device.type == "cpu",
+                lane=self.lane,
+            )
+        return Runner(
+            self.model,
+            attention,
+            Sampler(config.num_slots, spec.vocab_size, self.device, config.sampling),
+            Relay(config.num_slots, self.device),
+            self.masks,
+            self.lane,
+        )
+
+    def _pool(self, num_pages: int) -> KVPool:
+        spec, config = self.model.spec, self.config
+        return KVPool(
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -62,18 +85,19 @@ class Parts:
             dtype=spec.dtype,
             device=self.device,
         )
-        return Runner(
-            self.model,
-            make_attention(pool, self.attention),
-            Sampler(config.num_slots, spec.vocab_size, self.device, config.sampling),
-            Relay(config.num_slots, self.device),
-            self.masks,
-            self.lane,
-        )
+
+    def largest_steps(self, max_len: int) -> Iterator[PackedStep]:
+        """To warm up with; see :mod:`aioinfer.execution.warmup`."""
+        if self.model.spec.block_size is not None:
+            return largest_block_steps(self.config, self.model.spec, max_len)
+        return largest_steps(self.config, max_len)
 
     def graph_sizes(self) -> list[int]:
         """Sizes of the decode graphs to capture; none where they cannot be."""
         config, spec, kernels = self.config, self.model.spec, self.attention.kernels
+        if spec.block_size is not None:
+            # Rows of blocks are no decodes.
+            return []
         if graph_obstacle(self.device, kernels, self.model.capturable, spec.expert_kernels) is not None:
             return []
         return graph_sizes(config.graph_rows)
@@ -91,7 +115,7 @@ def build(
         return _build_cuda(parts, progress)
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     runner = parts.runner(size.num_pages)
-    if capture is not None:
+    if capture is not None and isinstance(runner, Runner):
         max_pages = parts.pages_of(size.max_model_len)
         runner.graphs = _graphs(parts, runner, max_pages, graph_sizes(config.max_running_requests))
         runner.graphs.capture(capture)
@@ -105,15 +129,15 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     budget = 0 if config.num_pages is not None else _measured_budget(parts, backend, sizes)
     size = size_pool(config, spec, parts.page_bytes, budget)
     backend.runner = runner = parts.runner(size.num_pages)
-    runner.sampler.warm_up()
+    runner.warm_up()
     # What was made so far was enqueued elsewhere than on the stream of the steps.
     torch.cuda.synchronize(parts.device)
-    if sizes:
+    if sizes and isinstance(runner, Runner):
         graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), sizes)
         graphs.capture(backend.capture, progress and partial(progress, "graphs"))
         runner.graphs = graphs
     # Again with the real pool, and last: torch keeps the memory that steps need, until something is captured.
-    for packed in largest_steps(config, size.max_model_len):
+    for packed in parts.largest_steps(size.max_model_len):
         backend.launch(packed).wait()
     parts.lane.clear()
     return backend, size
@@ -127,7 +151,7 @@ def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> in
     torch.cuda.synchronize(parts.device)
     wanted = measure(
         backend,
-        largest_steps(config, max_len),
+        parts.largest_steps(max_len),
         partial(_graphs, parts, runner, parts.pages_of(max_len)),
         sizes,
     )
@@ -139,7 +163,8 @@ def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> in
     return cuda_budget(total=total, free=free, wanted=wanted, utilization=config.gpu_memory_utilization)
 
 
-def _graphs(parts: Parts, runner: Runner, max_pages: int, sizes: list[int]) -> DecodeGraphs:
+def _graphs(parts: Parts, runner: StepRunner, max_pages: int, sizes: list[int]) -> DecodeGraphs:
+    assert isinstance(runner, Runner), "blocks are not captured"
     return DecodeGraphs(
         parts.model,
         runner.attention,

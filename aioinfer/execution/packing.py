@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.masks import GrammarRow
+from aioinfer.execution.paging import PageTables
 from aioinfer.execution.roster import FLOAT_FIELDS, Parameters, Roster
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.scheduling.step import NO_TOKEN, Row, Step
+from aioinfer.scheduling.step import NO_TOKEN, Step
 
 __all__ = ["FLOAT_FIELDS", "SECTIONS", "Packed", "Packer"]
 
@@ -128,24 +129,21 @@ _NO_SCORES = np.empty(0, np.int64)
 class Packer:
     """Keeps, by slot, what rows do not repeat: page tables and sampling parameters."""
 
-    __slots__ = ("_page_size", "_parameters", "_tables")
+    __slots__ = ("_parameters", "_tables")
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
-        self._page_size = page_size
-        #: a tenant's entries beyond its pages name the junk page 0
-        self._tables = np.zeros((num_slots + 1, max_pages), np.int64)
+        self._tables = PageTables(num_slots, max_pages, page_size)
         self._parameters = Parameters(num_slots)
 
     def pack(self, step: Step) -> Packed:
         """Pack steps in the order of their ids, each once."""
         decodes, prefills = step.decodes, step.prefills
-        resets = [self._admit(row) for row in prefills if row.admission is not None]
+        resets = [
+            self._parameters.admit(row.slot, row.admission) for row in prefills if row.admission is not None
+        ]
         for slot, first, pages in decodes.tables:
-            self._tables[slot, first : first + len(pages)] = pages
-        for row in prefills:
-            if row.new_pages:
-                first = row.first_new_page
-                self._tables[row.slot, first : first + len(row.new_pages)] = row.new_pages
+            self._tables.extend(slot, first, pages)
+        self._tables.update(prefills)
         slots, starts, q_len, q_lens = decodes.slots, decodes.starts, None, [1] * len(decodes)
         if prefills:
             slots = np.concatenate((slots, [row.slot for row in prefills]))
@@ -164,19 +162,11 @@ class Packer:
         resets: list[PenaltyReset | None],
     ) -> Packed:
         """The sections and the buffers they lie in. ``q_len`` is None where all rows have length 1."""
-        size = self._page_size
-        kv_len = starts + (1 if q_len is None else q_len)
-        kv_lens = kv_len.tolist()
-        tables = self._tables[slots, : -(-max(kv_lens) // size)]
-        cu_q = np.arange(len(q_lens) + 1)
-        rows, positions = cu_q[:-1], starts
-        sample_slots, sample_positions, logits_rows = slots, kv_len, rows
+        placement = self._tables.place(slots, starts, q_len)
+        cu_q, kv_len, tables = placement.cu_q, placement.kv_len, placement.block_table
+        sample_slots, sample_positions, logits_rows = slots, kv_len, cu_q[:-1]
         sample_rows = list(range(len(q_lens)))
         if q_len is not None:
-            rows = np.repeat(rows, q_len)
-            cu_q = np.concatenate(((0,), np.cumsum(q_len)))
-            # Position of each token: its row's start plus its offset in the row.
-            positions = np.arange(step.num_tokens) - cu_q[rows] + starts[rows]
             sample_rows = sample_rows[: step.num_decodes]
             sample_rows += [at for at, row in enumerate(step.prefills, step.num_decodes) if row.samples]
             sample_slots, sample_positions = slots[sample_rows], kv_len[sample_rows]
@@ -185,8 +175,8 @@ class Packer:
         score_rows, score_ids, scores = self._scores(step, cu_q)
         sections = (
             self._input_ids(step, cu_q),
-            positions,
-            tables[rows, positions // size] * size + positions % size,
+            placement.positions,
+            placement.slot_mapping,
             cu_q,
             kv_len,
             slots,
@@ -207,7 +197,7 @@ class Packer:
             num_decodes=step.num_decodes,
             num_pages=tables.shape[1],
             q_lens=q_lens,
-            kv_lens=kv_lens,
+            kv_lens=placement.kv_lens,
             sample_rows=sample_rows,
             roster=roster,
             penalty_resets=[reset for reset in resets if reset is not None],
@@ -225,12 +215,6 @@ class Packer:
             assert row.ids is not None, "a prefill row knows its tokens"
             ids[cu_q[at] : cu_q[at + 1]] = row.ids
         return ids
-
-    def _admit(self, row: Row) -> PenaltyReset | None:
-        """A request takes a slot: remember its parameters, and that it has no pages yet."""
-        assert row.admission is not None
-        self._tables[row.slot] = 0
-        return self._parameters.admit(row.slot, row.admission)
 
     def _scores(
         self, step: Step, cu_q: npt.NDArray[np.int64]

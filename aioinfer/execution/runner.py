@@ -91,6 +91,10 @@ class Runner:
         self.sampler = sampler
         self.relay = relay
 
+    def warm_up(self) -> None:
+        """Have the sampler's kernels compiled."""
+        self.sampler.warm_up()
+
     @torch.inference_mode()
     def run(self, packed: Packed, link: Link) -> Sampled:
         """One step."""

@@ -10,13 +10,13 @@ Activations and graphs are measured, by the largest step and a trial capture, be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.model.spec import ModelSpec
 
-__all__ = ["PoolSize", "cpu_budget", "cuda_budget", "size_pool"]
+__all__ = ["PoolSize", "cpu_budget", "cuda_budget", "fit_blocks", "size_pool"]
 
 _GIB = 1 << 30
 
@@ -27,6 +27,21 @@ class PoolSize:
 
     num_pages: int
     max_model_len: int
+
+
+def fit_blocks(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The config with pages of whole blocks if this is a diffusion model, else as it is.
+
+    Raises ConfigError where not even two blocks fit into a step.
+    """
+    size = spec.block_size
+    if size is None:
+        return config
+    if config.max_step_tokens < 2 * size:
+        raise ConfigError(
+            f"max_step_tokens is {config.max_step_tokens}; two blocks of {size} positions must fit"
+        )
+    return replace(config, page_size=-(-config.page_size // size) * size)
 
 
 def cpu_budget(config: EngineConfig) -> int:
@@ -56,6 +71,10 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
             f"max_model_len is {config.max_model_len}; the model knows {spec.max_model_len} positions"
         )
     wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
+    block = spec.block_size or 1
+    wanted_len -= wanted_len % block
+    if not wanted_len:
+        raise ConfigError(f"max_model_len is less than a block of {block} positions")
     num_pages = config.num_pages
     if num_pages is None:
         # Never more than every running request could use at its longest.
@@ -71,6 +90,6 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but {num_pages} pages hold {capacity} positions"
         )
-    if min(wanted_len, capacity) < 2:
+    if min(wanted_len, capacity) < max(2, block):
         raise ConfigError("max_model_len and num_pages leave no room for a prompt and an output token")
     return PoolSize(num_pages, min(wanted_len, capacity))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,11 +27,10 @@ import torch
 
 from aioinfer.execution.device import DeviceLost, Flight, Landed, StepOutOfMemory, StepResult
 from aioinfer.execution.graphs import Graph
-from aioinfer.execution.packing import Packed
-from aioinfer.execution.runner import Runner
+from aioinfer.execution.runner import Link
 from aioinfer.observe.timeline import DeviceLane, now
 
-__all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "lacks_memory"]
+__all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "PackedStep", "StepRunner", "lacks_memory"]
 
 _ALIGNMENT = 16
 _NO_MEMORY = ("out of memory", "can't allocate memory")
@@ -39,10 +38,45 @@ _NO_MEMORY = ("out of memory", "can't allocate memory")
 _DRIFT = 0.01
 
 
+class PackedStep(Protocol):
+    """Whatever the packer makes for the runner."""
+
+    @property
+    def step_id(self) -> int: ...
+
+
+class Outcome(Protocol):
+    """What a step leaves on the device."""
+
+    @property
+    def times(self) -> tuple[float, float, float, float]:
+        """Seconds on the timeline's clock: the host began, was through with the forward, had the masks, and
+        ended."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that has to be copied to the host."""
+
+
+class StepRunner(Protocol):
+    """Computes packed steps in the order of their launch: of tokens
+    (:class:`~aioinfer.execution.runner.Runner`) or of blocks."""
+
+    lane: DeviceLane
+
+    def warm_up(self) -> None:
+        """Whatever must not wait for the first step. Reads back from the device."""
+
+    def run(self, packed: Any, link: Link) -> Outcome:
+        """Enqueue one step."""
+
+    def read(self, packed: Any, sampled: Any, tensors: Sequence[torch.Tensor]) -> StepResult:
+        """The result of a step from its ``tensors``, which are on the host by now."""
+
+
 class Backend(Protocol):
     """One device's way of running packed steps."""
 
-    def launch(self, packed: Packed) -> Flight: ...
+    def launch(self, packed: PackedStep) -> Flight: ...
 
     def check(self) -> None: ...
 
@@ -77,11 +111,11 @@ class Direct:
 class CpuBackend:
     """The step is done when ``launch`` returns."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._link = Direct(torch.device("cpu"))
 
-    def launch(self, packed: Packed) -> Flight:
+    def launch(self, packed: PackedStep) -> Flight:
         try:
             sampled = self._runner.run(packed, self._link)
         except Exception as error:
@@ -176,7 +210,7 @@ class CudaBackend:
         self._graph_pool: Any = None
         self._clock = _Clock(lane)
         #: set before the first launch
-        self.runner: Runner | None = None
+        self.runner: StepRunner | None = None
 
     def capture(self, call: Callable[[], None]) -> Graph:
         """See :data:`~aioinfer.execution.graphs.Capture`. Calls once before, outside, so that kernels are
@@ -199,7 +233,7 @@ class CudaBackend:
         """What was captured is gone; its memory may serve others."""
         self._graph_pool = None
 
-    def launch(self, packed: Packed) -> Flight:
+    def launch(self, packed: PackedStep) -> Flight:
         assert self.runner is not None, "no runner"
         place = self._ring[self._next]
         self._next = (self._next + 1) % self.RING
@@ -216,7 +250,7 @@ class CudaBackend:
             raise StepOutOfMemory(str(error)) from error
         return self._newest
 
-    def _enqueue(self, packed: Packed, place: _Place, runner: Runner) -> _CudaFlight:
+    def _enqueue(self, packed: PackedStep, place: _Place, runner: StepRunner) -> _CudaFlight:
         with torch.cuda.stream(self.forward):
             place.started.record(self.forward)
             sampled = runner.run(packed, place)

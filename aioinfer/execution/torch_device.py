@@ -18,8 +18,9 @@ from aioinfer.scheduling.step import Step
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.execution.block_packing import BlockPacked, BlockPacker
     from aioinfer.execution.graphs import Capture
-    from aioinfer.execution.streams import Backend
+    from aioinfer.execution.streams import Backend, PackedStep
     from aioinfer.model.spec import ModelSpec
 
 __all__ = ["TorchDevice", "pick_device"]
@@ -35,7 +36,7 @@ class TorchDevice:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._packer: Packer | None = None
+        self._packer: Packer | BlockPacker | None = None
         self._backend: Backend | None = None
         self._masks = Masks(config.grammar_patience)
         self.lane = DeviceLane()
@@ -45,6 +46,7 @@ class TorchDevice:
         import torch
 
         from aioinfer.execution.building import Parts, build
+        from aioinfer.execution.sizing import fit_blocks
         from aioinfer.execution.streams import lacks_memory
         from aioinfer.model.attention.choice import choose_attention
         from aioinfer.model.loader import load_model
@@ -63,9 +65,11 @@ class TorchDevice:
                 force_transformers=config.transformers_fallback,
                 kernels=config.attention,
                 experts=config.experts,
+                block_size=config.block_size,
                 progress=progress,
             )
             spec = model.spec
+            config = fit_blocks(config, spec)
             choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention)
             parts = Parts(config, model, choice, device, self._masks, self.lane)
             self._backend, size = build(parts, self._capture, progress)
@@ -74,21 +78,23 @@ class TorchDevice:
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
         self.synchronous = device.type == "cpu"
-        max_pages = -(-size.max_model_len // config.page_size)
-        self._packer = Packer(config.num_slots, max_pages, config.page_size)
+        self._packer = _packer(config, spec, size.max_model_len)
         return DeviceInfo(
             vocab_size=spec.vocab_size,
             max_model_len=size.max_model_len,
             num_pages=size.num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
             description=_describe(spec, device, size.num_pages * config.page_size, choice.kernels),
+            page_size=config.page_size,
+            block_size=spec.block_size,
+            mask_token_id=spec.mask_token_id,
         )
 
-    def prepare(self, step: Step) -> Packed:
+    def prepare(self, step: Step) -> Packed | BlockPacked:
         assert self._packer is not None, "not open"
         return self._packer.pack(step)
 
-    def launch(self, prepared: Packed) -> Flight:
+    def launch(self, prepared: PackedStep) -> Flight:
         assert self._backend is not None, "not open"
         return self._backend.launch(prepared)
 
@@ -119,6 +125,15 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
+
+
+def _packer(config: EngineConfig, spec: ModelSpec, max_len: int) -> Packer | BlockPacker:
+    from aioinfer.execution.block_packing import BlockPacker
+
+    arguments = (config.num_slots, -(-max_len // config.page_size), config.page_size)
+    if spec.block_size is None or spec.mask_token_id is None:
+        return Packer(*arguments)
+    return BlockPacker(*arguments, spec.block_size, spec.mask_token_id)
 
 
 def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str) -> str:

@@ -11,14 +11,16 @@ import numpy as np
 import torch
 
 from aioinfer.config import EngineConfig
+from aioinfer.execution.block_packing import BlockPacker
 from aioinfer.execution.graphs import DecodeGraphs
 from aioinfer.execution.packing import Packed, Packer
-from aioinfer.execution.streams import CudaBackend
+from aioinfer.execution.streams import CudaBackend, PackedStep
+from aioinfer.model.spec import ModelSpec
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.decodes import NO_DECODES, Decodes
 from aioinfer.scheduling.step import Admission, Row, Step
 
-__all__ = ["largest_steps", "measure"]
+__all__ = ["largest_block_steps", "largest_steps", "measure"]
 
 #: everything that costs memory
 _PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
@@ -42,9 +44,28 @@ def largest_steps(config: EngineConfig, max_len: int) -> Iterator[Packed]:
     yield packer.pack(Step(-1, decodes, (), rows))
 
 
+def largest_block_steps(config: EngineConfig, spec: ModelSpec, max_len: int) -> Iterator[PackedStep]:
+    """A step of known tokens only and one of blocks only, of a diffusion model, likewise."""
+    size, mask_id = spec.block_size, spec.mask_token_id
+    assert size is not None, "not a diffusion model"
+    assert mask_id is not None, "a diffusion model has a mask"
+    pages = -(-max_len // config.page_size)
+    packer = BlockPacker(config.num_slots, pages, config.page_size, size, mask_id)
+    rows = min(config.max_running_requests, config.max_step_tokens // size)
+    length = min(config.max_step_tokens // rows, max_len) // size * size
+    nobody: Any = None
+    slots = range(1, rows + 1)
+    admission = Admission(_PARAMS, 0, frozenset(), [0] * length, [])
+    known = (Row(nobody, slot, 0, length, [0] * length, False, (), 0, admission) for slot in slots)
+    yield packer.pack(Step(-2, NO_DECODES, tuple(known), rows * length))
+    start = min(length, max_len // size * size - size)
+    blocks = (Row(nobody, slot, start, size, (), False, (), 0, None, blocks=1) for slot in slots)
+    yield packer.pack(Step(-1, NO_DECODES, tuple(blocks), rows * size))
+
+
 def measure(
     backend: CudaBackend,
-    steps: Iterator[Packed],
+    steps: Iterator[PackedStep],
     graphs: Callable[[list[int]], DecodeGraphs],
     sizes: list[int],
 ) -> int:

@@ -1,0 +1,168 @@
+"""BlockTable: the blocks of all requests, on the device, from one round to the next.
+
+    step N     records[slot] ──► input ids of the rows ──► model ──► algorithms ──► records[slot]
+                                                                         └─────► host, whenever it gets there
+
+Indexed by slot, as the relay is, and for the same reason: the host may learn of a round when the next is
+under way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aioinfer.diffusion.algorithm import Algorithm
+from aioinfer.diffusion.record import BlockRecords, WordRows
+from aioinfer.diffusion.registry import algorithm_class
+from aioinfer.diffusion.rows import Rows
+from aioinfer.execution.block_packing import AlgorithmRows, Tenant
+from aioinfer.execution.runner import Link
+
+__all__ = ["BlockTable", "Round"]
+
+
+class BlockTable:
+    """A record of the slot's block, and what the algorithm of the slot's tenant was asked for."""
+
+    __slots__ = ("_algorithms", "_blank", "_device", "_mask_id", "_num_slots", "_records", "_table")
+
+    def __init__(self, num_slots: int, records: BlockRecords, mask_id: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        self._mask_id = mask_id
+        self._device = device
+        self._records = records
+        self._blank = torch.from_numpy(records.blank).to(device)
+        #: [slots, words]; a slot that nobody has had holds a block that is done, and so does the junk slot
+        self._table = self._blank.repeat(num_slots + 1, 1)
+        records.block(self._table)[0].done.fill_(True)
+        self._algorithms: dict[str, _Algorithm] = {}
+
+    def begin(
+        self, slots: torch.Tensor, records: torch.Tensor, tenants: Sequence[Tenant], link: Link
+    ) -> None:
+        """Requests take slots: their first blocks, [A * words], and what they ask for."""
+        if not tenants:
+            return
+        self._table.index_copy_(0, slots, records.view(len(tenants), -1))
+        asked: dict[str, list[Tenant]] = {}
+        for tenant in tenants:
+            asked.setdefault(tenant.params.algorithm, []).append(tenant)
+        for algorithm in self._algorithms.values():
+            algorithm.forget_rows()
+        for name, takers in asked.items():
+            self._of(name).admit(takers, link)
+
+    def _of(self, name: str) -> _Algorithm:
+        found = self._algorithms.get(name)
+        if found is None:
+            algorithm = algorithm_class(name)(self._mask_id)
+            found = self._algorithms[name] = _Algorithm(algorithm, self._num_slots, self._device)
+        return found
+
+    def take(
+        self, slots: torch.Tensor, targets: torch.Tensor, pairs: torch.Tensor, *, may_turn: bool
+    ) -> Round:
+        """The blocks that K rows work on, copied.
+
+        Args:
+            slots: [K] int64, no slot twice but the junk slot.
+            targets: [K] int64, where the row's last block begins.
+            pairs: [K] int64, 1 if the row has the slot's block and the next, 0 if it has one.
+            may_turn: some block may be final and lie before the target: then its row goes on to the next.
+        """
+        layout, records = self._records, self._table.index_select(0, slots)
+        if not may_turn:
+            return Round(slots, records, records[:, : layout.size], None)
+        block, _ = layout.block(records)
+        turns = block.done & (block.starts < targets)
+        turned = torch.where(turns.unsqueeze(1), self._blank, records)
+        turned[:, layout.start_word] = torch.where(turns, targets, block.starts)
+        paired = pairs > 0
+        # A pair that turns commits the old block, with its ids; alone, the row is all about the new one.
+        ids = torch.where(paired.unsqueeze(1), block.ids, turned[:, : layout.size])
+        return Round(slots, turned, ids, turns & paired)
+
+    def step(self, logits: torch.Tensor, round: Round, groups: Sequence[AlgorithmRows]) -> None:
+        """Have every row's algorithm write what the forward is good for; the slots then hold the outcome.
+
+        Args:
+            logits: [K, B, V].
+            round: written to.
+            groups: the rows of each algorithm.
+        """
+        for group in groups:
+            rows = slice(group.first, group.last)
+            block, counters = self._records.block(round.records[rows])
+            entry = self._of(group.algorithm)
+            state = entry.state(round.slots[rows], group.key, counters)
+            entry.algorithm.step(logits[rows], block, state, drawn=group.drawn, filtered=group.filtered)
+        self._table.index_copy_(0, round.slots, round.records)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The blocks of K rows in one forward."""
+
+    #: [K] int64
+    slots: torch.Tensor
+    #: [K, words] int64
+    records: torch.Tensor
+    #: [K, B] int64: what the forward reads in the place of the slot's block
+    ids: torch.Tensor
+    #: [K] bool: the logits that are wanted are those of the block behind; None: of no row
+    behind: torch.Tensor | None
+
+
+class _Algorithm:
+    """An algorithm that some request has asked for, and what each slot's tenant wants of it."""
+
+    __slots__ = ("_known", "_layout", "_table", "algorithm")
+
+    def __init__(self, algorithm: Algorithm, num_slots: int, device: torch.device) -> None:
+        self.algorithm = algorithm
+        columns = {name: str(column.dtype) for name, column in algorithm.init_state([], [], []).items()}
+        self._layout = WordRows(
+            {
+                name: (dtype.removeprefix("torch."), None)
+                for name, dtype in {"slot": "int64", **columns}.items()
+                if name not in algorithm.counters
+            }
+        )
+        self._table = torch.zeros(num_slots + 1, self._layout.words, dtype=torch.int64, device=device)
+        #: by the slots of their rows: it depends only on who is there, and mostly that is who was before
+        self._known: OrderedDict[bytes, Rows] = OrderedDict()
+
+    def forget_rows(self) -> None:
+        """Some slot has a new tenant."""
+        self._known.clear()
+
+    def admit(self, tenants: Sequence[Tenant], link: Link) -> None:
+        """What they ask for goes to their slots."""
+        state = self.algorithm.init_state(
+            [tenant.params for tenant in tenants],
+            [tenant.admission.params for tenant in tenants],
+            [tenant.admission.seed for tenant in tenants],
+        )
+        state["slot"] = torch.tensor([tenant.slot for tenant in tenants])
+        words = torch.zeros(len(tenants), self._layout.words, dtype=torch.int64)
+        for name, column in self._layout.views(words).items():
+            column.copy_(state[name])
+        sent = link.send(words.numpy())
+        self._table.index_copy_(0, sent[:, self._layout.first_word("slot")], sent)
+
+    def state(self, slots: torch.Tensor, key: bytes, counters: torch.Tensor) -> Rows:
+        """Of rows with these slots, [R]; ``key`` says on the host which they are. ``counters``: [R, C], to
+        be written to."""
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._layout.views(self._table.index_select(0, slots))
+            if len(self._known) > _KNOWN_ROWS:
+                self._known.popitem(last=False)
+        return known | {name: counters[:, at] for at, name in enumerate(self.algorithm.counters)}
+
+
+_KNOWN_ROWS = 4

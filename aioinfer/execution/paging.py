@@ -1,0 +1,73 @@
+"""Paging: which pages hold the sequence of a slot, and so in which cells the tokens of a step lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.scheduling.step import Row
+
+__all__ = ["PageTables", "Placement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the T tokens of R rows are; names as in :class:`~aioinfer.model.batch.Batch`, int64 each."""
+
+    #: [T]
+    positions: npt.NDArray[np.int64]
+    slot_mapping: npt.NDArray[np.int64]
+    #: [R + 1]
+    cu_q: npt.NDArray[np.int64]
+    #: [R]
+    kv_len: npt.NDArray[np.int64]
+    kv_lens: list[int]
+    #: [R, P]
+    block_table: npt.NDArray[np.int64]
+
+
+class PageTables:
+    """Page tables by slot, as rows bring them: what they do not repeat is remembered."""
+
+    __slots__ = ("_page_size", "_tables")
+
+    def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
+        self._page_size = page_size
+        #: a tenant's entries beyond its pages name the junk page 0
+        self._tables = np.zeros((num_slots + 1, max_pages), np.int64)
+
+    def update(self, rows: Iterable[Row]) -> None:
+        """A request that takes a slot has no pages yet but those that its row brings."""
+        for row in rows:
+            if row.admission is not None:
+                self._tables[row.slot] = 0
+            if row.new_pages:
+                self.extend(row.slot, row.first_new_page, row.new_pages)
+
+    def extend(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Pages from number ``first`` on are these."""
+        self._tables[slot, first : first + len(pages)] = pages
+
+    def place(
+        self,
+        slots: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        q_len: npt.NDArray[np.int64] | None,
+    ) -> Placement:
+        """Of rows, at least one; ``q_len`` is None where all have length 1."""
+        size = self._page_size
+        kv_len = starts + (1 if q_len is None else q_len)
+        kv_lens = kv_len.tolist()
+        tables = self._tables[slots, : -(-max(kv_lens) // size)]
+        cu_q = np.arange(len(slots) + 1)
+        rows, positions = cu_q[:-1], starts
+        if q_len is not None:
+            rows = np.repeat(rows, q_len)
+            cu_q = np.concatenate(((0,), np.cumsum(q_len)))
+            # Position of each token: its row's start plus its offset in the row.
+            positions = np.arange(len(rows)) - cu_q[rows] + starts[rows]
+        cells = tables[rows, positions // size] * size + positions % size
+        return Placement(positions, cells, cu_q, kv_len, kv_lens, tables)
