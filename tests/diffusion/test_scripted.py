@@ -15,7 +15,7 @@ VOCAB, MASK = 64, 9
 
 def begin(count: int, size: int) -> tuple[Block, torch.Tensor]:
     """Blocks with 0 to ``size`` - 1 positions given, and what comes before them."""
-    given = [[token for token in range(10, 10 + row % size)] for row in range(count)]
+    given = [list(range(10, 10 + row % size)) for row in range(count)]
     return Block.begin(given, [0] * count, size=size, mask_id=MASK), torch.arange(count) * 7919
 
 

@@ -59,6 +59,9 @@ class Driver:
         self.rng = random.Random(seed)
         self.step = 0
         self.flights: list[tuple[list[tuple[Driven, Row]], Flight]] = []
+        #: what a step may raise, and how often one did
+        self.fails_with: type[Exception] | None = None
+        self.failures = 0
         #: what rows were like: known ids, blocks, a final block in the slot, first in the slot
         self.kinds: set[tuple[bool, int, bool, bool]] = set()
         for request in requests:
@@ -92,7 +95,35 @@ class Driver:
         rows = tuple(row for _, row in planned)
         horizon = Horizon(rounds) if single and rounds > 1 else None
         step = Step(self.step, NO_DECODES, rows, sum(row.length for row in rows), horizon)
-        self.flights.append((planned, self.launch(step)))
+        try:
+            self.flights.append((planned, self.launch(step)))
+        except Exception as error:
+            if self.fails_with is None or not isinstance(error, self.fails_with):
+                raise
+            self._start_over(requests)
+
+    def _start_over(self, requests: list[Driven]) -> None:
+        """A step failed. What was launched before counts, what is launched behind does not."""
+        self.failures += 1
+        while self.flights:
+            self._read()
+        for request in requests:
+            if request.told is not None and self.rng.random() < 0.5:
+                self._launch_in_vain(request)
+            request.told, request.reached = None, 0
+            request.at, request.state = len(request.known) // self.size * self.size, None
+            if request.reported and not request.reported[-1][0].done:
+                request.state = request.reported[-1][0]
+
+    def _launch_in_vain(self, request: Driven) -> None:
+        """A row that was planned before its request's last step was known to have failed."""
+        self.step += 1
+        row = self._make(request, request.at, 0, 1)
+        try:
+            self.launch(Step(self.step, NO_DECODES, (row,), row.length)).wait()
+        except Exception as error:
+            if self.fails_with is None or not isinstance(error, self.fails_with):
+                raise
 
     def _unread(self, request: Driven) -> bool:
         return any(each is request and row.blocks for planned, _ in self.flights for each, row in planned)

@@ -2,30 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.state import BlockState
+from aioinfer.execution.block_runner import BlockRunner
+from aioinfer.execution.device import Flight
+from aioinfer.execution.streams import CudaBackend
+from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.scheduling.decodes import NO_DECODES
+from aioinfer.scheduling.step import Admission, Horizon, Row, Step
+from aioinfer.twin import TaintError
 from aioinfer.twin.blocks import ScriptedDevice
 from tests.diffusion.cases import random_params
 from tests.execution.block_driver import Driven, Driver, check
+from tests.execution.fake_cuda import install
 
 VOCAB, MASK = 32, 31
+EVERY = [*algorithm_names(), "low_confidence"]
 
 
-def make_requests(
-    rng: random.Random, algorithms: list[str], size: int, page_size: int, drawn: bool = False
-) -> list[Driven]:
-    """Prompts of all lengths around whole blocks, a literal mask here and there."""
-    requests = []
-    for key, algorithm in enumerate(algorithms):
+class World:
+    """Requests of all kinds and a device that has room for each of them three times."""
+
+    def __init__(
+        self, seed: int, algorithms: list[str] = EVERY, *, drawn: bool = False, **options: Any
+    ) -> None:
+        self.rng = rng = random.Random(seed)
+        self.size = size = rng.choice([4, 8])
+        self.page_size = size * rng.choice([1, 2])
+        self.pages = 12 * size // self.page_size
+        self.places = list(range(3 * len(algorithms)))
+        rng.shuffle(self.places)
+        self.device = ScriptedDevice(
+            num_pages=len(self.places) * self.pages,
+            page_size=self.page_size,
+            num_slots=len(self.places),
+            block_size=size,
+            vocab_size=VOCAB,
+            **{"mean_steps": 3.0, "edits": 2, "max_model_len": 12 * size, **options},
+        )
+        self.device.open()
+        self.requests = [self._request(key, algorithm, drawn) for key, algorithm in enumerate(algorithms)]
+        self.driver = Driver(self.launch, self.requests, size, self.page_size, seed)
+
+    def launch(self, step: Step) -> Flight:
+        return self.device.launch(self.device.prepare(step))
+
+    def _request(self, key: int, algorithm: str, drawn: bool) -> Driven:
+        """A prompt of a length around whole blocks, with a literal mask here and there."""
+        rng, size = self.rng, self.size
         length = rng.choice([0, size, 2 * size]) + rng.choice([1, size - 1, size, size + 1])
         prompt = [rng.choice([MASK, *range(VOCAB)]) for _ in range(length)]
-        dice = np.random.default_rng(rng.randrange(1 << 30))
         sampling: dict[str, Any] = {"temperature": 0.0}
         if drawn and rng.random() < 0.6:
             sampling = {
@@ -33,49 +69,213 @@ def make_requests(
                 "top_k": rng.choice([0, 3]),
                 "top_p": rng.choice([1.0, 0.9]),
             }
-        params = SamplingParams(
-            **sampling, diffusion=DiffusionParams(algorithm=algorithm, **random_params(algorithm, dice))
-        )
-        pages = 12 * size // page_size
-        requests.append(
-            Driven(
-                key,
-                prompt,
-                params,
-                rng.randrange(1 << 40),
-                key + 1,
-                [1 + key * pages + at for at in range(pages)],
-            )
-        )
-    return requests
+        given = random_params(algorithm, np.random.default_rng(rng.randrange(1 << 30)))
+        params = SamplingParams(**sampling, diffusion=DiffusionParams(algorithm=algorithm, **given))
+        request = Driven(key, prompt, params, rng.randrange(1 << 40), 0, [])
+        self.move(request)
+        return request
+
+    def move(self, request: Driven) -> None:
+        """To a slot and pages that are free, but not fresh."""
+        place = self.places.pop(0)
+        if request.pages:
+            self.places.append(request.slot - 1)
+        request.slot = place + 1
+        request.pages = [1 + place * self.pages + at for at in range(self.pages)]
+
+    def check(self) -> None:
+        for request in self.requests:
+            check(request, self.device.script, self.size, MASK)
 
 
-def device(size: int, page_size: int, rows: int, **options: Any) -> ScriptedDevice:
-    found = ScriptedDevice(
-        num_pages=2 * rows * 12 * size // page_size,
-        page_size=page_size,
-        num_slots=3 * rows,
-        block_size=size,
-        vocab_size=VOCAB,
-        edits=2,
-        mean_steps=3,
-        max_model_len=12 * size,
-        **options,
+def test_rows_of_any_kind_bring_the_blocks_of_the_reference() -> None:
+    kinds = set()
+    for seed in range(4):
+        world = World(seed, drawn=seed % 2 == 1)
+        world.driver.run(3)
+        world.check()
+        kinds |= world.driver.kinds
+    ids_and_blocks = {kind[:2] for kind in kinds}
+    assert ids_and_blocks == {(True, 0), (True, 1), (True, 2), (False, 1), (False, 2)}
+    assert {kind[:3] for kind in kinds if kind[2]} == {
+        (True, 0, True), (True, 1, True), (False, 1, True), (False, 2, True)
+    }, "ways to commit"  # fmt: skip
+
+
+def test_rows_that_are_launched_before_the_last_was_read_find_out_by_themselves() -> None:
+    for seed in range(10, 14):
+        world = World(seed, drawn=seed % 2 == 1)
+        world.driver.run(4, ahead=1)
+        world.check()
+
+
+def test_a_block_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
+    resumed: list[BlockState] = []
+    for seed in range(20, 24):
+        world = World(seed, [*EVERY, "joint_threshold"], drawn=seed % 2 == 1, mean_steps=4.0, edits=8)
+
+        def move(request: Driven, world: World = world) -> None:
+            if request.state is not None:
+                resumed.append(request.state)
+            world.move(request)
+
+        world.driver.run(3, move=move)
+        world.check()
+    assert len(resumed) > 15
+    assert any(any(state.private) for state in resumed), "counters go along"
+    assert any(state.known[0] and state.written_in[0] < 0 for state in resumed), "and so do prompts"
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_rounds_in_place_are_rounds_like_any(most: int) -> None:
+    counts = set()
+    for seed in range(30, 33):
+        world = World(seed, mean_steps=6.0)
+        world.driver.run(3, rounds=most)
+        world.check()
+        counts |= {rounds for request in world.requests for _, rounds in request.reported}
+    assert max(counts) == most
+    assert min(counts) == 1
+
+
+def row(request: Driven, start: int, length: int, **options: Any) -> Row:
+    """A row of one block unless it is told otherwise."""
+    fields = {"ids": (), "new_pages": (), "first_new_page": 0, "admission": None, "blocks": 1, **options}
+    return Row(request.handle, request.slot, start, length, samples=False, **fields)
+
+
+def first_row(request: Driven, size: int) -> Row:
+    """A request takes its slot: its prompt and its first block."""
+    admission = Admission(request.params, request.seed, frozenset(), request.prompt, ())
+    known = len(request.prompt) // size * size
+    return row(
+        *(request, 0, known + size),
+        ids=request.prompt[:known],
+        new_pages=request.pages,
+        admission=admission,
     )
-    found.open()
-    return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_rows_of_any_kind_bring_the_blocks_of_the_reference(seed: int) -> None:
-    rng = random.Random(seed)
-    size = rng.choice([4, 8])
-    page_size = size * rng.choice([1, 2])
-    requests = make_requests(
-        rng, [*algorithm_names(), "low_confidence"], size, page_size, drawn=seed % 2 == 1
-    )
-    scripted = device(size, page_size, len(requests))
-    driver = Driver(lambda step: scripted.launch(scripted.prepare(step)), requests, size, page_size, seed)
-    driver.run(3)
-    for request in requests:
-        check(request, scripted.script, size, MASK)
+def step(number: int, *rows: Row, horizon: Horizon | None = None) -> Step:
+    return Step(number, NO_DECODES, rows, sum(each.length for each in rows), horizon)
+
+
+def test_rounds_in_place_end_when_somebody_wants_in_or_a_block_is_done() -> None:
+    world = World(1, ["low_confidence"] * 2, mean_steps=4.0, variation=0.0)
+    world.device.edits = 0
+    size, first, second = world.size, *world.requests
+    plain = SamplingParams(temperature=0.0, diffusion=DiffusionParams(threshold=0.9))
+    for request in (first, second):
+        request.params, request.prompt = plain, list(range(size))
+    world.launch(step(1, first_row(first, size)))
+    world.launch(step(2, first_row(second, size)))
+    rows = row(first, size, size), row(second, size, size)
+    eager = Horizon(10)
+    eager.interrupted = True
+    assert world.launch(step(3, *rows, horizon=eager)).wait().rounds == 1
+    result = world.launch(step(4, *rows, horizon=Horizon(10))).wait()
+    assert result.rounds == 2, "the fourth round of four"
+    assert [result.blocks[at].done for at in range(2)] == [True, True]
+
+
+def test_rows_of_a_request_that_is_gone_disturb_nobody() -> None:
+    """The junk slot, slots that nobody took and blocks that lie elsewhere than their rows."""
+    world, other = World(3), World(3)
+    strangers = [slot for slot in range(1, 19) if all(slot != each.slot for each in world.requests)]
+    handle = SimpleNamespace(key=-1)
+    world.device._doomed.add(-1)
+
+    def with_junk(original: Step) -> Flight:
+        size = world.size
+        junk = [
+            Row(handle, slot, size * at, size * blocks, (), False, (), 0, None, blocks=blocks)  # type: ignore[arg-type]
+            for at, (slot, blocks) in enumerate([(0, 1), (strangers[0], 1), (strangers[1], 2)])
+        ]
+        rows = (*original.prefills, *junk)
+        flight = world.launch(
+            dataclasses.replace(original, prefills=rows, num_tokens=original.num_tokens + 4 * size)
+        )
+        result = flight.wait()
+        result.tokens = result.tokens[: len(original.prefills)]
+        result.blocks = {at: state for at, state in result.blocks.items() if at < len(original.prefills)}
+        return SimpleNamespace(wait=lambda: result)  # type: ignore[return-value]
+
+    world.driver.launch = with_junk
+    world.driver.run(3)
+    other.driver.run(3)
+    for mine, theirs in zip(world.requests, other.requests, strict=True):
+        assert mine.reported == theirs.reported
+    world.check()
+
+
+def test_a_row_that_reads_what_is_not_its_own_is_found_out() -> None:
+    world = World(4, ["low_confidence", "low_confidence"])
+    first, second = world.requests
+    size = world.size
+    first.prompt, second.prompt = list(range(2 * size)), list(range(1, 2 * size + 1))
+    world.launch(step(1, first_row(first, size), first_row(second, size)))
+    start = 2 * size
+    for wrong, message in [
+        (row(first, start, size, new_pages=second.pages), "not of its own tokens"),
+        (row(first, start, size, new_pages=second.pages[:1]), "follow each other"),
+        (row(first, start, size, new_pages=first.pages[::-1]), "other positions"),
+        (row(first, start + size, size), "before block 2 is final"),
+        (row(first, start + 1, size), "whole blocks"),
+    ]:
+        if world.page_size > size and "follow" in message:
+            continue
+        trial = World(4, ["low_confidence", "low_confidence"])
+        trial.launch(step(1, first_row(first, size), first_row(second, size)))
+        with pytest.raises(TaintError, match=message):
+            trial.launch(step(2, wrong))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_that_fails_leaves_junk_until_its_requests_start_over(ahead: int) -> None:
+    failures = 0
+    for seed in range(50, 54):
+        world = World(seed)
+        dice = random.Random(seed)
+
+        def fault(_: Step, dice: random.Random = dice) -> None:
+            if dice.random() < 0.15:
+                raise Injected
+
+        world.device.fault = world.device.late_fault = fault
+        world.driver.fails_with = Injected
+        world.driver.run(3, ahead=ahead)
+        world.check()
+        failures += world.driver.failures
+    assert failures > 20
+
+
+class Injected(RuntimeError):
+    """What an injected fault raises."""
+
+
+class LateDevice:
+    """The scripted model and the real runner behind the CUDA backend, whose copies are late."""
+
+    def __init__(self, world: World) -> None:
+        lm, device = world.device._lm, torch.device("cpu")
+        self.backend = CudaBackend(device, DeviceLane())
+        self.backend.runner = BlockRunner(
+            *(lm, None), num_slots=len(world.places) + len(world.requests), device=device, synchronous=False
+        )
+        self.packer = world.device._packer
+
+    def launch(self, planned: Step) -> Flight:
+        return self.backend.launch(self.packer.pack(planned))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_the_cuda_backend_brings_the_same_with_late_copies(
+    monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    install(monkeypatch)
+    for seed in (40, 41):
+        world = World(seed, drawn=seed % 2 == 1)
+        world.driver.launch = LateDevice(world).launch
+        world.driver.run(3, ahead=min(ahead, 1), rounds=4)
+        world.check()
+        assert {rounds for request in world.requests for _, rounds in request.reported} == {1}
