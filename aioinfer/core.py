@@ -239,7 +239,7 @@ class Core:
         """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
         now = self._clock()
         if isinstance(self.scheduler, BlockScheduler):
-            advanced = self.scheduler.resolve_blocks(step, result.blocks)
+            advanced = self.scheduler.resolve_blocks(step, result.blocks, result.rounds)
         else:
             advanced = self.scheduler.resolve(step, result.tokens, result.forced)
         if result.logprobs or result.prompt_logprobs:

@@ -258,9 +258,15 @@ class BlockScheduler(Scheduler):
 
     # -- resolve --------------------------------------------------------------------------------
 
-    def resolve_blocks(self, step: Step, blocks: Mapping[int, BlockState]) -> list[Request]:
-        """Commit what a step's rounds brought, by row; returns the requests that moved, in row order."""
+    def resolve_blocks(
+        self, step: Step, blocks: Mapping[int, BlockState], forwards: int = 1
+    ) -> list[Request]:
+        """Commit what a step's rounds brought, by row; returns the requests that moved, in row order.
+
+        ``forwards``: how many it took.
+        """
         self.memory.resolved(step.id)
+        self.counters.forwards += forwards
         self.cap.fitted()
         moved: list[Request] = []
         for index, row in enumerate(step.prefills):
