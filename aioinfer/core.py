@@ -7,20 +7,23 @@ a request from prompt ids to text, and what the caller's stop strings mean for t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aioinfer import assembly
+from aioinfer.block_request import BlockRequest
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, StepFailed
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
-from aioinfer.params import SamplingParams
+from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.blocks import BlockScheduler
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.scheduler import Scheduler
@@ -59,13 +62,17 @@ class Core:
         self.info = info
         self.tokenizer = tokenizer
         memory = Memory(
-            PageAllocator(info.num_pages, config.page_size),
+            PageAllocator(info.num_pages, info.page_size or config.page_size),
             SlotPool(config.num_slots),
             prefix_cache=config.prefix_cache,
         )
         policy = POLICIES[config.policy](memory, config.seed or 0)
         limits = Limits(**{item.name: getattr(config, item.name) for item in dataclasses.fields(Limits)})
-        self.scheduler = Scheduler(memory, limits, policy)
+        self.scheduler = (
+            Scheduler(memory, limits, policy)
+            if info.block_size is None
+            else BlockScheduler(memory, limits, policy, block_size=info.block_size)
+        )
         self._config = config
         self._clock = clock
         self._seeds = random.Random(config.seed)
@@ -173,7 +180,7 @@ class Core:
         if params.grammar is not None and params.min_tokens:
             raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
         self._next_key += 1
-        return Request(
+        return self._request_class(params)(
             self._next_key,
             prompt_ids,
             params,
@@ -187,6 +194,20 @@ class Core:
             namespace=cache_salt,
             routing_key=routing_key,
         )
+
+    def _request_class(self, params: SamplingParams) -> Callable[..., Request]:
+        """What a request of these parameters is to this model. Raises InvalidRequest."""
+        if self.info.block_size is None:
+            if params.diffusion is not None:
+                raise InvalidRequest("diffusion", "the model is not a diffusion model")
+            return Request
+        from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too
+
+        _refuse_for_blocks(params)
+        diffusion = params.diffusion or DiffusionParams()
+        algorithm = algorithm_class(diffusion.algorithm)
+        algorithm.check(diffusion)
+        return functools.partial(BlockRequest, block_size=self.info.block_size, monotone=algorithm.monotone)
 
     def submit(self, request: Request) -> None:
         """Queue a checked request. Raises Rejected."""
@@ -203,7 +224,7 @@ class Core:
 
     def plan(self, behind: Step | None = None) -> Step | None:
         """The next step to launch, if there is one, ``behind`` the newest one in flight."""
-        prefill = 0 if behind is None else behind.num_tokens - behind.num_decodes
+        prefill = 0 if behind is None else behind.prefill_tokens
         if prefill > self._config.max_overlapped_prefill and self.scheduler.has_prefill:
             return None  # such a step takes long: who arrives until it has resolved is in the next one
         step = self.scheduler.plan()
@@ -217,7 +238,10 @@ class Core:
     def resolve(self, step: Step, result: StepResult) -> list[Request]:
         """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
         now = self._clock()
-        advanced = self.scheduler.resolve(step, result.tokens, result.forced)
+        if isinstance(self.scheduler, BlockScheduler):
+            advanced = self.scheduler.resolve_blocks(step, result.blocks, result.rounds)
+        else:
+            advanced = self.scheduler.resolve(step, result.tokens, result.forced)
         if result.logprobs or result.prompt_logprobs:
             _record_logprobs(step, result)
         for request in advanced:
@@ -228,7 +252,7 @@ class Core:
                     # A detokenizer that stumbles over this output must not stop the others.
                     self.scheduler.finish(request, "abort", error)
                     request.finish_reason, request.error = "abort", error
-                    del request.output_ids[len(request.token_times) :]
+                    request.trim(len(request.token_times))
             if request.error is not None:
                 request.error = _step_failed(request.error)
             if request.finished:
@@ -267,7 +291,7 @@ class Core:
                 self.scheduler.finish(request, "stop")
                 request.finish_reason = "stop"
                 request.stop_reason = stop
-                del ids[at + 1 :]
+                request.trim(at + 1)
                 return
 
     def _close_text(self, request: Request, now: float) -> None:
@@ -305,6 +329,23 @@ def _step_failed(cause: BaseException) -> EngineError:
         error = OutOfMemory(f"two steps in turn that held this request ran out of memory: {cause}")
     error.__cause__ = cause
     return error
+
+
+#: what is decided token after token
+_ONE_BY_ONE = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias"),
+    *("allowed_token_ids", "prompt_logprobs", "grammar", "bad_words"),
+)
+
+
+def _refuse_for_blocks(params: SamplingParams) -> None:
+    """Raise InvalidRequest for what a diffusion model cannot be asked."""
+    nothing = SamplingParams()
+    for name in _ONE_BY_ONE:
+        if getattr(params, name) != getattr(nothing, name):
+            raise InvalidRequest(name, "a diffusion model generates blocks, and does not support it")
+    if params.logprobs:
+        raise InvalidRequest("logprobs", "a diffusion model reports those of its own tokens only: ask for 0")
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -97,6 +97,12 @@ class Driver:
 
     def wake(self) -> None:
         """Something changed that may allow a plan. On the loop's thread only."""
+        for step, _ in self._flights:
+            if step.horizon is not None:
+                step.horizon.interrupted = True
+        self._again()
+
+    def _again(self) -> None:
         if not self._due:
             self._due = True
             self._loop.call_soon(self._woken, context=self._context)
@@ -147,7 +153,7 @@ class Driver:
         while not self._stopping:
             if resolved and self._launcher.blocking:
                 # Consumers first: launching would compute the next step.
-                self.wake()
+                self._again()
                 return
             if self._may_launch and (step := self._plan()) is not None:
                 self._launch(step)
@@ -158,7 +164,7 @@ class Driver:
                 return
             elif resolved:
                 # Consumers get a turn after every step, also when the device is always ahead.
-                self.wake()
+                self._again()
                 return
             else:
                 self._resolve(*flights.popleft())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Chunk", "FinishReason", "RequestMetrics", "Result", "TokenLogprob", "Usage"]
+__all__ = ["Chunk", "Draft", "FinishReason", "RequestMetrics", "Result", "TokenLogprob", "Usage"]
 
 #: Why an output ended: an end token, stop token or stop string; the length; or an abort.
 FinishReason = Literal["stop", "length", "abort"]
@@ -54,6 +54,18 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a diffusion model has so far of the tokens behind those that are final. It may change."""
+
+    #: index of its first token in the output
+    start: int
+    #: None where nothing is known yet
+    token_ids: tuple[int | None, ...]
+    #: the same as text, a light shade (U+2591) for every token that is not known
+    text: str = ""
+
+
 @dataclass(slots=True)
 class Chunk:
     """What became available since the last chunk of the same stream; its consumer's own.
@@ -70,6 +82,10 @@ class Chunk:
     usage: Usage | None = None
     #: one entry per id, if logprobs were asked for
     logprobs: list[TokenLogprob] | None = None
+    #: of a diffusion model, by id: the round of its block that wrote it
+    step_map: list[int] | None = None
+    #: the newest draft of what follows, where drafts were asked for. A chunk may hold nothing else
+    draft: Draft | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,5 +103,7 @@ class Result:
     logprobs: list[TokenLogprob] | None = None
     #: the prompt as the model read it
     prompt_token_ids: Sequence[int] = field(default=(), compare=False)
+    #: of a diffusion model, by id: the round of its block that wrote it, counted from 0
+    step_map: list[int] | None = None
     #: one entry per token of the prompt, the first being None, if they were asked for
     prompt_logprobs: list[TokenLogprob | None] | None = None

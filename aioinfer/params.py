@@ -187,6 +187,7 @@ class DiffusionParams:
         penalty: taken off the logit of the token one position before, in [0, 100].
         factor: how boldly to write tokens together, in (0, 1000]; 1 keeps within Fast-dLLM's bound.
         entropy_bound: the nats of entropy to write together, in [0, 1000].
+        draft: chunks of the stream also tell what is known of the block that is being denoised.
     """
 
     algorithm: str = "low_confidence"
@@ -197,6 +198,7 @@ class DiffusionParams:
     penalty: float | None = None
     factor: float | None = None
     entropy_bound: float | None = None
+    draft: bool = False
 
     def __post_init__(self) -> None:
         if self.algorithm not in algorithm_names():
@@ -205,6 +207,8 @@ class DiffusionParams:
         given = self.given()
         for name in given & {"threshold", "edit_threshold"}:
             _number(name, getattr(self, name), 0.0, 1.0)
+        if not isinstance(self.draft, bool):
+            raise InvalidRequest("draft", f"must be true or false, got {self.draft!r}")
         if "steps" in given:
             _integer("steps", self.steps, 1, _MAX_ROUNDS)
         if "max_post_edits" in given:
@@ -218,7 +222,10 @@ class DiffusionParams:
 
     def given(self) -> set[str]:
         """The parameters that are not left to the algorithm."""
-        return {each.name for each in fields(self) if getattr(self, each.name) is not None} - {"algorithm"}
+        return {each.name for each in fields(self) if getattr(self, each.name) is not None} - {
+            "algorithm",
+            "draft",
+        }
 
 
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:

@@ -11,6 +11,7 @@ from aioinfer.outputs import FinishReason, RequestMetrics, Result, TokenLogprob,
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
+    from aioinfer.diffusion.state import BlockState
     from aioinfer.params import SamplingParams
     from aioinfer.text.grammar import GrammarState
 
@@ -204,6 +205,16 @@ class Request:
         return self.length - self.known
 
     @property
+    def resume(self) -> BlockState | None:
+        """What a device must know to go on, beside the tokens: nothing, if they come one by one."""
+        return None
+
+    @property
+    def wants_tokens(self) -> bool:
+        """More may be sampled than launched steps do."""
+        return self.length < self.max_length
+
+    @property
     def known(self) -> int:
         """Tokens of the sequence that the host has read."""
         return len(self.prompt_ids) + len(self.output_ids)
@@ -265,6 +276,11 @@ class Request:
         if over > 0:
             key += token_key(self.output_ids[max(0, start - len(self.prompt_ids)) : over])
         return key
+
+    def trim(self, count: int) -> None:
+        """Forget all but the first ``count`` output tokens, of a request that has ended."""
+        del self.output_ids[count:]
+        del self.logprobs[count:]
 
     # -- what came of it ------------------------------------------------------------------------
 

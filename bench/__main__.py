@@ -11,6 +11,7 @@ BENCHES = {
     "admission": "fifo against packing where long prompts stand before short ones",
     "overlap": "how much of the time the device works, by window and launch mode",
     "prefix": "the prefix cache with shared, growing and unrelated prompts",
+    "diffusion": "a diffusion model in lock-step, first done first out, and with all that comes on top",
     "gpu": "kernels, models, a peer and the endpoint on a GPU; --rehearse on a CPU",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +11,9 @@ import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.choice import choose_attention, make_operations
+from aioinfer.model.blocks import Blocks, choose_blocks
+from aioinfer.model.families.base import Family, build_decoder, expert_shape
 from aioinfer.model.moe.choice import Wanted
-from aioinfer.model.moe.qwen3 import expert_shape
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import RandomWeights, Weights, weight_files
@@ -37,24 +39,35 @@ def load_model(
 
     ``dtype`` is a name, or "auto" for what the checkpoint says; ``kernels`` is what own code asks
     :func:`~aioinfer.model.attention.choice.choose_attention` for, and ``experts`` names the kernels of a
-    mixture of experts (:mod:`aioinfer.model.moe.choice`). ``block_size`` is that of a diffusion model, None
-    for what its config says. With ``load_format`` "random" the weights are
-    :class:`~aioinfer.model.weights.RandomWeights` and the directory needs no other file than config.json.
-    Never runs code from the directory, never touches the network. Raises ConfigError.
+    mixture of experts (:mod:`aioinfer.model.moe.choice`). ``block_size`` is that of a block diffusion
+    model, None being what the model says (:mod:`aioinfer.model.blocks`). With ``load_format`` "random" the
+    weights are :class:`~aioinfer.model.weights.RandomWeights` and the directory needs no other file than
+    config.json. Never runs code from the directory, never touches the network. Raises ConfigError.
     """
     config = _read_config(path)
     chosen = _choose_dtype(config, dtype)
     made_up = RandomWeights(dtype=chosen, device=device) if load_format == "random" else None
     if made_up is None:
         weight_files(path)
-    implementation = None if force_transformers else own_implementation(config)
-    if implementation is None:
+    family = _family(config, force_transformers)
+    blocks = _blocks(config, family, block_size)
+    if family is None:
         from aioinfer.model.transformers_model import TransformersLM
 
         return TransformersLM(path, config, chosen, device, progress, made_up)
     operations = make_operations(choose_attention(device, _head_dim(config), chosen, kernels))
     weights = made_up or Weights(path, dtype=chosen, device=device, progress=progress)
-    return implementation(path, config, weights, chosen, device, operations, experts)
+    return build_decoder(
+        path,
+        family,
+        config,
+        weights,
+        dtype=chosen,
+        device=device,
+        operations=operations,
+        experts=experts,
+        blocks=blocks,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,8 @@ class Prospect:
     dtype: torch.dtype
     #: (hidden size, inner size) of the experts; None without any, or if they are transformers'
     experts: tuple[int, int] | None
+    #: how a block diffusion model writes; None for others
+    blocks: Blocks | None
 
 
 def inspect_model(
@@ -76,31 +91,58 @@ def inspect_model(
     dtype: str,
     load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
+    block_size: int | None = None,
 ) -> Prospect:
     """What :func:`load_model` would make of a directory, without reading weights. Raises ConfigError."""
     config = _read_config(path)
     if load_format == "auto":
         weight_files(path)
-    own = not force_transformers and own_implementation(config) is not None
+    family = _family(config, force_transformers)
     return Prospect(
         architecture=config.architectures[0],
-        own=own,
+        own=family is not None,
         head_dim=_head_dim(config),
         dtype=_choose_dtype(config, dtype),
-        experts=expert_shape(config) if own else None,
+        experts=expert_shape(family, config) if family else None,
+        blocks=_blocks(config, family, block_size),
     )
+
+
+def _family(config: Any, force_transformers: bool) -> Family | None:
+    """Who computes a model; None is transformers. Raises ConfigError."""
+    family = own_implementation(config)
+    if not force_transformers:
+        return family
+    if family is not None and family.blocks is not None:
+        raise ConfigError(f"model: transformers has no code of {config.architectures[0]}")
+    return None
+
+
+def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | None:
+    if family is not None and family.blocks is not None:
+        return choose_blocks(config, family.blocks, size)
+    if size is not None:
+        raise ConfigError(f"block_size: {config.architectures[0]} writes token after token, not in blocks")
+    return None
 
 
 def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
+
+    from aioinfer.model.configs import OWN_CONFIGS
 
     if not path.is_dir():
         raise ConfigError(f"model: there is no directory {path}, and no bundled model of that name")
     if not (path / "config.json").is_file():
         raise ConfigError(f"model: {path} has no config.json")
     try:
-        # Said outright: left open, transformers asks on the terminal whether to run code of the checkpoint.
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        stated = json.loads((path / "config.json").read_text("utf-8"))
+        own = OWN_CONFIGS.get(stated.get("model_type"))
+        if own is not None:
+            config: Any = own.from_dict(stated)
+        else:
+            # Said outright: left open, transformers asks on the terminal whether to run code from there.
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         # Validation of two hundred config classes raises whatever each of them likes.
         raise ConfigError(f"model: the config of {path.name} cannot be used: {error}") from error

@@ -4,30 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
-from aioinfer.model import rope
-from aioinfer.model.dense import DenseLM
+from aioinfer.errors import ConfigError
+from aioinfer.model.blocks import Blocks
+from aioinfer.model.families.base import Family
+from aioinfer.model.families.llada2 import LLaDA2
+from aioinfer.model.families.llama import LlamaLike
 
 __all__ = ["own_implementation"]
 
-#: architecture -> the model type whose config it reads, and our class
-_OWN = {
-    "LlamaForCausalLM": ("llama", DenseLM),
-    "MistralForCausalLM": ("mistral", DenseLM),
-    "Qwen2ForCausalLM": ("qwen2", DenseLM),
-    "Qwen3ForCausalLM": ("qwen3", DenseLM),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", DenseLM),
+_SDAR = Blocks(4, 151669)
+#: architecture -> the model types whose config it reads, and how
+_OWN: dict[str, tuple[frozenset[str], Family]] = {
+    "LlamaForCausalLM": (frozenset({"llama"}), LlamaLike("config", mlp_bias=True)),
+    "MistralForCausalLM": (frozenset({"mistral"}), LlamaLike(windows="all")),
+    "Qwen2ForCausalLM": (frozenset({"qwen2"}), LlamaLike("qkv", windows="config")),
+    "Qwen3ForCausalLM": (frozenset({"qwen3"}), LlamaLike("config", qk_norm=True, windows="config")),
+    "Qwen3MoeForCausalLM": (
+        frozenset({"qwen3_moe"}),
+        LlamaLike("config", qk_norm=True, windows="all", experts=True),
+    ),
+    "SDARForCausalLM": (
+        frozenset({"sdar"}),
+        LlamaLike("config", qk_norm=True, windows="config", blocks=_SDAR),
+    ),
+    "SDARMoeForCausalLM": (
+        frozenset({"sdar_moe"}),
+        LlamaLike("config", qk_norm=True, windows="all", experts=True, blocks=_SDAR),
+    ),
+    "LLaDA2MoeModelLM": (frozenset({"llada2_moe", "llada2_moe_veomni"}), LLaDA2()),
 }
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def own_implementation(config: Any) -> type[DenseLM] | None:
-    """The class for a config, or None where transformers has to do it: an architecture of which we have
-    no code, or a variant that ours does not compute."""
-    model_type, implementation = _OWN.get(config.architectures[0], (None, None))
-    computed = (
-        config.model_type == model_type
-        and rope.supported(config)
-        and config.hidden_act == "silu"
-        and set(getattr(config, "layer_types", None) or ()) <= _LAYER_TYPES
-    )
-    return implementation if computed else None
+def own_implementation(config: Any) -> Family | None:
+    """How our own code reads a config, or None where transformers has to do it: an architecture of which
+    we have no code, or a variant that ours does not compute.
+
+    Raises ConfigError for such a variant of a block diffusion model: transformers has no code of those.
+    """
+    architecture = config.architectures[0]
+    model_types, family = _OWN.get(architecture, (frozenset(), None))
+    if family is None or config.model_type not in model_types:
+        return None
+    obstacle = family.obstacle(config)
+    if obstacle is None:
+        return family
+    if family.blocks is not None:
+        raise ConfigError(f"model: {architecture} with {obstacle} is not supported")
+    return None

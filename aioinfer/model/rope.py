@@ -10,23 +10,31 @@ import torch
 __all__ = ["Rope", "Rotary", "rotate", "supported"]
 
 
-def supported(config: Any) -> bool:
+def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
     """Whether one table by position gives the config's variant: dynamic NTK and LongRoPE depend on the
-    length of the sequence, some models rotate a part of each head only or have a table per layer type."""
+    length of the sequence, some models have a table per layer type. ``partial``: in this family a config
+    may have a part of each head rotated only."""
     parameters = _parameters(config)
+    rotated = _rotary_dim(parameters, head_dim)
     return (
         parameters.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
-        and parameters.get("partial_rotary_factor", 1.0) == 1.0
+        and (rotated == head_dim or partial)
+        and 2 <= rotated <= head_dim
+        and rotated % 2 == 0
         and not any(isinstance(value, dict) for value in parameters.values())
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Factors for the tokens of a step, [T, 1, head_dim] each, in the model's type."""
+    """Factors for the tokens of a step, [T, 1, rotary_dim] each, in the model's type.
+
+    The first ``rotary_dim`` dimensions of a head are rotated, dimension d with d + rotary_dim / 2; the others
+    stay as they are.
+    """
 
     cos: torch.Tensor
-    #: with the sign of rotate-half: the first half of each head is negated
+    #: with the sign of rotate-half: the first half is negated
     sin: torch.Tensor
 
 
@@ -41,10 +49,10 @@ class Rope:
         inv_freq, scaling = _frequencies(config, head_dim)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        #: [positions, 1, head_dim]; the sine carries the sign of rotate-half
+        #: [positions, 1, rotary_dim]; the sine carries the sign of rotate-half
         self._cos = (angles.cos() * scaling).to(dtype).unsqueeze(1).to(device)
         sin = angles.sin() * scaling
-        sin[:, : head_dim // 2] *= -1
+        sin[:, : sin.shape[1] // 2] *= -1
         self._sin = sin.to(dtype).unsqueeze(1).to(device)
 
     def at(self, positions: torch.Tensor) -> Rotary:
@@ -54,15 +62,18 @@ class Rope:
 
 def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rotate [T, heads, head_dim]."""
-    half = heads.shape[-1] // 2
-    return heads * rotary.cos + heads.roll(half, dims=-1) * rotary.sin
+    size = rotary.cos.shape[-1]
+    if size < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :size], rotary), heads[..., size:]), dim=-1)
+    return heads * rotary.cos + heads.roll(size // 2, dims=-1) * rotary.sin
 
 
 def _frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
     parameters = _parameters(config)
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        rotary_dim = _rotary_dim(parameters, head_dim)
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -73,3 +84,7 @@ def _frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
 def _parameters(config: Any) -> dict[str, Any]:
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return parameters
+
+
+def _rotary_dim(parameters: dict[str, Any], head_dim: int) -> int:
+    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))

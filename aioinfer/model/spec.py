@@ -40,8 +40,10 @@ class ModelSpec:
     num_parameters: int
     #: what computes a mixture of experts, None in a model without
     expert_kernels: str | None = None
-    #: of a diffusion model: positions per block, and what stands where nothing is known
+    #: positions that a block diffusion model writes at a time, None if it writes token after token; logits
+    #: of such a model are those of the position itself, not of the next one
     block_size: int | None = None
+    #: what an unknown position of a block holds; None with ``block_size``
     mask_token_id: int | None = None
 
 

@@ -45,9 +45,10 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor. Raises ConfigError if it is missing or shaped otherwise."""
-        return self._read(name, shape).to(self._device, self._dtype)
+    def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor, in ``dtype`` where it is not the wanted one. Raises ConfigError if it is missing or
+        shaped otherwise."""
+        return self._read(name, shape).to(self._device, dtype or self._dtype)
 
     def take_into(self, part: torch.Tensor, name: str) -> None:
         """One tensor into a part of a larger one. Raises ConfigError if it is missing or shaped otherwise."""
@@ -103,8 +104,8 @@ class RandomWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return True
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self.empty(*shape)
+    def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         self.take_into(tensor, name)
         return tensor
 

@@ -35,6 +35,10 @@ class Limits:
     new_token_ratio: float = 0.4
     min_new_token_ratio: float = 0.1
     new_token_ratio_decay: float = 0.002
+    #: of diffusion models
+    diffusion_mode: Literal["fdfo", "sync"] = "fdfo"
+    fused_commit: bool = True
+    max_rounds: int = 1
 
 
 class StepBudget:
@@ -44,15 +48,18 @@ class StepBudget:
     fifo it then goes alone; with packing it comes on top, and others that fit still ride along.
     """
 
-    __slots__ = ("_chunk_size", "_on_top", "_page_size", "_untouched", "prefill", "tokens")
+    __slots__ = ("_chunk_size", "_on_top", "_page_size", "_unit", "_untouched", "prefill", "tokens")
 
-    def __init__(self, limits: Limits, page_size: int, tokens: int) -> None:
+    def __init__(self, limits: Limits, page_size: int, tokens: int, unit: int = 1) -> None:
+        """``unit``: what tokens come in, positions of a block for diffusion models."""
         self.tokens = tokens
+        self._unit = unit
         #: of these, tokens for prefill
         self.prefill = tokens
         if limits.max_prefill_tokens is not None:
             self.prefill = min(self.prefill, limits.max_prefill_tokens)
-        self._chunk_size = limits.chunk_size
+        # A chunk size below the unit is taken for one.
+        self._chunk_size = max(limits.chunk_size, unit)
         self._page_size = page_size
         self._on_top = limits.admission == "pack"
         self._untouched = True
@@ -60,12 +67,17 @@ class StepBudget:
     def room(self) -> int:
         """Tokens that the next prefill chunk may have."""
         prefill = max(self.prefill, self._chunk_size) if self._untouched else self.prefill
-        return min(self.tokens, prefill, self._chunk_size)
+        return self.whole(min(self.tokens, prefill, self._chunk_size))
+
+    def whole(self, tokens: int) -> int:
+        """Of so many tokens, those that make whole units."""
+        return tokens - tokens % self._unit
 
     def chunk(self, start: int, remaining: int, most: int | None = None) -> int:
         """Length of a prefill chunk from position ``start`` on. It ends at a page boundary, so that its
         pages can be shared, unless it is the last one or smaller than a page."""
         length = min(remaining, self.room() if most is None else min(most, self.room()))
+        length = self.whole(length)
         aligned = (start + length) // self._page_size * self._page_size - start
         return aligned if aligned > 0 and length < remaining else length
 
@@ -233,12 +245,12 @@ class Admitter:
 
     def _packed(self, window: list[Request], budget: StepBudget, room: int) -> list[tuple[Request, int]]:
         costs = [self._memory.uncached(request) for request in window]
-        left = min(budget.tokens, budget.prefill)
+        left = budget.whole(min(budget.tokens, budget.prefill))
         fits: set[int] = set()
         if window and costs[0] > left and budget.room() > left:
             # The first in order is too long for the budget, and may have its chunk all the same.
             fits.add(0)
-            left = min(left, budget.tokens - min(costs[0], budget.room()))
+            left = budget.whole(min(left, budget.tokens - min(costs[0], budget.room())))
         for at in sorted(range(len(window)), key=lambda at: (costs[at], at)):
             if at in fits:
                 continue

@@ -29,15 +29,10 @@ def check_idle(scheduler: Scheduler) -> None:
 
 def audit(scheduler: Scheduler) -> None:
     """Assert by walking that every page, slot and row is where it should be."""
-    memory, batch = scheduler.memory, scheduler.batch
+    memory, size = scheduler.memory, scheduler.memory.pages.page_size
     memory.audit(scheduler.running.values())
     assert scheduler.queued_tokens == sum(request.length for request in scheduler.waiting)
-    size = memory.pages.page_size
-    for index, request in enumerate(batch.requests):
-        assert request.batch is batch
-        assert request.batch_index == index
-        row = [int(column[index]) for column in (batch.slots, batch.capacity, batch.limit)]
-        assert row == [request.slot, len(request.pages) * size, request.max_length], request
+    scheduler.batch.audit()
     for request in scheduler.running.values():
         assert request.key in scheduler.prefilling or request.key not in scheduler.growing
         places = (request.batch is not None) + (request.key in scheduler.prefilling)

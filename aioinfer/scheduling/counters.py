@@ -24,6 +24,10 @@ class SchedulerCounters:
     parkings: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    #: forwards of diffusion models: more than one in a step that computed several rounds
+    forwards: int = 0
+    #: rows of diffusion models that denoised a block, or committed one
+    rounds: int = 0
     #: tokens computed for a request that had ended meanwhile
     late_tokens: int = 0
     #: rows that sampled nothing, because of a mask that was late or tokens that were forced

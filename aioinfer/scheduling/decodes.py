@@ -123,6 +123,14 @@ class DecodeBatch:
             self.remove(request)
         return Decodes(requests, slots, starts, tables, ending)
 
+    def audit(self) -> None:
+        """Assert that the columns say what the requests do. O(rows)."""
+        for index, request in enumerate(self.requests):
+            assert request.batch is self
+            assert request.batch_index == index
+            row = [int(column[index]) for column in (self.slots, self.capacity, self.limit)]
+            assert row == [request.slot, len(request.pages) * self._page_size, request.max_length], request
+
     def _choose(self, without: Collection[Request], most: int) -> npt.NDArray[np.int64]:
         """Rows in turn, so that everybody moves on when not all fit into a step."""
         rows = np.arange(len(self.requests))

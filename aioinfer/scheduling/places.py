@@ -13,6 +13,9 @@ From each of them :meth:`Places.finish` leads to the end.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
 from aioinfer.outputs import FinishReason
 from aioinfer.request import Request, RequestState
 from aioinfer.scheduling.admission import Limits, PrefixLeaders
@@ -21,7 +24,40 @@ from aioinfer.scheduling.decodes import DecodeBatch
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
 
-__all__ = ["Places"]
+__all__ = ["Places", "RunningBatch"]
+
+
+class RunningBatch(Protocol):
+    """The requests that generate, and what one step computes for them."""
+
+    #: the newest launched step with rows of this batch
+    last_step: int
+
+    @property
+    def requests(self) -> Sequence[Request]: ...
+
+    def __len__(self) -> int: ...
+
+    def add(self, request: Request) -> None:
+        """A request whose known tokens are all computed, or in a row of the step that is being planned."""
+
+    def remove(self, request: Request) -> None:
+        """The request generates no more, for now or for good."""
+
+    def out_of_pages(self) -> list[Request]:
+        """Requests whose next row has no pages yet, eldest first."""
+
+    def changed_pages(self, request: Request) -> None:
+        """Pages were added to a request's table or exchanged in it."""
+
+    def expected_tokens(self, clip: int) -> int:
+        """Tokens that may still come, each request counted with at most ``clip``."""
+
+    def launch(self, step_id: int, without: Collection[Request], most: int) -> Any:
+        """What step ``step_id`` computes, for all but ``without`` and ``most`` tokens at most."""
+
+    def audit(self) -> None:
+        """Assert that everybody in it is described as they are."""
 
 
 class Places:
@@ -54,7 +90,7 @@ class Places:
         self.prefilling: dict[int, Request] = {}
         #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
         self.growing: dict[int, Request] = {}
-        self.batch = DecodeBatch(limits.max_running_requests, memory.pages.page_size)
+        self.batch = self._make_batch(memory, limits)
         #: retracted requests that are parked
         self.shelved: dict[int, Request] = {}
         self.leaders = PrefixLeaders(memory, limits.share_prefix_tokens)
@@ -63,6 +99,10 @@ class Places:
         self.counters = SchedulerCounters()
         #: id of the newest step
         self.last_step = 0
+
+    @staticmethod
+    def _make_batch(memory: Memory, limits: Limits) -> RunningBatch:
+        return DecodeBatch(limits.max_running_requests, memory.pages.page_size)
 
     # -- what a request goes through ------------------------------------------------------------
 
@@ -110,7 +150,7 @@ class Places:
         elif not request.relay_ready:
             self._prefill_rest(request)
             self.leaders.lead(request)
-        elif request.length < request.max_length:
+        elif request.wants_tokens:
             self.batch.add(request)
 
     @property

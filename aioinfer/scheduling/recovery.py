@@ -22,10 +22,11 @@ class StepCap:
     time before, up to a bound; steps without a cap count that down again.
     """
 
-    __slots__ = ("_left", "_most", "_newest", "_patience", "tokens")
+    __slots__ = ("_least", "_left", "_most", "_newest", "_patience", "tokens")
 
-    def __init__(self, most: int) -> None:
-        #: tokens that the next step may have, at least 1
+    def __init__(self, most: int, least: int = 1) -> None:
+        self._least = least
+        #: tokens that the next step may have, at least ``least``
         self.tokens = most
         self._most = most
         self._patience = _FIRST_PATIENCE
@@ -35,7 +36,7 @@ class StepCap:
 
     def ran_out(self, step: Step, newest: int) -> None:
         """A step was too much for the memory; ``newest`` is the newest launched one."""
-        self.tokens = max(1, min(self.tokens, step.num_tokens // 2))
+        self.tokens = max(self._least, min(self.tokens, step.num_tokens // 2))
         if step.id <= self._newest:
             return  # launched before the cap was lowered: the same shortage
         self._newest = newest

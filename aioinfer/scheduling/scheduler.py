@@ -19,7 +19,7 @@ from aioinfer.scheduling.places import Places
 from aioinfer.scheduling.policy import Fcfs, Policy
 from aioinfer.scheduling.recovery import StepCap, struck, without_junk
 from aioinfer.scheduling.retraction import victims
-from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Admission, Row, Step
+from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Row, Step, introduction
 
 __all__ = ["Scheduler"]
 
@@ -83,7 +83,7 @@ class Scheduler(Places):
         for row in prefills:
             row.request.last_step = self.last_step
             # Not before the decodes of this step are chosen: the token to decode is sampled in it.
-            if row.samples and row.request.length < row.request.max_length:
+            if row.samples and row.request.wants_tokens:
                 self.batch.add(row.request)
         self._prefilled_last = bool(prefills)
         num_tokens = self.cap.tokens - budget.tokens
@@ -98,7 +98,7 @@ class Scheduler(Places):
         most = budget.tokens
         if self.limits.max_decode_rows is not None:
             most = min(most, self.limits.max_decode_rows)
-        decodes = self.batch.launch(self.last_step + 1, starved, most)
+        decodes: Decodes = self.batch.launch(self.last_step + 1, starved, most)
         budget.spend_decodes(len(decodes))
         return decodes
 
@@ -112,7 +112,7 @@ class Scheduler(Places):
             if budget.room() <= 0:
                 return rows
             if request.key not in self.growing:
-                rows.append(self._chunk(request, budget))
+                rows += self._chunk(request, budget)
         if not self._short:
             rows += self._admissions(budget, running, reserve)
         return rows
@@ -138,7 +138,7 @@ class Scheduler(Places):
                 admitted = True
                 running += 1
                 reserve += self._may_generate(request)
-                yield self._chunk(request, budget, most)
+                yield from self._chunk(request, budget, most)
             elif strict:
                 break
         if admitted and eldest is not None and eldest in self.waiting:
@@ -165,25 +165,14 @@ class Scheduler(Places):
         self.counters.admitted += 1
         return True
 
-    def _chunk(self, request: Request, budget: StepBudget, most: int | None = None) -> Row:
-        """A prefill row of the next positions of an admitted request."""
+    def _chunk(self, request: Request, budget: StepBudget, most: int | None = None) -> list[Row]:
+        """The prefill row of the next positions of an admitted request, if there is room for one."""
         start = request.computed
         if request.params.prompt_logprobs is not None:
             # Logits of every position take room: a little at a time.
             most = _MAX_SCORED if most is None else min(most, _MAX_SCORED)
         length = budget.chunk(start, request.length - start, most)
         budget.spend_prefill(length)
-        admission = None
-        if not request.introduced:
-            request.introduced = True
-            admission = Admission(
-                request.params,
-                request.seed,
-                request.stop_ids,
-                request.prompt_ids,
-                tuple(request.output_ids),
-                request.grammar,
-            )
         row = Row(
             request=request,
             slot=request.slot,
@@ -193,7 +182,7 @@ class Scheduler(Places):
             samples=start + length == request.length,
             new_pages=request.pages[request.sent_pages :],
             first_new_page=request.sent_pages,
-            admission=admission,
+            admission=introduction(request),
         )
         if request.params.prompt_logprobs is not None:
             row.scores = self._score(request, row.kv_length)
@@ -202,7 +191,7 @@ class Scheduler(Places):
         if row.samples:
             request.relay_ready = True
             del self.prefilling[request.key]
-        return row
+        return [row]
 
     def _score(self, request: Request, stop: int) -> tuple[int, int] | None:
         """Positions up to ``stop`` whose next token in the prompt was not scored yet."""
@@ -219,7 +208,7 @@ class Scheduler(Places):
         )
 
     def _may_generate(self, request: Request) -> int:
-        return min(request.max_length - request.length, self.limits.clip_new_tokens)
+        return max(0, min(request.max_length - request.length, self.limits.clip_new_tokens))
 
     def _pages_to_spare(self, running: int, tokens: int) -> int:
         """Pages that an admission leaves to the growth of all. An empty engine admits whatever fits."""

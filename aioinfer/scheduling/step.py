@@ -71,6 +71,22 @@ class Admission:
     resume: BlockState | None = None
 
 
+def introduction(request: Request) -> Admission | None:
+    """For the first row of a request in its slot; None for others."""
+    if request.introduced:
+        return None
+    request.introduced = True
+    return Admission(
+        request.params,
+        request.seed,
+        request.stop_ids,
+        request.prompt_ids,
+        tuple(request.output_ids),
+        request.grammar,
+        request.resume,
+    )
+
+
 @dataclass(slots=True)
 class Row:
     """One unit of work: compute ``length`` positions of one request from ``start`` on.

@@ -23,6 +23,7 @@ from triton.runtime.jit import KernelInterface
 from aioinfer.model.attention.base import Scoring
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_attention import TritonAttention
+from aioinfer.model.attention.triton_heads import rotate_and_store
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.moe.experts import ExpertWeights
@@ -138,6 +139,18 @@ def compile_steps(
         operations.silu_mul(hidden)
 
 
+def compile_heads(name: str, heads: int, kv_heads: int, head_dim: int, rotated: int) -> None:
+    """Heads of which a part is rotated, for steps of several sizes."""
+    recorder = Recorder(name)
+    pool = torch.empty(2, 32, kv_heads, head_dim, dtype=torch.bfloat16)
+    norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=torch.bfloat16), 1e-6)
+    for recorder.step, tokens in enumerate((32, 1, 17)):
+        qkv = torch.empty(tokens, heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
+        factors = torch.empty(tokens, 1, rotated, dtype=torch.bfloat16)
+        slots = ints([0] * tokens, recorder.step % 2)
+        rotate_and_store(qkv, norm, Rotary(factors, factors), pool, pool.clone(), slots)
+
+
 def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int, middle: int) -> None:
     """Steps of many sizes, of one token and of thousands."""
     recorder = Recorder(name)
@@ -167,6 +180,7 @@ def main() -> None:
     compile_steps(
         "capped", 14, 2, 80, 64, dtype=torch.float16, normed=False, window=100, soft_cap=50.0, block=32
     )  # fmt: skip
+    compile_heads("llada2-mini", 16, 4, 128, 64)
     compile_experts("qwen3-30b-a3b", torch.bfloat16, 128, 2048, 768)
     compile_experts("float32-odd", torch.float32, 16, 200, 72)
 

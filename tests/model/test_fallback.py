@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.dense import DenseLM
+from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import load_model
 from aioinfer.model.transformers_model import TransformersLM
 from tests.model.checkpoints import FAMILIES, OWN, make_checkpoint
@@ -52,7 +52,7 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
     path, oracle = checkpoint(family)
     for force in (False, True):
         model = load(path, force_transformers=force)
-        assert isinstance(model, DenseLM if family in OWN and not force else TransformersLM)
+        assert isinstance(model, Decoder if family in OWN and not force else TransformersLM)
         spec, config = model.spec, oracle.config
         assert spec.num_layers == config.num_hidden_layers
         assert spec.num_heads == config.num_attention_heads

@@ -20,6 +20,7 @@ def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
     layer["_norm_kernel"] = 2
     assert count == {
         **{(shape, name): times for shape in ("qwen3-8b", "capped") for name, times in layer.items()},
+        ("llada2-mini", "_rotate_kernel"): 1,
         # Two rules of routing; in float32 both have the same logits.
         ("qwen3-30b-a3b", "_logits_kernel"): 2,
         ("qwen3-30b-a3b", "_choose_kernel"): 2,

@@ -26,11 +26,16 @@ HEADS = [(1, 1), (3, 1), (14, 2), (5, 5), (32, 8)]
 
 
 def projection(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, make: Callable[..., torch.Tensor]
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    make: Callable[..., torch.Tensor],
+    rotated: int | None = None,
 ) -> tuple[torch.Tensor, HeadNorm, Rotary]:
     qkv = make(tokens, heads + 2 * kv_heads, head_dim, seed=10)
     weight = 1 + 0.3 * normal(heads + kv_heads, head_dim, seed=11)
-    angles = normal(tokens, 1, head_dim, seed=12)
+    angles = normal(tokens, 1, rotated or head_dim, seed=12)
     return qkv, HeadNorm(weight, 1e-6), Rotary(angles.cos(), angles.sin())
 
 
@@ -43,12 +48,13 @@ def stores(
     *,
     norm: bool,
     page_size: int = 16,
+    rotated: int | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the kernel gave and wrote, and what it should have: queries, then keys and values of a whole
     pool that held NaN before. The last two tokens are padding."""
     from aioinfer.model.attention.triton_heads import rotate_and_store
 
-    qkv, head_norm, rotary = projection(5, *heads, head_dim, make)
+    qkv, head_norm, rotary = projection(5, *heads, head_dim, make, rotated)
     qkv, weight, cos, sin = (t.to(dtype) for t in (qkv, head_norm.weight, rotary.cos, rotary.sin))
     slots = torch.tensor([2 * page_size + 1, 3 * page_size - 1, page_size, 0, 0])
     given = HeadNorm(weight, 1e-6) if norm else None
@@ -78,6 +84,35 @@ def test_heads_are_rotated_and_stored_with_torchs_bits(
     found = stores(device, dtype, head_dim, heads, integers, norm=norm, page_size=page_size)
     for got, expected in found:
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "rotated"), [(128, 64), (64, 16), (80, 40), (96, 2), (80, 78), (6, 4), (4, 2)]
+)
+def test_a_part_of_each_head_is_rotated(
+    device: str, head_dim: int, rotated: int, norm: bool, dtype: torch.dtype
+) -> None:
+    """The rest has the bits it came with, or those of its norm."""
+    for got, expected in stores(device, dtype, head_dim, (5, 2), integers, norm=norm, rotated=rotated):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_what_is_not_rotated_is_not_touched_by_what_is_not_a_number(device: str) -> None:
+    """Nor by infinity: 0 * inf is not a number either."""
+    from aioinfer.model.attention.triton_heads import rotate_and_store
+
+    qkv, _, rotary = projection(1, 1, 1, 8, normal, 4)
+    qkv[0, 0, 4:] = torch.tensor([1.0, float("inf"), float("nan"), 2.0])
+    cos, sin = rotary.cos.to(device), rotary.sin.to(device)
+    keys, values = (torch.zeros(1, 16, 1, 8, device=device) for _ in range(2))
+    slots = torch.tensor([3], device=device)
+    q = rotate_and_store(qkv.to(device), None, Rotary(cos, sin), keys, values, slots)
+    expected, _, _ = split_heads(qkv, 1, None, rotary)
+    torch.testing.assert_close(q.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    assert q[0, 0, :4].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,5 +150,9 @@ def test_projections_that_do_not_fit_are_refused_and_others_copied(device: str) 
     for bad in (qkv[:, :2], qkv[..., :6], qkv[..., :7]):
         with pytest.raises(ValueError, match="does not fit"):
             rotate_and_store(bad, norm, rotary, keys, values, slots)
+    for size in (0, 3, 10):
+        wrong = torch.zeros(3, 1, size, device=device)
+        with pytest.raises(ValueError, match=f"^{size} dimensions of heads of 8 cannot be rotated"):
+            rotate_and_store(qkv, norm, Rotary(wrong, wrong), keys, values, slots)
     with pytest.raises(ValueError, match="contiguous"):
         rotate_and_store(qkv, norm, rotary, keys.transpose(0, 1), values, slots)

@@ -1,12 +1,13 @@
 """SDPAAttention: plain torch, on any device. The reference for faster kernels.
 
-Decode rows go through batched calls over gathered keys and values; prefill chunks go one by one. A row
-gathers cells of its own sequence and no others: the padding of a batched call repeats the row's own last
-cell behind the mask. So nothing that another request left in the pool, not even a NaN, is ever read.
+Rows whose tokens all see the same go through batched calls over gathered keys and values, with others of
+their length: decodes, and blocks of a diffusion model. Other rows, which are prefill chunks, go one by one.
+A row gathers cells of its own sequence and no others: the padding of a batched call repeats the row's own
+last cell behind the mask. So nothing that another request left in the pool, not even a NaN, is ever read.
 
 Contexts are rounded up to a multiple of 16 and masked: the result of a row then has the same bits alone,
 in any batch and in any grouping (measured on the CPU for head sizes that are multiples of 16). Grouped
-queries are folded into the query axis (decode) or spread by a stride of 0 (prefill), never with
+queries are folded into the query axis (batched) or spread by a stride of 0 (one by one), never with
 ``enable_gqa``, which is several times slower on the CPU.
 """
 
@@ -32,6 +33,9 @@ _CONTEXT_MULTIPLE = 16
 #: caches (measured: within 10% of the best from 2^18 to 2^20); a GPU wants few calls.
 _GROUP_LIMIT = {"cpu": 1 << 19}
 _GROUP_LIMIT_ELSEWHERE = 1 << 28
+#: Rows of several tokens multiply their padding too: so many times fewer go together (measured on the CPU
+#: with 64 rows of 16 tokens: a fifth less time).
+_LONG = 4
 #: Largest gather that reuses memory; allocating megabytes per call faults their pages in every time.
 _SCRATCH_LIMIT = 1 << 22
 
@@ -55,11 +59,12 @@ class _Context:
 
 
 @dataclass(slots=True)
-class _Decodes:
-    """Decode rows that share one call."""
+class _Group:
+    """Rows of as many tokens each that share one call."""
 
-    #: which token rows of the batch
-    rows: slice | torch.Tensor
+    #: which tokens of the batch, row by row
+    tokens: slice | torch.Tensor
+    #: rows
     count: int
     context: _Context
     #: the context's buffers as [count, num_kv_heads, context, head_dim]
@@ -71,7 +76,7 @@ class _Decodes:
 
 @dataclass(slots=True)
 class _Chunk:
-    """One prefill chunk."""
+    """A row whose tokens see different things."""
 
     tokens: slice
     #: None if the chunk is its whole context
@@ -85,7 +90,7 @@ class _Chunk:
 class _Plan:
     """What all layers of a step with the same scoring share."""
 
-    decodes: list[_Decodes]
+    groups: list[_Group]
     chunks: list[_Chunk]
 
 
@@ -112,11 +117,11 @@ class SDPAAttention:
         plan = plans.get(scoring)
         if plan is None:
             plan = plans[scoring] = self._plan(batch, scoring)
-        if len(plan.decodes) == 1 and not plan.chunks:
-            return self._decode(layer, q, plan.decodes[0], scoring)
+        if len(plan.groups) == 1 and not plan.chunks:
+            return self._together(layer, q, plan.groups[0], scoring)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for decodes in plan.decodes:
-            output[decodes.rows] = self._decode(layer, q[decodes.rows], decodes, scoring)
+        for group in plan.groups:
+            output[group.tokens] = self._together(layer, q[group.tokens], group, scoring)
         for chunk in plan.chunks:
             at = chunk.tokens
             output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, scoring)
@@ -134,10 +139,18 @@ class SDPAAttention:
         q, k, v = split_heads(qkv, self._kv_heads, norm, rotary)
         return self(layer, q, k, v, batch, scoring)
 
-    def _decode(self, layer: int, q: torch.Tensor, decodes: _Decodes, scoring: Scoring) -> torch.Tensor:
-        decodes.context.gather(self._pool, layer)
-        grouped = q.view(decodes.count, decodes.keys.shape[1], -1, q.shape[2])
-        return _mix(grouped, decodes.keys, decodes.values, decodes.mask, scoring).reshape(q.shape)
+    def _together(self, layer: int, q: torch.Tensor, group: _Group, scoring: Scoring) -> torch.Tensor:
+        group.context.gather(self._pool, layer)
+        count, num_kv_heads, _, head_dim = group.keys.shape
+        if len(q) == count:
+            # As below, without its four views of views, which a decode would notice.
+            queries = q.view(count, num_kv_heads, -1, head_dim)
+            return _mix(queries, group.keys, group.values, group.mask, scoring).reshape(q.shape)
+        # [rows, num_kv_heads, tokens, queries of a group, head_dim]: what shares keys goes side by side.
+        queries = q.view(count, len(q) // count, num_kv_heads, -1, head_dim).transpose(1, 2)
+        folded = queries.reshape(count, num_kv_heads, -1, head_dim)
+        mixed = _mix(folded, group.keys, group.values, group.mask, scoring)
+        return mixed.view(queries.shape).transpose(1, 2).reshape(q.shape)
 
     def _prefill(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: _Chunk, scoring: Scoring
@@ -156,41 +169,63 @@ class SDPAAttention:
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
     def _plan(self, batch: Batch, scoring: Scoring) -> _Plan:
-        window = scoring.window
+        window, block = scoring.window, scoring.block
+        # Rows by their length, and those whose tokens see different things.
+        alike: dict[int, list[int]] = {1: list(range(batch.num_decodes))}
+        mixed: list[int] = []
+        for row in range(batch.num_decodes, len(batch.q_lens)):
+            q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
+            one_block = (kv_len - q_len) // block == (kv_len - 1) // block
+            if q_len == 1 or (one_block and (window is None or window >= kv_len)):
+                alike.setdefault(q_len, []).append(row)
+            else:
+                mixed.append(row)
         width = self._pool.key_cells[0][0].numel()
         device_type = self._pool.keys[0].device.type
-        contexts = [min(length, window or length) for length in batch.kv_lens]
-        groups = _groups(contexts[: batch.num_decodes], width, device_type)
-        # The first row of a chunk looks back furthest, the last one is where its context ends.
+        groups = []
+        for q_len, rows in alike.items():
+            contexts = [batch.kv_lens[row] for row in rows]
+            if window is not None:
+                contexts = [min(context, window) for context in contexts]
+            for members, context in _groups(contexts, width * (1 if q_len == 1 else _LONG), device_type):
+                groups.append(([rows[member] for member in members], context))
+        # The first token of a chunk looks back furthest, the last one is where its context ends.
         reaches = [
-            min(kv_len, kv_len if window is None else q_len - 1 + window)
-            for q_len, kv_len in zip(batch.q_lens, batch.kv_lens, strict=True)
-        ][batch.num_decodes :]
-        needed = max([count * context for _, count, context in groups] + reaches)
+            min(batch.kv_lens[row], batch.kv_lens[row] if window is None else batch.q_lens[row] - 1 + window)
+            for row in mixed
+        ]
+        needed = max([len(rows) * context for rows, context in groups] + reaches)
         buffers = self._scratch
         if needed * width > len(buffers[0]):
             buffers = [buffer.new_empty(needed * width) for buffer in buffers]
         starts = list(itertools.accumulate(batch.q_lens, initial=0))
         return _Plan(
-            [self._plan_decodes(batch, rows, context, window, buffers) for rows, _, context in groups],
+            [self._plan_group(batch, rows, starts, context, window, buffers) for rows, context in groups],
             [
                 self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, scoring, buffers)
-                for row, reach in enumerate(reaches, batch.num_decodes)
+                for row, reach in zip(mixed, reaches, strict=True)
             ],
         )
 
-    def _plan_decodes(
+    def _plan_group(
         self,
         batch: Batch,
-        rows: list[int] | slice,
+        rows: list[int],
+        starts: list[int],
         context: int,
         window: int | None,
         buffers: list[torch.Tensor],
-    ) -> _Decodes:
-        device = batch.kv_len.device
-        chosen = rows if isinstance(rows, slice) else torch.tensor(rows, device=device)
+    ) -> _Group:
+        device, count, q_len = batch.kv_len.device, len(rows), batch.q_lens[rows[0]]
+        if rows == list(range(rows[0], rows[0] + count)):
+            chosen: slice | torch.Tensor = slice(rows[0], rows[0] + count)
+            tokens: slice | torch.Tensor = slice(starts[rows[0]], starts[rows[-1] + 1])
+        else:
+            chosen = torch.tensor(rows, device=device)
+            tokens = torch.tensor([starts[row] for row in rows], device=device)
+            tokens = (tokens[:, None] + torch.arange(q_len, device=device)).flatten()
         kv_len = batch.kv_len[chosen].unsqueeze(1)
-        positions = torch.arange(context, device=device).expand(len(kv_len), -1)
+        positions = torch.arange(context, device=device).expand(count, -1)
         if window is not None:
             positions = positions + (kv_len - window).clamp_min_(0)
         mask = torch.zeros(positions.shape, dtype=buffers[0].dtype, device=device)
@@ -201,7 +236,7 @@ class SDPAAttention:
             buffer.view(*positions.shape, *buffer.shape[1:]).transpose(1, 2)
             for buffer in (found.keys, found.values)
         )
-        return _Decodes(chosen, len(kv_len), found, keys, values, mask[:, None, None, :])
+        return _Group(tokens, count, found, keys, values, mask[:, None, None, :])
 
     def _plan_chunk(
         self,
@@ -238,26 +273,24 @@ class SDPAAttention:
         return _Context(cells, keys, values)
 
 
-def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[list[int] | slice, int, int]]:
+def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[list[int], int]]:
     """Divide rows among calls: similar contexts together, so that little padding is gathered.
 
-    ``width`` is the elements of one position's keys. Returns the rows, their number and the padded context
+    ``width`` is the elements of one position's keys. Returns the indices of the rows and the padded context
     of each call.
     """
-    if not contexts:
-        return []
     limit = _GROUP_LIMIT.get(device_type, _GROUP_LIMIT_ELSEWHERE)
     padded = [-(-context // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE for context in contexts]
-    if len(padded) * max(padded) * width <= limit:
-        return [(slice(0, len(padded)), len(padded), max(padded))]
-    groups: list[tuple[list[int] | slice, int, int]] = []
+    if len(padded) * max(padded, default=0) * width <= limit:
+        return [(list(range(len(padded))), max(padded))] if padded else []
+    groups: list[tuple[list[int], int]] = []
     members: list[int] = []
     for row in sorted(range(len(padded)), key=padded.__getitem__):
         if members and (len(members) + 1) * padded[row] * width > limit:
-            groups.append((members, len(members), padded[members[-1]]))
+            groups.append((members, padded[members[-1]]))
             members = []
         members.append(row)
-    groups.append((members, len(members), padded[members[-1]]))
+    groups.append((members, padded[members[-1]]))
     return groups
 
 

@@ -8,7 +8,12 @@ values to the token's cell of the pool. What a program does with a head, its mas
     lanes            norm, rotate       |       norm, rotate      |
     go to                 q             |     keys[cell]          |      values[cell]
 
-A head is held as its two halves, since rotation pairs dimension d with d + head_dim / 2.
+A head is held as two halves a and b of what rotation pairs. It turns the first ROTATED dimensions, d with
+d + ROTATED / 2; the dimensions behind them, if there are any, are halved likewise and stay as they are:
+
+    lane       0 .......... ROTATED / 2 - 1 | ROTATED / 2 .......... HALF - 1
+    a          the first quarter of a head, | the third,
+    b          the second one               | the fourth, if half of a head is rotated
 
 With the same mean square the bits are those of :func:`~aioinfer.model.heads.split_heads`: always without
 a norm, and with one whenever the sum of squares rounds alike, whose order is not torch's; else the last
@@ -37,47 +42,57 @@ def _rotate_kernel(
     qkv: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, slot_mapping: tl.tensor,
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, eps: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, INTERPRETED: tl.constexpr,
+    HALF: tl.constexpr, ROTATED: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_H heads of one token. Grid (tokens, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
     cell = tl.load(slot_mapping + token).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    inside = dim < HALF
+    lane = tl.arange(0, BLOCK_D)[None, :]
+    inside = lane < HALF
+    turns = lane < ROTATED // 2
+    a_dim = lane
+    b_dim = lane + HALF
+    if ROTATED < 2 * HALF:
+        a_dim = tl.where(turns, lane, lane + ROTATED // 2)
+        b_dim = tl.where(turns, lane + ROTATED // 2, lane + HALF)
     is_query = (head < HEADS) & inside
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & inside
     is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS) & inside
-    at = (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + dim
-    raw_a = tl.load(qkv + at, mask=is_query | is_key | is_value, other=0.0)
-    raw_b = tl.load(qkv + at + HALF, mask=is_query | is_key | is_value, other=0.0)
+    at = (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF)
+    raw_a = tl.load(qkv + at + a_dim, mask=is_query | is_key | is_value, other=0.0)
+    raw_b = tl.load(qkv + at + b_dim, mask=is_query | is_key | is_value, other=0.0)
     a = raw_a.to(tl.float32)
     b = raw_b.to(tl.float32)
     if NORM:
         factor = inverse_rms(tl.sum(a * a + b * b, 1), 2 * HALF, eps)[:, None]
-        at = head * (2 * HALF) + dim
-        weight_a = tl.load(weight + at, mask=is_query | is_key, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight + at + HALF, mask=is_query | is_key, other=0.0).to(tl.float32)
+        at = head * (2 * HALF)
+        weight_a = tl.load(weight + at + a_dim, mask=is_query | is_key, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight + at + b_dim, mask=is_query | is_key, other=0.0).to(tl.float32)
         a = rounded(rounded(a * factor, raw_a, INTERPRETED) * weight_a, raw_a, INTERPRETED)
         b = rounded(rounded(b * factor, raw_b, INTERPRETED) * weight_b, raw_b, INTERPRETED)
-    at = token * (2 * HALF) + dim
-    cos_a = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    at = token * ROTATED + lane
+    cos_a = tl.load(cos + at, mask=turns, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + at + ROTATED // 2, mask=turns, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + at, mask=turns, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + at + ROTATED // 2, mask=turns, other=0.0).to(tl.float32)
     turned_a = rounded(a * cos_a, raw_a, INTERPRETED) + rounded(b * sin_a, raw_a, INTERPRETED)
     turned_b = rounded(b * cos_b, raw_b, INTERPRETED) + rounded(a * sin_b, raw_b, INTERPRETED)
+    if ROTATED < 2 * HALF:
+        turned_a = tl.where(turns, turned_a, a)
+        turned_b = tl.where(turns, turned_b, b)
     turned_a = rounded(turned_a, raw_a, INTERPRETED).to(raw_a.dtype)
     turned_b = rounded(turned_b, raw_b, INTERPRETED).to(raw_b.dtype)
-    at = (token * HEADS + head) * (2 * HALF) + dim
-    tl.store(q + at, turned_a, mask=is_query)
-    tl.store(q + at + HALF, turned_b, mask=is_query)
-    at = (cell * KV_HEADS + head - HEADS) * (2 * HALF) + dim
-    tl.store(keys + at, turned_a, mask=is_key)
-    tl.store(keys + at + HALF, turned_b, mask=is_key)
+    at = (token * HEADS + head) * (2 * HALF)
+    tl.store(q + at + a_dim, turned_a, mask=is_query)
+    tl.store(q + at + b_dim, turned_b, mask=is_query)
+    at = (cell * KV_HEADS + head - HEADS) * (2 * HALF)
+    tl.store(keys + at + a_dim, turned_a, mask=is_key)
+    tl.store(keys + at + b_dim, turned_b, mask=is_key)
     at -= KV_HEADS * (2 * HALF)
-    tl.store(values + at, raw_a, mask=is_value)
-    tl.store(values + at + HALF, raw_b, mask=is_value)
+    tl.store(values + at + a_dim, raw_a, mask=is_value)
+    tl.store(values + at + b_dim, raw_b, mask=is_value)
 
 
 def rotate_and_store(
@@ -96,7 +111,7 @@ def rotate_and_store(
     Args:
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim], float32, float16 or bfloat16, and so the others.
         norm: of the queries and keys, or None.
-        rotary: factors of the tokens' positions.
+        rotary: factors of the tokens' positions, for all of a head or the first part of it.
         keys, values: [pages, page_size, num_kv_heads, head_dim], contiguous.
         slot_mapping: [T] cells, any integer type.
 
@@ -111,14 +126,17 @@ def rotate_and_store(
     if head_dim % 2 or heads < 1 or keys.shape[3] != head_dim:
         raise ValueError(f"a projection {tuple(qkv.shape)} does not fit a pool {tuple(keys.shape)}")
     qkv, cos, sin = (tensor.contiguous() for tensor in (qkv, rotary.cos, rotary.sin))
+    rotated = cos.shape[-1]
+    if rotated % 2 or not 2 <= rotated <= head_dim:
+        raise ValueError(f"{rotated} dimensions of heads of {head_dim} cannot be rotated")
     weight = qkv if norm is None else norm.weight.contiguous()
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_d = triton.next_power_of_2(head_dim // 2)
     block_h = min(max(1, _TILE // (2 * block_d)), triton.next_power_of_2(total))
     _rotate_kernel[(tokens, triton.cdiv(total, block_h))](
         qkv, weight, cos, sin, slot_mapping, q, keys, values, 0.0 if norm is None else norm.eps,
-        HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=block_h, HALF=head_dim // 2, BLOCK_D=block_d,
-        NORM=norm is not None, INTERPRETED=INTERPRETED,
+        HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=block_h, HALF=head_dim // 2, ROTATED=rotated,
+        BLOCK_D=block_d, NORM=norm is not None, INTERPRETED=INTERPRETED,
         # Left to itself the compiler makes one multiply-add, rounded once, of torch's two operations, in
         # bfloat16 as well.
         num_warps=4, enable_fp_fusion=False,

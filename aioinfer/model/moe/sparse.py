@@ -31,7 +31,8 @@ class SparseMLP:
 
 
 def load_experts(weights: Weights, prefix: str, num_experts: int, hidden: int, middle: int) -> ExpertWeights:
-    """The experts under ``prefix``, one by one in the checkpoint or already stacked.
+    """The experts under ``prefix``: one by one in the checkpoint, or stacked, with gate and up together
+    (transformers) or apart (dFactory).
 
     The stack is filled in place, so that there are never two copies of it. Raises ConfigError.
     """
@@ -41,6 +42,11 @@ def load_experts(weights: Weights, prefix: str, num_experts: int, hidden: int, m
         return ExpertWeights(gate_up, weights.take(stacked[1], (num_experts, hidden, middle)))
     gate_up = weights.empty(num_experts, 2 * middle, hidden)
     down = weights.empty(num_experts, hidden, middle)
+    if f"{prefix}.gate_proj" in weights:
+        weights.take_into(gate_up[:, :middle], f"{prefix}.gate_proj")
+        weights.take_into(gate_up[:, middle:], f"{prefix}.up_proj")
+        weights.take_into(down, f"{prefix}.down_proj")
+        return ExpertWeights(gate_up, down)
     for expert in range(num_experts):
         weights.take_into(gate_up[expert, :middle], f"{prefix}.{expert}.gate_proj.weight")
         weights.take_into(gate_up[expert, middle:], f"{prefix}.{expert}.up_proj.weight")

@@ -1,0 +1,83 @@
+"""Configs of the model types that transformers has no class for. Importing this imports transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+__all__ = ["OWN_CONFIGS", "LLaDA2Config", "SDARConfig", "SDARMoeConfig"]
+
+
+class SDARConfig(Qwen3Config):  # type: ignore[misc]
+    """Qwen3's by another name."""
+
+    model_type = "sdar"
+
+
+class SDARMoeConfig(Qwen3MoeConfig):  # type: ignore[misc]
+    """Qwen3-MoE's by another name."""
+
+    model_type = "sdar_moe"
+
+
+class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
+    """LLaDA2's. Sizes have no defaults: none is more likely than another."""
+
+    model_type = "llada2_moe"
+
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    use_qkv_bias: bool = False
+    use_bias: bool = False
+    use_qk_norm: bool = True
+    norm_head: bool = False
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    num_shared_experts: int | None = None
+    moe_intermediate_size: int | None = None
+    first_k_dense_replace: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    score_function: str = "sigmoid"
+    norm_topk_prob: bool = True
+    moe_router_enable_expert_bias: bool = True
+    routed_scaling_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Raises ValueError for sizes that are missing or make no sense."""
+        for name, absent in (("first_k_dense_replace", 0), ("n_group", 1), ("topk_group", 1)):
+            if getattr(self, name) is None:
+                setattr(self, name, absent)
+        needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
+        needed += ["max_position_embeddings", "n_group", "topk_group"]
+        if self.num_experts:
+            needed += ["num_experts_per_tok", "moe_intermediate_size"]
+        if not self.num_experts or self.first_k_dense_replace:
+            needed.append("intermediate_size")
+        for name in needed:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        super().__post_init__(**kwargs)
+
+
+#: by model type; a dFactory checkpoint with merged experts has a name of its own
+OWN_CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "sdar": SDARConfig,
+    "sdar_moe": SDARMoeConfig,
+    "llada2_moe": LLaDA2Config,
+    "llada2_moe_veomni": LLaDA2Config,
+}

@@ -1,0 +1,98 @@
+"""Decoder: layers of pre-norm attention and a feed-forward part, which all families of our own are.
+
+What they differ in is what their layers hold (:mod:`aioinfer.model.families`): biases, norms of heads,
+windows, blocks, experts. The forward is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.model.attention.base import Attention, Scoring
+from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm
+from aioinfer.model.mlp import FeedForward
+from aioinfer.model.operations.base import Operations
+from aioinfer.model.rope import Rope, Rotary
+from aioinfer.model.spec import ModelSpec
+
+__all__ = ["Decoder", "Layer"]
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's weights and what they mean."""
+
+    attention_norm: torch.Tensor
+    #: queries, keys and values of all heads in one matrix
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: HeadNorm | None
+    scoring: Scoring
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    mlp: FeedForward
+
+
+class Decoder:
+    """See :class:`~aioinfer.model.spec.CausalLM`."""
+
+    capturable = True
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Sequence[Layer],
+        *,
+        embedding: torch.Tensor,
+        norm: torch.Tensor,
+        head: torch.Tensor,
+        eps: float,
+        rope: Rope,
+        operations: Operations,
+    ) -> None:
+        """``embedding`` and ``head`` are [vocab_size, hidden], ``norm`` [hidden] is the last one, and ``eps``
+        that of all norms between layers."""
+        self.spec = spec
+        self._layers = layers
+        self._embedding = embedding
+        self._norm = norm
+        self._head = head
+        self._eps = eps
+        self._rope = rope
+        self._operations = operations
+
+    def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
+        norm, eps = self._operations.add_rms_norm, self._eps
+        rotary = self._rope.at(batch.positions)
+        hidden = F.embedding(batch.input_ids, self._embedding)
+        # What a part of a layer adds to the residual is added where the next one norms it.
+        delta = None
+        for index, layer in enumerate(self._layers):
+            hidden, normed = norm(hidden, delta, layer.attention_norm, eps)
+            delta = self._attend(index, layer, normed, rotary, batch, attention)
+            hidden, normed = norm(hidden, delta, layer.mlp_norm, eps)
+            delta = layer.mlp(normed)
+        rows = batch.logits_rows
+        _, normed = norm(hidden[rows], None if delta is None else delta[rows], self._norm, eps)
+        return F.linear(normed, self._head)
+
+    def _attend(
+        self,
+        index: int,
+        layer: Layer,
+        normed: torch.Tensor,
+        rotary: Rotary,
+        batch: Batch,
+        attention: Attention,
+    ) -> torch.Tensor:
+        spec = self.spec
+        shape = len(normed), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(shape)
+        mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.scoring)
+        return F.linear(mixed.flatten(1), layer.out, layer.out_bias)

@@ -1,0 +1,148 @@
+"""What a family says of itself, and what the layers of any family are made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from aioinfer.model.blocks import Blocks
+from aioinfer.model.decoder import Decoder, Layer
+from aioinfer.model.heads import HeadNorm
+from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.moe.choice import Choice, Wanted, choose_experts
+from aioinfer.model.operations.base import Operations
+from aioinfer.model.rope import Rope
+from aioinfer.model.spec import ModelSpec, eos_token_ids
+from aioinfer.model.weights import Weights
+
+__all__ = ["Family", "Source", "build_decoder", "expert_shape", "head_dim", "kv_heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where layers come from: a config, tensors, and the kernels chosen."""
+
+    config: Any
+    weights: Weights
+    operations: Operations
+    #: of the experts; None in a model without
+    experts: Choice | None
+    #: see :class:`~aioinfer.model.attention.base.Scoring`
+    block: int
+
+    def fused(
+        self, names: list[str], rows: list[int], width: int, *, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Projections of ``names``, [rows, width] each, as one matrix, and their biases."""
+        weight = self.weights.fused([f"{name}.weight" for name in names], rows, width)
+        return weight, self.weights.fused([f"{name}.bias" for name in names], rows) if bias else None
+
+    def swiglu(self, prefix: str, middle: int, *, bias: bool = False) -> SwiGLU:
+        """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions."""
+        hidden = self.config.hidden_size
+        both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        gate_up, gate_up_bias = self.fused(both, [middle, middle], hidden, bias=bias)
+        down, down_bias = self.fused([f"{prefix}.down_proj"], [hidden], middle, bias=bias)
+        return SwiGLU(gate_up, gate_up_bias, down, down_bias, self.operations)
+
+    def head_norm(self, query: str, key: str) -> HeadNorm:
+        """The norms of each head's query and key, of these names."""
+        config, size = self.config, head_dim(self.config)
+        norms = [
+            self.weights.take(f"{name}.weight", (size,)).expand(heads, -1)
+            for name, heads in ((query, config.num_attention_heads), (key, kv_heads(config)))
+        ]
+        return HeadNorm(torch.cat(norms), config.rms_norm_eps)
+
+
+class Family(Protocol):
+    """What one kind of config and checkpoint means."""
+
+    @property
+    def embedding(self) -> str:
+        """Name of the token embedding."""
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """What is usual where the config does not say; None if these models write token after token."""
+
+    def obstacle(self, config: Any) -> str | None:
+        """What of a config our code does not compute, in words; None if it does."""
+
+    def sparse_layers(self, config: Any) -> frozenset[int]:
+        """Indices of the layers with experts. Raises ConfigError."""
+
+    def layer(self, source: Source, index: int) -> Layer:
+        """Layer ``index`` of a checkpoint. Raises ConfigError."""
+
+
+def build_decoder(
+    path: Path,
+    family: Family,
+    config: Any,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations,
+    experts: Wanted,
+    blocks: Blocks | None,
+) -> Decoder:
+    """The model in a directory. Raises ConfigError."""
+    shape = expert_shape(family, config)
+    choice = choose_experts(device, *shape, dtype, experts) if shape else None
+    source = Source(config, weights, operations, choice, blocks.size if blocks else 1)
+    words = config.vocab_size, config.hidden_size
+    embedding = weights.take(family.embedding, words)
+    layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
+    norm = weights.take("model.norm.weight", (config.hidden_size,))
+    tied = config.tie_word_embeddings
+    head = embedding if tied else weights.take("lm_head.weight", words)
+    weights.check_all_taken(["lm_head.weight"] if tied else [])
+    size, positions = head_dim(config), config.max_position_embeddings
+    spec = ModelSpec(
+        architecture=config.architectures[0],
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=kv_heads(config),
+        head_dim=size,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_model_len=positions,
+        dtype=dtype,
+        eos_token_ids=eos_token_ids(path, config),
+        num_parameters=weights.num_parameters,
+        expert_kernels=choice.kernels if choice else None,
+        block_size=blocks.size if blocks else None,
+        mask_token_id=blocks.mask_token_id if blocks else None,
+    )
+    return Decoder(
+        spec,
+        layers,
+        embedding=embedding,
+        norm=norm,
+        head=head,
+        eps=config.rms_norm_eps,
+        rope=Rope(config, size, positions, dtype, device),
+        operations=operations,
+    )
+
+
+def expert_shape(family: Family, config: Any) -> tuple[int, int] | None:
+    """(hidden size, inner size) of the experts; None if no layer has any. Raises ConfigError."""
+    return (config.hidden_size, config.moe_intermediate_size) if family.sparse_layers(config) else None
+
+
+def head_dim(config: Any) -> int:
+    """Elements of one head."""
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
+
+
+def kv_heads(config: Any) -> int:
+    """Heads of keys and values; as many as of queries where the config does not say."""
+    count: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return count

@@ -1,0 +1,108 @@
+"""LLaDA2 (arXiv 2512.15745): block diffusion over the architecture of Ling 2.0, sigmoid experts in groups.
+
+A layer has one fused projection ``query_key_value`` (all query heads, then keys, then values), a norm on each
+head's query and key, and rotary positions on a part of each head. The first layers are dense; the others
+have experts, some of which every token passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.model import rope
+from aioinfer.model.attention.base import Scoring
+from aioinfer.model.blocks import Blocks
+from aioinfer.model.decoder import Layer
+from aioinfer.model.families.base import Source, head_dim, kv_heads
+from aioinfer.model.mlp import FeedForward
+from aioinfer.model.moe.choice import make_experts, make_router
+from aioinfer.model.moe.routing import GroupedSigmoidRouter
+from aioinfer.model.moe.sparse import SparseMLP, load_experts
+
+__all__ = ["LLaDA2"]
+
+
+class LLaDA2:
+    """See :class:`~aioinfer.model.families.base.Family`."""
+
+    embedding = "model.word_embeddings.weight"
+    blocks = Blocks(32, 156895)
+
+    def obstacle(self, config: Any) -> str | None:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        if not rope.supported(config, head_dim(config), partial=True):
+            return "its kind of rotary positions"
+        if config.hidden_act != "silu":
+            return f"the activation {config.hidden_act}"
+        if config.score_function != "sigmoid":
+            return f"routing by {config.score_function}"
+        return "a normed head" if config.norm_head else None
+
+    def sparse_layers(self, config: Any) -> frozenset[int]:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        if not config.num_experts:
+            return frozenset()
+        return frozenset(range(config.first_k_dense_replace, config.num_hidden_layers))
+
+    def layer(self, source: Source, index: int) -> Layer:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        config, prefix = source.config, f"model.layers.{index}"
+        hidden, size = config.hidden_size, head_dim(config)
+        q_rows = config.num_attention_heads * size
+        at = f"{prefix}.attention"
+        rows = q_rows + 2 * kv_heads(config) * size
+        qkv, qkv_bias = source.fused([f"{at}.query_key_value"], [rows], hidden, bias=config.use_qkv_bias)
+        out, out_bias = source.fused([f"{at}.dense"], [hidden], q_rows, bias=config.use_bias)
+        norms = f"{at}.query_layernorm", f"{at}.key_layernorm"
+        return Layer(
+            attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            qk_norm=source.head_norm(*norms) if config.use_qk_norm else None,
+            scoring=Scoring(scale=size**-0.5, block=source.block),
+            out=out,
+            out_bias=out_bias,
+            mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            mlp=self._mlp(source, index),
+        )
+
+    def _mlp(self, source: Source, index: int) -> FeedForward:
+        config, prefix = source.config, f"model.layers.{index}.mlp"
+        if source.experts is None or index not in self.sparse_layers(config):
+            return source.swiglu(prefix, config.intermediate_size)
+        middle, shared = config.moe_intermediate_size, config.num_shared_experts
+        stack = load_experts(
+            source.weights, f"{prefix}.experts", config.num_experts, config.hidden_size, middle
+        )
+        return SparseMLP(
+            make_router(_rule(source, prefix), source.experts),
+            make_experts(stack, source.experts),
+            source.swiglu(f"{prefix}.shared_experts", middle * shared) if shared else None,
+        )
+
+
+def _rule(source: Source, prefix: str) -> GroupedSigmoidRouter:
+    config, weights = source.config, source.weights
+    count = config.num_experts
+    # Scores decide by small differences: they are computed in float32, whatever the type of the model.
+    gate = weights.take(f"{prefix}.gate.weight", (count, config.hidden_size), dtype=torch.float32)
+    bias = None
+    if config.moe_router_enable_expert_bias:
+        bias = weights.take(f"{prefix}.gate.expert_bias", (count,), dtype=torch.float32)
+    chosen = config.num_experts_per_tok
+    try:
+        return GroupedSigmoidRouter(
+            gate,
+            bias,
+            chosen,
+            num_groups=config.n_group,
+            top_groups=config.topk_group,
+            # Of one expert there is nothing to share out.
+            normalize=config.norm_topk_prob and chosen > 1,
+            scale=config.routed_scaling_factor,
+        )
+    except ValueError as error:
+        raise ConfigError(f"model: {config.architectures[0]} cannot choose {error}") from error

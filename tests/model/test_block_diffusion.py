@@ -1,0 +1,139 @@
+"""LLaDA2 and SDAR: logits of prompt blocks, blocks being denoised and blocks being committed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.model.loader import load_model
+from tests.model.block_models import (
+    MASK,
+    VOCAB,
+    Plain,
+    Rows,
+    block_config,
+    write_checkpoint,
+    write_config,
+)
+from tests.model.harness import build_batch
+from tests.model.kernels import DEVICES, kernels_or_skip
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "grouped-queries": {},
+    "as-many-keys-tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "one-group-whole-rotary": {"n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0},
+    "two-groups-two-shared": {"n_group": 2, "topk_group": 1, "num_shared_experts": 2},
+    "no-shared-no-dense-layer": {"num_shared_experts": 0, "first_k_dense_replace": 0, "topk_group": 4},
+    "one-expert": {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    "biases-one-key-head": {"use_qkv_bias": True, "use_bias": True, "num_key_value_heads": 1},
+    "dense": {"num_experts": None},
+    "quarter-rotary": {"partial_rotary_factor": 0.25, "head_dim": 24},
+}
+
+
+def prepare(path: Path, config: dict[str, Any], block: int, *, triton: str = "", **settings: Any) -> Rows:
+    """``triton`` is the device that Triton's kernels run on."""
+    tensors = write_checkpoint(path, config)
+    kernels: dict[str, Any] = {"kernels": "triton", "experts": "triton"} if triton else {}
+    if triton:
+        from aioinfer.model.attention.triton_attention import TritonAttention
+
+        settings |= {"attention": TritonAttention, "device": triton}
+    device = torch.device(triton or "cpu")
+    model = load_model(path, dtype="float32", device=device, block_size=block, **kernels)
+    assert (model.spec.block_size, model.spec.mask_token_id) == (block, MASK)
+    assert model.spec.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+    return Rows(model, Plain(config, tensors, block), **settings)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def run(rows: Rows, block: int) -> None:
+    """Three requests: a prompt at once, one by blocks, one without whole blocks; then everything mixed."""
+    masks = [MASK] * block
+    a, b = tokens(4 * block, 1), tokens(3 * block, 2)
+    rows.step([("a", 0, a)])
+    # One prompt goes on by whole blocks while another request denoises, its prompt's tail fixed.
+    rows.step([("b", 0, b[:block]), ("a", 4 * block, masks)])
+    half = [*tokens(block // 2, 3), *masks[block // 2 :]]
+    rows.step([("a", 4 * block, half), ("b", block, b[block:]), ("c", 0, masks)])
+    # Commits and the blocks behind them in one step, in any order of rows, and a fresh prompt besides.
+    done = tokens(block, 4)
+    rows.step(
+        [
+            ("c", 0, tokens(block, 5)),
+            ("a", 4 * block, done),
+            ("d", 0, tokens(2 * block, 6)),
+            ("a", 5 * block, masks),
+            ("c", block, masks),
+            ("b", 3 * block, [*tokens(1, 7), *masks[1:]]),
+        ]
+    )
+    rows.step([("c", block, half), ("a", 5 * block, half), ("b", 3 * block, half), ("d", 2 * block, masks)])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_llada2_is_what_its_description_says(tmp_path: Path, shape: str) -> None:
+    run(prepare(tmp_path, block_config(**SHAPES[shape]), 8), 8)
+
+
+@pytest.mark.parametrize("block", [1, 2, 16, 32])
+def test_blocks_of_any_size_over_pages_of_any_size(tmp_path: Path, block: int) -> None:
+    page_size = 64 // block
+    run(
+        prepare(tmp_path, block_config(num_hidden_layers=2), block, page_size=page_size, num_pages=800), block
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1, "tie_word_embeddings": True}])
+@pytest.mark.parametrize("family", ["sdar", "sdar_moe"])
+def test_sdar_is_what_its_description_says(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    run(prepare(tmp_path, block_config(family, **changes), 4), 4)
+
+
+@pytest.mark.parametrize("family", ["sdar", "sdar_moe"])
+def test_sdar_is_qwen3_of_transformers_behind_a_mask_of_blocks(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    config = block_config(family)
+    write_checkpoint(tmp_path, config)
+    rows = Rows(load_model(tmp_path, dtype="float32", device=CPU), Plain(config, {}, 4))
+    assert rows.model.spec.block_size == 4
+    name = {"sdar": "Qwen3ForCausalLM", "sdar_moe": "Qwen3MoeForCausalLM"}[family]
+    qwen3 = {"architectures": [name], "model_type": family.replace("sdar", "qwen3")}
+    write_config(tmp_path, {**config, **qwen3})
+    oracle = getattr(transformers, name).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids = tokens(22)
+    of = torch.arange(len(ids)) // 4
+    mask = torch.where(of[None, :] > of[:, None], torch.finfo(torch.float32).min, 0.0)[None, None]
+    with torch.no_grad():
+        wanted = oracle(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
+    batch = build_batch([(ids, 0, [3, 1])], 16, num_decodes=0, logits_rows=range(len(ids)))
+    got = rows.model.forward(batch, rows.attention)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_logits_of_any_tokens_in_any_order(tmp_path: Path) -> None:
+    rows = prepare(tmp_path, block_config(), 8)
+    batch = build_batch([(tokens(24), 0, [1, 2])], 16, num_decodes=0, logits_rows=range(24))
+    every = rows.model.forward(batch, rows.attention)
+    for wanted in ([23, 0, 7, 8, 7], [5], []):
+        batch.logits_rows = torch.tensor(wanted, dtype=torch.int64)
+        got = rows.model.forward(batch, rows.attention)
+        torch.testing.assert_close(got, every[wanted], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_on_tritons_kernels(tmp_path: Path, device: str) -> None:
+    kernels_or_skip(device)
+    rows = prepare(tmp_path, block_config(num_hidden_layers=2), 8, triton=device)
+    rows.step([("a", 0, tokens(16)), ("b", 0, [MASK] * 8)])
+    rows.step([("a", 16, tokens(8)), ("b", 0, tokens(8)), ("b", 8, [MASK] * 8), ("a", 24, [MASK] * 8)])
