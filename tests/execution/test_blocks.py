@@ -23,7 +23,7 @@ from aioinfer.scheduling.step import Admission, Horizon, Row, Step
 from aioinfer.twin import TaintError
 from aioinfer.twin.blocks import ScriptedDevice
 from tests.diffusion.cases import random_params
-from tests.execution.block_driver import Driven, Driver, check
+from tests.execution.block_driver import Driven, Driver, check, scripted
 from tests.execution.fake_cuda import install
 
 VOCAB, MASK = 32, 31
@@ -85,7 +85,7 @@ class World:
 
     def check(self) -> None:
         for request in self.requests:
-            check(request, self.device.script, self.size, MASK)
+            check(request, scripted(self.device.script, self.size), self.size, MASK)
 
 
 def test_rows_of_any_kind_bring_the_blocks_of_the_reference() -> None:
