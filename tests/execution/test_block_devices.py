@@ -52,7 +52,7 @@ def drive(device: TorchDevice, info: DeviceInfo, ahead: int, plain: Plain) -> No
         prompt = [
             rng.choice([MASK, rng.randrange(VOCAB)]) for _ in range(rng.choice([1, SIZE - 1, 2 * SIZE]))
         ]
-        # Behind nothing but masks, all positions would say the same, and a rounding error decide who is first.
+        # Behind nothing but masks all positions say the same, and a rounding error decides who is first.
         prompt[0] = rng.randrange(MASK)
         temperature = 0.0 if key % 2 == 0 else 0.7
         params = SamplingParams(temperature=temperature, diffusion=DiffusionParams(**kind))
