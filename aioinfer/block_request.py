@@ -17,6 +17,9 @@ __all__ = ["BlockRequest"]
 
 #: how much the newest round counts in a request's pace
 _NEWEST = 0.5
+#: A block is expected to be done when a round at so many times the pace would do. A block computed in vain
+#: costs as many positions as a commit that has its own row, and that one costs a round on top.
+_BOLDNESS = 1.5
 
 
 class BlockRequest(Request):
@@ -145,7 +148,7 @@ class BlockRequest(Request):
             masked = self.block_size - self._given(start)
         if not self.monotone:
             return masked == 0  # a round that changes nothing comes last
-        return masked <= (pace if self._pace is None else self._pace)
+        return masked <= _BOLDNESS * (pace if self._pace is None else self._pace)
 
     def observe(self, state: BlockState) -> int | None:
         """A round has resolved; call it before its tokens join the output. Returns how many tokens it wrote;

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.block_packing import BlockPacked, BlockPacker
     from aioinfer.execution.graphs import Capture
     from aioinfer.execution.streams import Backend, PackedStep
-    from aioinfer.model.spec import ModelSpec
+    from aioinfer.model.spec import CausalLM, ModelSpec
 
 __all__ = ["TorchDevice", "pick_device"]
 
@@ -49,7 +49,6 @@ class TorchDevice:
         from aioinfer.execution.sizing import fit_blocks
         from aioinfer.execution.streams import lacks_memory
         from aioinfer.model.attention.choice import choose_attention
-        from aioinfer.model.loader import load_model
 
         config = self._config
         device = pick_device(config.device)
@@ -57,17 +56,7 @@ class TorchDevice:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(config.threads)
         try:
-            model = load_model(
-                config.model_path,
-                dtype=config.dtype,
-                device=device,
-                load_format=config.load_format,
-                force_transformers=config.transformers_fallback,
-                kernels=config.attention,
-                experts=config.experts,
-                block_size=config.block_size,
-                progress=progress,
-            )
+            model = self._load(device, progress)
             spec = model.spec
             config = fit_blocks(config, spec)
             choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention)
@@ -88,6 +77,22 @@ class TorchDevice:
             page_size=config.page_size,
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,
+        )
+
+    def _load(self, device: torch.device, progress: Progress | None) -> CausalLM:
+        from aioinfer.model.loader import load_model
+
+        config = self._config
+        return load_model(
+            config.model_path,
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            force_transformers=config.transformers_fallback,
+            kernels=config.attention,
+            experts=config.experts,
+            block_size=config.block_size,
+            progress=progress,
         )
 
     def prepare(self, step: Step) -> Packed | BlockPacked:

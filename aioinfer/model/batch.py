@@ -15,9 +15,10 @@ __all__ = ["Batch"]
 class Batch:
     """R rows packed along one token axis of T tokens; no padding between rows.
 
-    Rows with one token that continue a sequence (decodes) come first, ``num_decodes`` of them; then
-    prefill chunks. All tensors are int64 on the model's device; the lists are their copies on the host,
-    so that no kernel ever reads a size back from the device.
+    Rows with one token that continue a sequence (decodes) come first, ``num_decodes`` of them; then prefill
+    chunks and the blocks of diffusion models. Rows of one sequence see what the others of them write in
+    this step. All tensors are int64 on the model's device; the lists are their copies on the host, so that
+    no kernel ever reads a size back from the device.
     """
 
     #: [T] token ids; those of decode rows were gathered from the relay
@@ -32,7 +33,8 @@ class Batch:
     kv_len: torch.Tensor
     #: [R, P] pages of each row's sequence in order; unused entries are page 0, which belongs to nobody
     block_table: torch.Tensor
-    #: [S] token rows whose logits are wanted: the last token of every row that samples
+    #: [S] tokens whose logits are wanted, in any order: the last one of every row that samples, or those
+    #: of a block that are unknown
     logits_rows: torch.Tensor
     #: tokens of each row, on the host
     q_lens: list[int]

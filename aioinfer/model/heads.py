@@ -13,7 +13,7 @@ __all__ = ["HeadNorm", "split_heads"]
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """Root mean square norm of each head's query and key (Qwen3)."""
+    """Root mean square norm of each head's query and key (Qwen3, LLaDA2)."""
 
     #: [num_heads + num_kv_heads, head_dim]: the query norm repeated, then the key norm
     weight: torch.Tensor

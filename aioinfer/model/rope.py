@@ -87,4 +87,5 @@ def _parameters(config: Any) -> dict[str, Any]:
 
 
 def _rotary_dim(parameters: dict[str, Any], head_dim: int) -> int:
-    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    factor = parameters.get("partial_rotary_factor")
+    return head_dim if factor is None else int(head_dim * factor)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.names import algorithm_names
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.block_packing import BlockPacker
 from aioinfer.execution.block_runner import BlockRunner

@@ -117,7 +117,7 @@ def test_blocks_windows_and_soft_caps_are_what_the_formula_says(
 ) -> None:
     """Rows begin and end within blocks and at their edges, alone in the pool and behind a context."""
     bench, scoring = Bench(8, LENGTHS), Scoring(0.3, window, soft_cap, block)
-    rows = [*MIXED, (3, 0, 32), (4, 32, 64), (1, 1, 5), (4, 27, 61)]
+    rows = [*MIXED, (3, 0, 32), (4, 32, 64), (1, 1, 5), (4, 27, 61), (3, 3, 5)]
     for row in (rows[:3], rows[3:6], rows[6:], [rows[2], *rows[6:8]]):
         num_decodes = sum(stop - start == 1 and start > 0 for _, start, stop in row)
         for got, at in zip(bench.attend(row, num_decodes, scoring), row, strict=True):

@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.loader import load_model
 from tests.model.block_models import (
     MASK,
     VOCAB,
     Plain,
     Rows,
+    Tensors,
     block_config,
     write_checkpoint,
     write_config,
 )
-from tests.model.harness import build_batch
+from tests.model.harness import build_batch, make_pool
 from tests.model.kernels import DEVICES, kernels_or_skip
 
 CPU = torch.device("cpu")
@@ -99,26 +102,52 @@ def test_sdar_is_what_its_description_says(tmp_path: Path, family: str, changes:
     run(prepare(tmp_path, block_config(family, **changes), 4), 4)
 
 
-@pytest.mark.parametrize("family", ["sdar", "sdar_moe"])
-def test_sdar_is_qwen3_of_transformers_behind_a_mask_of_blocks(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ["sdar", "sdar_moe", "llada2"])
+def test_transformers_computes_the_same_behind_a_mask_of_blocks(tmp_path: Path, family: str) -> None:
+    """SDAR's layers are Qwen3's; LLaDA2's are GLM-4-MoE's by other names."""
     import transformers
 
     config = block_config(family)
-    write_checkpoint(tmp_path, config)
-    rows = Rows(load_model(tmp_path, dtype="float32", device=CPU), Plain(config, {}, 4))
-    assert rows.model.spec.block_size == 4
-    name = {"sdar": "Qwen3ForCausalLM", "sdar_moe": "Qwen3MoeForCausalLM"}[family]
-    qwen3 = {"architectures": [name], "model_type": family.replace("sdar", "qwen3")}
-    write_config(tmp_path, {**config, **qwen3})
-    oracle = getattr(transformers, name).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    tensors = write_checkpoint(tmp_path, config)
+    model = load_model(tmp_path, dtype="float32", device=CPU, block_size=4)
+    architecture = {"sdar": "Qwen3", "sdar_moe": "Qwen3Moe", "llada2": "Glm4Moe"}[family]
+    twin = {**config, "architectures": [f"{architecture}ForCausalLM"]}
+    twin["model_type"] = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "llada2": "glm4_moe"}[family]
+    write_config(tmp_path, twin)
+    if family == "llada2":
+        changes = {"n_routed_experts": twin.pop("num_experts"), "n_shared_experts": 1, "use_qk_norm": True}
+        write_config(tmp_path, {**twin, **changes})
+        save_file(as_glm4(tensors, config), tmp_path / "model.safetensors")
+    oracle_class = getattr(transformers, f"{architecture}ForCausalLM")
+    oracle = oracle_class.from_pretrained(tmp_path, attn_implementation="eager").eval()
     ids = tokens(22)
     of = torch.arange(len(ids)) // 4
     mask = torch.where(of[None, :] > of[:, None], torch.finfo(torch.float32).min, 0.0)[None, None]
     with torch.no_grad():
         wanted = oracle(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
     batch = build_batch([(ids, 0, [3, 1])], 16, num_decodes=0, logits_rows=range(len(ids)))
-    got = rows.model.forward(batch, rows.attention)
+    got = model.forward(batch, SDPAAttention(make_pool(model.spec, 3, 16)))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def as_glm4(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """A LLaDA2 checkpoint under the names of GLM-4-MoE."""
+    size = config["head_dim"]
+    q_rows, kv_rows = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    names = {
+        "word_embeddings": "embed_tokens", "attention.": "self_attn.", "query_layernorm": "q_norm",
+        "key_layernorm": "k_norm", ".dense.": ".o_proj.", "gate.expert_bias": "gate.e_score_correction_bias",
+    }  # fmt: skip
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        if "query_key_value" not in name:
+            renamed[name] = tensor
+            continue
+        for part, rows in zip("qkv", tensor.split((q_rows, kv_rows, kv_rows)), strict=True):
+            renamed[name.replace("query_key_value", f"{part}_proj")] = rows.clone()
+    return renamed
 
 
 def test_logits_of_any_tokens_in_any_order(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """``python -m bench diffusion``: what each part of block diffusion brings, one after the other.
 
-The bundled diffusion model answers held-out questions of its tasks, ``concurrency`` at a time, in six ways,
-each with all that the ones before it have:
+The bundled diffusion model answers held-out questions of its tasks, ``concurrency`` at a time, in several
+ways, each with all that the ones before it have:
 
 * ``sync``: a batch denoises until every block of it is done; prompts come in between, a block at a time, and
-  a block that is done has one more forward to itself. How the seed of FDFO describes what was before it.
+  a block that is done has one more forward to itself. So the seed of FDFO describes what was before it.
+* ``sync+``: the same with prompts of up to 512 tokens in one forward, which the ones below do without, until
+  ``mixed``.
 * ``fdfo``: who is done leaves; but between rounds a request gives its slot and its block's pages back, and
   what is known of the block travels through the host.
 * ``reuse``: slot and pages stay where they are, and rounds follow each other on the device while no block
@@ -16,6 +18,9 @@ each with all that the ones before it have:
 ``fresh`` is the number of prompt blocks that are not in the prefix cache: 0 asks the same questions again,
 others put a conversation of so many blocks in front. All ways see the same requests, in turns within a
 round; ratios are of neighbours. Accuracy is exact match, of all rounds.
+
+With ``--shape``, a model of random weights in a real one's shape, whose blocks take scripted rounds: prompts
+and answers then mean nothing, and only the time counts.
 """
 
 from __future__ import annotations
@@ -25,66 +30,39 @@ import asyncio
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aioinfer.config import EngineConfig
-from aioinfer.diffusion.state import BlockState
 from aioinfer.engine import Engine
+from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.outputs import Result
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.request import Request
-from aioinfer.scheduling.blocks import BlockScheduler
-from aioinfer.scheduling.step import Step
+from aioinfer.text.tokenizer import Tokenizer
+from bench.diffusion.scripted import SHAPES, ScriptedDevice, write_shape
+from bench.diffusion.ways import WAYS, configs, make_restless, scheduler_of
 from bench.report import environment, percentiles, write_line
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from demo_tasks import Item, held_out
 
 TASKS = ("add", "copy", "reverse", "key_value", "json", "story")
-#: settings of each way, on top of those of the one before
-WAYS: dict[str, dict[str, Any]] = {
-    "sync": {
-        "diffusion_mode": "sync",
-        "mixed": False,
-        "first": "prefill",
-        "fused_commit": False,
-        "window": 0,
-    },
-    "fdfo": {"diffusion_mode": "fdfo"},
-    "reuse": {"max_rounds": 64},
-    "mixed": {"mixed": True, "first": "decode", "chunk_size": 512},
-    "fused": {"fused_commit": True},
-    "overlap": {"window": 1, "max_rounds": 1},
-}
-
-
-class Restless(BlockScheduler):
-    """Nobody keeps slot and pages between the rounds of a block."""
-
-    __slots__ = ()
-
-    def resolve_blocks(
-        self, step: Step, blocks: Mapping[int, BlockState], forwards: int = 1
-    ) -> list[Request]:
-        moved = super().resolve_blocks(step, blocks, forwards)
-        for request in list(self.batch.requests):
-            if request.mid_block:
-                self._retract(request)
-        return moved
 
 
 @dataclass
 class Question:
-    """A held-out question, perhaps behind a conversation."""
+    """What is asked, and, if it means something, the answer."""
 
-    item: Item
-    messages: list[dict[str, str]]
+    prompt: Any
+    item: Item | None = None
+
+    @property
+    def task(self) -> str | None:
+        return None if self.item is None else self.item.task
 
 
 def conversations(rng: random.Random, count: int, fresh: int, engine: Engine) -> list[Question]:
@@ -94,17 +72,31 @@ def conversations(rng: random.Random, count: int, fresh: int, engine: Engine) ->
     assert size is not None
     seed = rng.randrange(1 << 30) if fresh else 0
     pools = {task: held_out(task, -(-count // len(TASKS)), seed) for task in TASKS}
-    questions = [
-        Question(item, list(item.messages)) for items in zip(*pools.values(), strict=True) for item in items
-    ][:count]
-    for question in questions if fresh else ():
-        own = len(tokenizer.encode_chat(question.messages))
-        history: list[dict[str, str]] = []
-        while len(tokenizer.encode_chat([*history, *question.messages])) < own + (fresh - 1) * size:
-            other = rng.choice(held_out(rng.choice(TASKS), 8, rng.randrange(1 << 30)))
-            history += [*other.messages, {"role": "assistant", "content": other.answer}]
-        question.messages = [*history, *question.messages]
-    return questions
+    items = [item for items in zip(*pools.values(), strict=True) for item in items][:count]
+    return [Question(_behind(rng, item.messages, fresh, size, tokenizer), item) for item in items]
+
+
+def _behind(
+    rng: random.Random, messages: list[dict[str, str]], fresh: int, size: int, tokenizer: Tokenizer
+) -> list[dict[str, str]]:
+    """The messages, with so many blocks in front of them."""
+    own = len(tokenizer.encode_chat(messages))
+    history: list[dict[str, str]] = []
+    while fresh and len(tokenizer.encode_chat([*history, *messages])) < own + (fresh - 1) * size:
+        other = rng.choice(held_out(rng.choice(TASKS), 8, rng.randrange(1 << 30)))
+        history += [*other.messages, {"role": "assistant", "content": other.answer}]
+    return [*history, *messages]
+
+
+def noise(rng: random.Random, count: int, fresh: int, engine: Engine) -> list[Question]:
+    """Prompts of random tokens: a block that is always the same, and ``fresh`` others."""
+    size = engine.info.block_size
+    assert size is not None
+    common = list(range(10, 10 + size + size // 2))
+    return [
+        Question([*(rng.randrange(10, 500) for _ in range(fresh * size)), *common[number % size :]])
+        for number in range(count)
+    ]
 
 
 async def measure(
@@ -115,17 +107,17 @@ async def measure(
 
     async def ask(question: Question) -> Result:
         async with gate:
-            return await engine.generate(question.messages, params)
+            return await engine.generate(question.prompt, params)
 
-    counters = engine._started_core().scheduler.counters
+    counters = scheduler_of(engine).counters
     forwards, start = counters.forwards, time.perf_counter()
     results = await asyncio.gather(*[ask(question) for question in questions])
     wall = time.perf_counter() - start
     tokens = sum(len(result.token_ids) for result in results)
     right: dict[str, list[bool]] = {}
     for question, result in zip(questions, results, strict=True):
-        right.setdefault(question.item.task, []).append(question.item.check(result.text))
-    # From when it could first be asked: waiting for others' answers is no fault of the engine.
+        if question.item is not None:
+            right.setdefault(question.item.task, []).append(question.item.check(result.text))
     ttft = [1e3 * result.metrics.ttft for result in results if result.metrics and result.metrics.ttft]
     return {
         "tokens_per_s": tokens / wall,
@@ -135,41 +127,31 @@ async def measure(
     }
 
 
-def configs(options: argparse.Namespace, block: int) -> dict[str, EngineConfig]:
-    """The engines, way by way."""
-    config = EngineConfig(
-        model=options.model,
-        threads=options.threads,
-        dtype=options.dtype,
-        device=options.device,
-        load_format=options.load_format,
-        max_running_requests=max(options.concurrency),
-        max_step_tokens=max(2048, 4 * block * max(options.concurrency)),
-        chunk_size=block,
-    )
-    found = {}
-    for way, settings in WAYS.items():
-        config = replace(config, **settings)
-        found[way] = config
-    return found
-
-
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """Every way at every concurrency and number of fresh blocks, in turns."""
     params = SamplingParams(
         temperature=0,
         max_tokens=options.max_tokens,
+        ignore_eos=options.shape is not None,
         diffusion=DiffusionParams(algorithm=options.algorithm, threshold=options.threshold),
     )
     async with AsyncExitStack() as stack:
-        engines = {
-            way: await stack.enter_async_context(Engine(config))
-            for way, config in configs(options, options.block).items()
-            if way in options.ways
-        }
-        if "fdfo" in engines:
-            engines["fdfo"]._started_core().scheduler.__class__ = Restless
         result: dict[str, Any] = {}
+        engines: dict[str, Engine] = {}
+        model, block = options.model, options.block
+        if options.shape:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model, block = str(write_shape(options.shape, folder)), SHAPES[options.shape]["block_size"]
+        for way, config in configs(options, model, block).items():
+            if way in options.ways:
+                engine = (
+                    Engine(config, launcher=lambda config: ThreadLauncher(ScriptedDevice(config)))
+                    if options.shape
+                    else Engine(config)
+                )
+                engines[way] = await stack.enter_async_context(engine)
+        if "fdfo" in engines:
+            make_restless(engines["fdfo"])
         for fresh in options.fresh:
             for concurrency in options.concurrency:
                 key = f"{concurrency}x{fresh}"
@@ -189,7 +171,8 @@ async def _cell(
     lines: dict[str, list[dict[str, Any]]] = {way: [] for way in engines}
     for number in range(options.rounds):
         rng = random.Random(f"{options.load_seed}:{fresh}:{concurrency}:{number}")
-        questions = conversations(rng, count, fresh, next(iter(engines.values())))
+        ask = noise if options.shape else conversations
+        questions = ask(rng, count, fresh, next(iter(engines.values())))
         ways = list(engines) if number % 2 == 0 else list(reversed(engines))
         for way in ways:
             if fresh:
@@ -237,7 +220,7 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=16, help="positions per block of the model")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--load-format", default="auto", choices=("auto", "random"))
+    parser.add_argument("--shape", choices=list(SHAPES), help="a random model whose rounds are scripted")
     parser.add_argument("--algorithm", default="low_confidence")
     parser.add_argument("--threshold", type=float, default=0.95)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
