@@ -88,13 +88,12 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest of [R, B, V] and its token, the lowest of equals; any token where there is NaN."""
     if logits.is_cuda:
         return logits.max(dim=2)
-    # On a CPU, torch looks for indices one by one, and for values in vectors: the token is the one with the
-    # largest distance to the end. float32 counts exactly up to 2**24 tokens.
-    best = logits.amax(2)
-    vocab_size = logits.shape[2]
+    # On a CPU, torch looks for indices one by one, and compares to truth values one by one, but works on
+    # numbers in vectors: the token is the one that is farthest from the end. float32 counts up to 2**24.
+    best, vocab_size = logits.amax(2), logits.shape[2]
     to_end = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=logits.device)
-    found = torch.where(logits == best.unsqueeze(2), to_end, 1.0).amax(2)
-    return best, vocab_size - found.to(torch.int64)
+    equal = torch.eq(logits, best.unsqueeze(2), out=torch.empty_like(logits))
+    return best, vocab_size - equal.mul_(to_end).amax(2).clamp_(min=1).to(torch.int64)
 
 
 def _draw(

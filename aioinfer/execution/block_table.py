@@ -95,15 +95,11 @@ class BlockTable:
             groups: the rows of each algorithm.
         """
         for group in groups:
+            rows = slice(group.first, group.last)
+            block, counters = self._records.block(round.records[rows])
             entry = self._of(group.algorithm)
-            most = group.last - group.first
-            if logits.device.type == "cpu":
-                most = max(1, _CACHED_LOGITS // logits[0].numel())
-            for first in range(group.first, group.last, most):
-                rows = slice(first, min(first + most, group.last))
-                block, counters = self._records.block(round.records[rows])
-                state = entry.state(round.slots[rows], (group.key, first - group.first), counters)
-                entry.algorithm.step(logits[rows], block, state, drawn=group.drawn, filtered=group.filtered)
+            state = entry.state(round.slots[rows], group.key, counters)
+            entry.algorithm.step(logits[rows], block, state, drawn=group.drawn, filtered=group.filtered)
         self._table.index_copy_(0, round.slots, round.records)
 
 
@@ -138,7 +134,7 @@ class _Algorithm:
         )
         self._table = torch.zeros(num_slots + 1, self._layout.words, dtype=torch.int64, device=device)
         #: by the slots of their rows: it depends only on who is there, and mostly that is who was before
-        self._known: OrderedDict[tuple[bytes, int], Rows] = OrderedDict()
+        self._known: OrderedDict[bytes, Rows] = OrderedDict()
 
     def forget_rows(self) -> None:
         """Some slot has a new tenant."""
@@ -158,7 +154,7 @@ class _Algorithm:
         sent = link.send(words.numpy())
         self._table.index_copy_(0, sent[:, self._layout.first_word("slot")], sent)
 
-    def state(self, slots: torch.Tensor, key: tuple[bytes, int], counters: torch.Tensor) -> Rows:
+    def state(self, slots: torch.Tensor, key: bytes, counters: torch.Tensor) -> Rows:
         """Of rows with these slots, [R]; ``key`` tells the host which they are. ``counters``: [R, C], to be
         written to."""
         known = self._known.get(key)
@@ -169,6 +165,4 @@ class _Algorithm:
         return known | {name: counters[:, at] for at, name in enumerate(self.algorithm.counters)}
 
 
-_KNOWN_ROWS = 16
-#: A CPU works on logits in so many pieces that one, and what is made of it, stays in its cache.
-_CACHED_LOGITS = 1 << 18
+_KNOWN_ROWS = 4
