@@ -160,10 +160,7 @@ async def operate(world: World) -> None:
                     world.engine.flush_cache()
                     assert not world.engine.stats().pages_evictable
                 case "retract":
-                    scheduler = world.engine._core.scheduler  # type: ignore[union-attr]
-                    if (victim := scheduler._victim()) is not None:
-                        scheduler._retract(victim)
-                        world.engine._driver.wake()  # type: ignore[union-attr]
+                    retract_one(world.engine)
                 case "look":
                     stats = world.engine.stats()
                     held = stats.pages_free + stats.pages_fenced + stats.pages_private + stats.pages_cached
@@ -171,6 +168,16 @@ async def operate(world: World) -> None:
                     assert stats.prefilling + stats.decoding <= stats.running
         except errors.EngineFailed:
             return
+
+
+def retract_one(engine: Engine) -> None:
+    """As if others needed the pages."""
+    assert engine._core is not None
+    assert engine._driver is not None
+    scheduler = engine._core.scheduler
+    if (victim := scheduler._victim()) is not None:
+        scheduler._retract(victim)
+        engine._driver.wake()
 
 
 async def run_world(world: World, lifetimes: int) -> LawChecker:

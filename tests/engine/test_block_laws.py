@@ -18,7 +18,7 @@ from aioinfer.twin import TimedLauncher, ToyTokenizer, VirtualLoop
 from aioinfer.twin.blocks import ScriptedDevice, scripted_generate
 from tests.engine.block_worlds import COMBINATIONS, decode, make_block_world, random_params
 from tests.engine.laws import BlockLaws, watch
-from tests.engine.simulation import settle, simulate
+from tests.engine.simulation import retract_one, settle, simulate
 from tests.engine.worlds import VOCAB
 
 LIFETIMES = 40
@@ -96,7 +96,7 @@ def storm(cancels: int, window: int = 1) -> int:
         model="scripted", page_size=size, max_running_requests=running, window=window, seed=window
     )
     device = ScriptedDevice(
-        num_pages=2 * running, num_slots=config.num_slots, max_model_len=20 * size, mean_steps=6.0
+        num_pages=4 * running, num_slots=config.num_slots, max_model_len=20 * size, mean_steps=6.0
     )
     rng = random.Random(window)
     launcher = TimedLauncher(device, lambda _: 0.01)
@@ -112,6 +112,8 @@ def storm(cancels: int, window: int = 1) -> int:
                 diffusion=DiffusionParams(algorithm=rng.choice(algorithms), threshold=0.9),
             )
             prompt = rng.choices(range(VOCAB), k=rng.randint(1, 20))
+            if rng.random() < 0.1:
+                retract_one(engine)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(rng.uniform(0.01, 0.06)):
                     await engine.generate(prompt, params)
