@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.simulation import COMBINATIONS, simulate
+from tests.engine.simulation import simulate
+from tests.engine.worlds import COMBINATIONS
 
 
 @pytest.fixture(autouse=True)

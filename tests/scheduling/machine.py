@@ -24,7 +24,7 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import BAD_LOGITS
-from tests.engine.simulation import LawChecker
+from tests.engine.laws import LawChecker
 from tests.scheduling.naive import Flight, Life, NaiveDevice
 
 STOP = 2

@@ -1,0 +1,194 @@
+"""Random engines of a diffusion model without a network, what is asked of them, and what must come of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.rows import take
+from aioinfer.engine import Engine
+from aioinfer.outputs import TokenLogprob
+from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.scheduling.policy import POLICIES
+from aioinfer.twin import TimedLauncher, ToyTokenizer
+from aioinfer.twin.blocks import ScriptedDevice
+from tests.diffusion.cases import random_params as random_diffusion
+from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
+
+#: mode, fused commit, mixed, rounds of a horizon, prefix cache
+COMBINATIONS = list(
+    itertools.product(("fdfo", "fdfo", "sync"), (True, False), (True, False), (1, 4), (True, False))
+)
+#: blocks and pages
+SIZES = ((4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (2, 8), (16, 16))
+
+
+def make_block_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) -> World:
+    rng = random.Random(seed)
+    mode, fused, mixed, max_rounds, prefix_cache = COMBINATIONS[seed % len(COMBINATIONS)]
+    size, page_size = rng.choice(SIZES)
+    max_running = rng.choice([1, 2, 4, 8, 8])
+    config = EngineConfig(
+        model="scripted",
+        page_size=page_size,
+        max_running_requests=max_running,
+        max_step_tokens=max(max_running, 2 * size) + rng.choice([0, size, 4 * size, 200]),
+        chunk_size=rng.choice([1, size, 3 * size, 64]),
+        max_prefill_tokens=rng.choice([None, None, 2, 2 * size]),
+        window=rng.choice([0, 1, 1, 2]),
+        seed=seed,
+        mixed=mixed,
+        policy=rng.choice(list(POLICIES)),
+        admission=rng.choice(["fifo", "pack"]),
+        prefix_cache=prefix_cache,
+        share_prefix_tokens=rng.choice([0, page_size, 2 * page_size]),
+        diffusion_mode=mode,  # type: ignore[arg-type]
+        fused_commit=fused,
+        max_rounds=max_rounds,
+        **random_switches(rng),
+    )
+    dice = random.Random(seed + 1)
+    faults = Faults(seed, dice, fault_rate, lose_at, scarce=[size, 2 * size])
+    device = faults.device = ScriptedDevice(
+        # Of blocks for one or two sequences up to enough for all.
+        num_pages=rng.randint(8, 50) * size // page_size + 1,
+        page_size=page_size,
+        num_slots=config.num_slots,
+        max_model_len=rng.choice([8, 16]) * size,
+        block_size=size,
+        vocab_size=VOCAB,
+        mask_token_id=rng.choice([None, 7]),
+        fault=faults.early,
+        late_fault=faults.late,
+        script_seed=rng.randrange(1 << 30),
+        mean_steps=rng.choice([1.5, 4.0]),
+        edits=rng.choice([0, 0, 3]),
+    )
+    launcher = TimedLauncher(device, lambda step: dice.choice([0.0, 0.001, 0.01]) + 1e-4 * step.num_tokens)
+    engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: ToyTokenizer(VOCAB))
+    return World(rng, engine, device, launcher, random_params, verify)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    algorithm = rng.choice(algorithm_names())
+    given = random_diffusion(algorithm, np.random.default_rng(rng.randrange(1 << 40)))
+    temperature = rng.choice([0.0, 0.0, 0.5, 1.0])
+    return SamplingParams(
+        temperature=temperature,
+        top_k=rng.choice([0, 3]),
+        top_p=rng.choice([1.0, 0.9]),
+        seed=rng.randrange(1 << 40),
+        max_tokens=rng.choice([1, 2, 5, 8, 20, 40]),
+        stop=rng.choice([(), (), ("a",), ("ab", "zz"), ("üb", "cd", "x")]),
+        stop_token_ids=rng.choice([(), (), (3, 4, 5)]),
+        ignore_eos=rng.random() < 0.3,
+        include_stop=rng.random() < 0.2,
+        logprobs=rng.choice([None, 0]),
+        diffusion=DiffusionParams(algorithm=algorithm, draft=rng.random() < 0.3, **given),
+    )
+
+
+@dataclass
+class Plain:
+    """What one request must get, by token."""
+
+    ids: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+def verify(world: World, claims: Sequence[Claim]) -> None:
+    """Answers are those of the algorithms alone, block by block: no pages, no slots, nothing on the way."""
+    for name in algorithm_names():
+        chosen = [claim for claim in claims if _diffusion(claim.params).algorithm == name]
+        asked = [(claim.prompt, claim.params) for claim in chosen]
+        longest = world.engine.info.max_model_len
+        for claim, plain in zip(chosen, decode(world.device, name, asked, longest), strict=True):
+            verify_ids(claim, plain.ids)
+            if claim.result is None:
+                continue
+            count = len(claim.ids)
+            assert claim.result.step_map == plain.steps[:count], claim
+            if claim.result.logprobs is not None:
+                wanted = [
+                    TokenLogprob(*pair)
+                    for pair in zip(plain.ids[:count], plain.logprobs[:count], strict=True)
+                ]
+                assert claim.result.logprobs == wanted, claim
+
+
+def decode(
+    device: ScriptedDevice,
+    algorithm: str,
+    asked: Sequence[tuple[list[int], SamplingParams]],
+    longest: int,
+) -> list[Plain]:
+    """Up to the length or the stop token of each; the rows have nothing to do with each other."""
+    script, size, mask_id = device.script, device.block_size, device.mask_token_id
+    found = [Plain() for _ in asked]
+    cls = algorithm_class(algorithm)
+    starts = [len(prompt) // size * size for prompt, _ in asked]
+    before = torch.zeros(len(asked), dtype=torch.int64)
+    for row, ((prompt, _), start) in enumerate(zip(asked, starts, strict=True)):
+        for first in range(0, start, size):
+            ids = torch.tensor([prompt[first : first + size]])
+            before[row] = script.chain(before[row : row + 1], script.digest(ids))[0]
+    block = Block.begin(
+        [prompt[start:] for (prompt, _), start in zip(asked, starts, strict=True)],
+        starts,
+        size=size,
+        mask_id=mask_id,
+    )
+    state = cls.init_state(
+        [_diffusion(params) for _, params in asked],
+        [params for _, params in asked],
+        [params.seed or 0 for _, params in asked],
+    )
+    live = list(range(len(asked)))
+    while live:
+        cls(mask_id).step(script.logits(before, block.ids), block, state)
+        going = [
+            not done or _extend(found[row], block, at, *asked[row], longest)
+            for at, (row, done) in enumerate(zip(live, block.done.tolist(), strict=True))
+        ]
+        before = torch.where(block.done, script.chain(before, script.digest(block.ids)), before)
+        finished = block.done.clone()
+        block.advance_(finished, mask_id)
+        cls.restart_(state, finished)
+        if not all(going):
+            keep = torch.tensor([at for at, goes in enumerate(going) if goes], dtype=torch.int64)
+            block, state, before = block.take(keep), take(state, keep), before[keep]
+            live = [row for row, goes in zip(live, going, strict=True) if goes]
+    return found
+
+
+def _extend(
+    plain: Plain, block: Block, row: int, prompt: list[int], params: SamplingParams, longest: int
+) -> bool:
+    """A block is done; False if the output ends in it."""
+    assert params.max_tokens is not None
+    most = min(longest - len(prompt), params.max_tokens)
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (0,))}
+    columns = (block.ids, block.written_in, block.logprobs, block.editable)
+    for token, step, logprob, own in zip(*(column[row].tolist() for column in columns), strict=True):
+        if not own:
+            continue
+        plain.ids.append(token)
+        plain.steps.append(step)
+        plain.logprobs.append(logprob)
+        if token in stop_ids or len(plain.ids) == most:
+            return False
+    return True
+
+
+def _diffusion(params: SamplingParams) -> DiffusionParams:
+    assert params.diffusion is not None
+    return params.diffusion

@@ -1,0 +1,269 @@
+"""The laws of the design, asserted around a scheduler at every step."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aioinfer.block_request import BlockRequest
+from aioinfer.diffusion.state import BlockState
+from aioinfer.engine import Engine
+from aioinfer.request import Request
+from aioinfer.scheduling.audit import audit, check
+from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.step import Row, Step
+
+
+class LawChecker:
+    """Sits on a scheduler and asserts conservation, fencing, seniority and single endings at every step."""
+
+    #: tokens of the smallest step
+    least = 1
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.resolved = 0
+        self.launched = 0
+        #: newest step that read or wrote a page or a slot, and that wrote a page
+        self.page_touched: dict[int, int] = {}
+        self.page_written: dict[int, int] = {}
+        self.slot_touched: dict[int, int] = {}
+        #: whose the newest touch was: key and how often it had been retracted
+        self.page_tenant: dict[int, tuple[int, int]] = {}
+        self.slot_tenant: dict[int, tuple[int, int]] = {}
+        self.ended: set[int] = set()
+        #: a step ran out of memory: then, and only then, the eldest is retracted
+        self.running_out = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def plan(self) -> Step | None:
+        step: Step | None = self.scheduler.plan()
+        self.check()
+        if step is None:
+            return None
+        assert step.id == self.launched + 1
+        self.launched = step.id
+        rows = step.rows
+        assert sum(row.length for row in rows) == step.num_tokens <= self.scheduler.limits.max_step_tokens
+        assert step.num_tokens <= self.scheduler.cap.tokens
+        assert len({row.slot for row in rows}) == len(rows) == step.num_rows, (
+            "a slot has two rows in one step"
+        )
+        self.check_limits(step)
+        for row in rows:
+            self.check_row(step, row)
+        return step
+
+    def check_limits(self, step: Step) -> None:
+        limits = self.scheduler.limits
+        chunks = [row.length for row in step.prefills]
+        assert max(chunks, default=0) <= limits.chunk_size
+        most = limits.max_prefill_tokens
+        if most is not None and sum(chunks) > most:
+            assert chunks[0] > most, "only the first chunk may be longer than the budget"
+            assert sum(chunks[1:]) <= (most if limits.admission == "pack" else 0)
+        assert step.num_decodes <= (limits.max_decode_rows or step.num_decodes)
+        assert limits.mixed or not (step.num_decodes and chunks), "a mixed step, and mixing is off"
+
+    def check_row(self, step: Step, row: Row) -> None:
+        request, size = row.request, self.scheduler.memory.pages.page_size
+        assert not request.finished, "a row of a request that has ended"
+        assert not request.parked, "a row of a parked request"
+        assert row.kv_length <= self.longest(request)
+        first, stop = row.start // size, -(-row.kv_length // size)
+        assert stop <= len(request.pages), "a position without a page"
+        assert first >= request.cached_pages, "a row writes into the prefix cache"
+        for page in request.pages[: request.cached_pages]:
+            assert self.page_written.get(page, 0) <= self.resolved, f"cached page {page} is not resolved"
+        tenant = (request.key, request.retractions)
+        for page in request.pages[-(-row.start // size) : stop]:
+            landed = self.page_touched.get(page, 0) <= self.resolved
+            assert landed or self.page_tenant[page] == tenant, f"page {page} reused in flight"
+        if row.admission is not None:
+            landed = self.slot_touched.get(row.slot, 0) <= self.resolved
+            assert landed or self.slot_tenant[row.slot] == tenant, f"slot {row.slot} reused in flight"
+        self.slot_touched[row.slot] = step.id
+        self.slot_tenant[row.slot] = tenant
+        self.page_tenant.update(dict.fromkeys(request.pages[:stop], tenant))
+        self.page_touched.update(dict.fromkeys(request.pages[:stop], step.id))
+        self.page_written.update(dict.fromkeys(request.pages[first:stop], step.id))
+
+    def longest(self, request: Request) -> int:
+        """Positions that a request may ever have."""
+        return request.max_length
+
+    def resolve(self, step: Step, tokens: Sequence[int], forced: Any = ()) -> list[Request]:
+        self._land(step)
+        advanced: list[Request] = self.scheduler.resolve(step, tokens, dict(forced))
+        self.check()
+        return advanced
+
+    def fail(self, step: Step, error: BaseException) -> list[Request]:
+        self._land(step)
+        failed: list[Request] = self.scheduler.fail(step, error)
+        self.check()
+        return failed
+
+    def run_out(self, step: Step, error: BaseException) -> list[Request]:
+        self._land(step)
+        known = {request.key: request.known for request in step.requests}
+        self.running_out = True
+        failed: list[Request] = self.scheduler.run_out(step, error)
+        self.running_out = False
+        least = max(self.least, step.num_tokens // 2)
+        assert self.scheduler.cap.tokens <= least, "the next step asks for as much"
+        for request in step.requests:
+            assert request.known == known[request.key], (
+                "a token that was read is lost, or one that was not came"
+            )
+        self.check()
+        return failed
+
+    def _land(self, step: Step) -> None:
+        assert step.id == self.resolved + 1, "steps resolve in order, each once"
+        self.resolved = step.id
+
+    def check(self) -> None:
+        check(self.scheduler)
+        if self.launched % 8 == 0:
+            audit(self.scheduler)
+        memory = self.scheduler.memory
+        if memory.pages.fenced or memory.slots.fenced:
+            assert self.resolved < self.launched, "something is fenced, and no step is in flight"
+
+    def totals(self) -> Counter[str]:
+        """What happened, to see that everything did."""
+        counters, memory, admitter = self.scheduler.counters, self.scheduler.memory, self.scheduler.admitter
+        return Counter(
+            retractions=counters.retractions,
+            preemptions=counters.preemptions,
+            parkings=counters.parkings,
+            out_of_memory_retries=counters.out_of_memory_retries,
+            late_tokens=counters.late_tokens,
+            deferred_rows=counters.deferred_rows,
+            forced_tokens=counters.forced_tokens,
+            hit_tokens=memory.hit_tokens,
+            held_back=admitter.held,
+            packed_rounds=admitter.packed_rounds,
+            forced_rounds=admitter.forced_rounds,
+        )
+
+
+class BlockLaws(LawChecker):
+    """The same on a scheduler of blocks."""
+
+    def __init__(self, scheduler: BlockScheduler) -> None:
+        super().__init__(scheduler)
+        self.least = self.size = scheduler._block_size
+        #: by request and life, the steps that hold a block of it and have not resolved
+        self.flights: dict[tuple[int, int], deque[int]] = {}
+        #: requests that were ended while some of their block was known, and some was not
+        self.ended_in_mid_block = 0
+        self.horizons = 0
+        #: keys of those that were in the batch when the step was planned
+        self.decoding: set[int] = set()
+
+    @property
+    def __class__(self) -> Any:
+        # The core asks which scheduler it has.
+        return type(self.scheduler)
+
+    def plan(self) -> Step | None:
+        self.decoding = {request.key for request in self.scheduler.batch.requests}
+        return super().plan()
+
+    def longest(self, request: Request) -> int:
+        return -(-request.max_length // self.size) * self.size
+
+    def check_limits(self, step: Step) -> None:
+        limits = self.scheduler.limits
+        chunks = [row for row in step.prefills if row.ids]
+        rounds = [row for row in step.prefills if not row.ids]
+        lengths = [row.length for row in chunks]
+        assert not step.decodes
+        assert max(lengths, default=0) <= max(limits.chunk_size, self.size)
+        most = limits.max_prefill_tokens
+        if most is not None and sum(lengths) > most:
+            assert lengths[0] > most, "only the first chunk may be longer than the budget"
+            assert sum(lengths[1:]) <= (most if limits.admission == "pack" else 0)
+        if limits.max_decode_rows is not None and limits.mixed:
+            blocks = sum(row.blocks for row in rounds if row.request.key in self.decoding)
+            assert blocks <= limits.max_decode_rows
+        assert limits.mixed or not (rounds and chunks), "a mixed step, and mixing is off"
+        if step.horizon is not None:
+            self.horizons += 1
+            assert all(row.blocks == 1 for row in rounds)
+            assert not chunks
+            assert not self.scheduler.waiting
+
+    def check_row(self, step: Step, row: Row) -> None:
+        super().check_row(step, row)
+        request, size = row.request, self.size
+        assert isinstance(request, BlockRequest)
+        assert row.start % size == row.length % size == 0 < row.length
+        assert row.length == len(row.ids or ()) + row.blocks * size
+        if row.blocks:
+            flights = self.flights.setdefault((request.key, request.retractions), deque())
+            while flights and flights[0] <= self.resolved:
+                flights.popleft()
+            flights.append(step.id)
+            assert len(flights) <= 2, "of a third row it cannot be said which block it is for"
+
+    def resolve_blocks(self, step: Step, blocks: Mapping[int, BlockState], forwards: int) -> list[Request]:
+        self._land(step)
+        known = {row.request.key: list(row.request.output_ids) for row in step.prefills}
+        moved: list[Request] = self.scheduler.resolve_blocks(step, blocks, forwards)
+        for row in step.prefills:
+            request = row.request
+            before = known[request.key]
+            assert request.output_ids[: len(before)] == before, "a token that was read has changed"
+            assert isinstance(request, BlockRequest)
+            assert len(request.step_map) == len(request.output_ids)
+        self.check()
+        return moved
+
+    def totals(self) -> Counter[str]:
+        counts = super().totals()
+        for never in ("deferred_rows", "forced_tokens"):
+            del counts[never]
+        counts.update({"ended_in_mid_block": self.ended_in_mid_block, "horizons": self.horizons})
+        return counts
+
+
+def watch(engine: Engine) -> LawChecker:
+    """Put a checker between the engine's core and its scheduler."""
+    core = engine._core
+    assert core is not None
+    senior = core.scheduler
+    checker = BlockLaws(senior) if isinstance(senior, BlockScheduler) else LawChecker(senior)
+
+    class Watched(type(senior)):  # type: ignore[misc]
+        __slots__ = ()
+
+        def _retract(self, request: Request) -> None:
+            active = [each.key for each in self.running.values() if not each.parked]
+            spared = request.parked or checker.running_out or request.key != min(active)
+            assert spared, "the eldest request was retracted"
+            super()._retract(request)
+
+        def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
+            inside = in_mid_block(request)
+            first = bool(super().finish(request, reason, error))
+            assert not (first and request.key in checker.ended), "a request ended twice"
+            checker.ended.add(request.key)
+            if first and inside and reason == "abort" and isinstance(checker, BlockLaws):
+                checker.ended_in_mid_block += 1
+            return first
+
+    senior.__class__ = Watched
+    core.scheduler = checker  # type: ignore[assignment]
+    return checker
+
+
+def in_mid_block(request: Request) -> bool:
+    """Of the block that it is at, a round has written some tokens and others are still to come."""
+    block = request.block if isinstance(request, BlockRequest) else None
+    return block is not None and not block.done and max(block.written_in) >= 0

@@ -1,0 +1,229 @@
+"""Random engines on the toy device, what is asked of them, and what any correct engine must answer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.device import StepOutOfMemory
+from aioinfer.outputs import Result
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.step import Row, Step
+from aioinfer.twin import TimedLauncher, ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.twin.toy import toy_logprob
+
+VOCAB = 64
+
+
+@dataclass
+class Claim:
+    """What an engine has answered."""
+
+    number: int
+    behaviour: str
+    prompt: list[int]
+    params: SamplingParams
+    ids: list[int]
+    text: str
+    #: None: the consumer left before the end
+    reason: str | None
+    #: if the consumer waited for it
+    result: Result | None
+
+
+@dataclass
+class World:
+    """One engine under test, the dice, and what came of its requests."""
+
+    rng: random.Random
+    engine: Engine
+    #: has ``lost`` and ``steps``
+    device: Any
+    launcher: TimedLauncher
+    #: what a request may ask for
+    params: Callable[[random.Random], SamplingParams]
+    #: raises if claims are not what any correct engine answers
+    verify: Callable[[World, Sequence[Claim]], None]
+    claims: list[Claim] = field(default_factory=list)
+    outcomes: list[tuple[Any, ...]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+#: policy, admission, mixed, prefix cache
+COMBINATIONS = list(itertools.product(POLICIES, ("fifo", "pack"), (True, False), (True, False)))
+
+
+class Injected(RuntimeError):
+    """What an injected fault raises."""
+
+
+class Faults:
+    """Steps that fail, and memory that is short now and then, before or after the forward, or for steps of
+    more tokens than one of ``scarce``."""
+
+    def __init__(
+        self, seed: int, dice: random.Random, rate: float, lose_at: int | None, scarce: Sequence[int]
+    ) -> None:
+        self.device: Any = None
+        self._dice = dice
+        self._rate = rate
+        self._lose_at = lose_at
+        self._memory = memory = random.Random(seed + 2)
+        self._shortages = memory.choice([0.0, 0.0, 0.02, 0.2]) if rate else 0.0
+        self._most_tokens = memory.choice([1000] * 8 + list(scarce)) if rate else 1000
+
+    def early(self, step: Step) -> None:
+        if self._lose_at is not None and step.id >= self._lose_at:
+            self.device.lost = True
+            raise Injected("the device is lost")
+        if self._dice.random() < self._rate:
+            raise Injected(f"step {step.id}")
+        if step.num_tokens > self._most_tokens or self._memory.random() < self._shortages / 2:
+            raise StepOutOfMemory(f"step {step.id}")
+
+    def late(self, step: Step) -> None:
+        if self._memory.random() < self._shortages / 2:
+            raise StepOutOfMemory(f"step {step.id}, late")
+
+
+def random_switches(rng: random.Random) -> dict[str, Any]:
+    """Settings that any engine may have."""
+    return {
+        "max_queued_requests": rng.choice([10, 1000, 1000, 1000]),
+        "max_queued_tokens": rng.choice([300, 100_000, 100_000, 100_000]),
+        "max_decode_rows": rng.choice([None, None, 1, 3]),
+        "first": rng.choice(["decode", "prefill"]),
+        "max_overlapped_prefill": rng.choice([0, 4, 1000]),
+        "preemption": rng.random() < 0.5,
+        "lookahead": rng.choice([1, 4, 64]),
+        "force_fifo_every": rng.choice([0, 2, 8]),
+        "max_passed_over": rng.choice([1, 4, 16]),
+        "new_token_ratio": rng.choice([0.0, 0.4, 1.0]),
+        "min_new_token_ratio": rng.choice([0.0, 0.1]),
+        "max_lag": rng.choice([None, None, 1, 5]),
+    }
+
+
+def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) -> World:
+    rng = random.Random(seed)
+    # Neighbouring seeds go through every combination of the switches.
+    policy, admission, mixed, prefix_cache = COMBINATIONS[seed % len(COMBINATIONS)]
+    page_size = rng.choice([1, 2, 4, 8])
+    max_running = rng.randint(1, 8)
+    num_pages = rng.randint(8, 40) if page_size > 1 else rng.randint(24, 60)
+    window = rng.choice([0, 1, 2])
+    config = EngineConfig(
+        model="toy",
+        page_size=page_size,
+        max_running_requests=max_running,
+        max_step_tokens=max_running + rng.choice([0, 3, 30]),
+        chunk_size=rng.choice([1, 3, 8, 64]),
+        window=window,
+        seed=seed,
+        max_prefill_tokens=rng.choice([None, None, 4, 16]),
+        mixed=mixed,
+        policy=policy,
+        admission=admission,
+        prefix_cache=prefix_cache,
+        share_prefix_tokens=rng.choice([0, 4, 8]),
+        **random_switches(rng),
+    )
+    dice = random.Random(seed + 1)
+    faults = Faults(seed, dice, fault_rate, lose_at, scarce=[1, 6])
+    deferral_rate = rng.choice([0.0, 0.0, 0.1, 0.4])
+
+    def defer(row: Row) -> int | None:
+        if dice.random() >= deferral_rate:
+            return None
+        # What nobody samples has no logprob.
+        return 0 if row.request.params.logprobs is not None else dice.choice([0, 1, 2, 9])
+
+    device = ToyDevice(
+        num_pages=num_pages,
+        page_size=page_size,
+        num_slots=config.num_slots,
+        vocab_size=VOCAB,
+        fault=faults.early,
+        late_fault=faults.late,
+        defer=defer,
+    )
+    faults.device = device
+    launcher = TimedLauncher(device, lambda step: dice.choice([0.0, 0.001, 0.01]) + 1e-4 * step.num_tokens)
+    engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: ToyTokenizer(VOCAB))
+    return World(rng, engine, device, launcher, random_params, verify)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    stop = rng.choice([(), (), ("a",), ("ab", "zz"), ("üb", "cd", "x")])
+    return SamplingParams(
+        temperature=rng.choice([0.0, 1.0]),
+        seed=rng.randrange(1 << 40),
+        max_tokens=rng.choice([1, 2, 5, 20, 40]),
+        min_tokens=rng.choice([0, 0, 0, 1]),
+        stop=stop,
+        stop_token_ids=rng.choice([(), (), (3, 4, 5)]),
+        ignore_eos=rng.random() < 0.3,
+        include_stop=rng.random() < 0.2,
+        logprobs=rng.choice([None, None, 0]),
+        prompt_logprobs=rng.choice([None, None, None, 0]),
+    )
+
+
+def verify(world: World, claims: Sequence[Claim]) -> None:
+    """Answers are those of the plainest toy."""
+    limit = world.engine.info.max_model_len
+    for claim in claims:
+        params = claim.params
+        assert params.seed is not None
+        ids = toy_generate(claim.prompt, params, seed=params.seed, vocab_size=VOCAB, max_length=limit)
+        verify_ids(claim, ids)
+        result = claim.result
+        if result is None:
+            continue
+        start = len(result.prompt_token_ids)
+        for at, logprob in enumerate(result.logprobs or ()):
+            assert logprob == toy_logprob(start + at, result.token_ids[at])
+        for at, logprob in enumerate((result.prompt_logprobs or ())[1:], 1):
+            assert logprob == toy_logprob(at, result.prompt_token_ids[at])
+        assert result.prompt_logprobs is None or len(result.prompt_logprobs) == start
+
+
+def verify_ids(claim: Claim, ids: list[int]) -> None:
+    """``ids``: what comes of the claim's request if no text ends it."""
+    ids, text, reason = ended(ids, claim.params)
+    if claim.reason is not None:
+        assert (claim.ids, claim.text, claim.reason) == (ids, text, reason), claim
+    else:
+        # What was delivered before the consumer left is a prefix of what would have come.
+        assert claim.ids == ids[: len(claim.ids)], claim
+        assert text.startswith(claim.text), claim
+    if claim.result is not None:
+        logprobs = claim.result.logprobs
+        assert logprobs is None or [each.token_id for each in logprobs] == ids
+
+
+def ended(ids: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
+    """Ids, text and finish reason where stop strings and tokens end a stream of ids."""
+    pieces = ToyTokenizer(VOCAB)._pieces
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {0})
+    text = ""
+    for index, token in enumerate(ids):
+        ended = token in stop_ids
+        if not ended or params.include_stop:
+            before = len(text)
+            text += pieces[token]
+            hits = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in params.stop]
+            hits = [(at + len(stop), at, stop) for at, stop in hits if at >= 0]
+            if hits:
+                end, at, _ = min(hits)
+                return ids[: index + 1], text[: end if params.include_stop else at], "stop"
+        if ended:
+            return ids[: index + 1], text, "stop"
+    return ids, text, "length"
