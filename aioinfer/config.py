@@ -125,7 +125,9 @@ class EngineConfig:
     grammar_patience: float = _option(
         0.002, "seconds that a step waits for late grammar masks before it goes on without their rows"
     )
-    decode_graph_rows: int = _option(256, "largest decode batch captured as a graph on cuda; 0 captures none")
+    decode_graph_rows: int = _option(
+        256, "largest batch of tokens or blocks captured as a graph on cuda; 0 captures none"
+    )
     launch_mode: Literal["thread", "inline"] = _option("thread", "where steps are launched")
     switch_interval: float | None = _option(
         None, "seconds of sys.setswitchinterval while the engine runs; 0 leaves it; default: 0.0003 on cuda"
@@ -190,6 +192,11 @@ class EngineConfig:
     def graph_rows(self) -> int:
         """Rows of the largest decode batch that is captured, where graphs can be."""
         rows = self.max_running_requests
+        return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
+
+    def round_rows(self, block_size: int) -> int:
+        """Rows, of a block each, of the largest rounds that are captured, where graphs can be."""
+        rows = min(2 * self.max_running_requests, self.max_step_tokens // block_size)
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
 
 

@@ -36,8 +36,8 @@ class AlgorithmRows:
     algorithm: str
     first: int
     last: int
-    #: their slots, for the host to tell one group from another
-    key: bytes
+    #: their slots, for the host to tell one group from another; None: it does not know them
+    key: bytes | None
     #: some row has a temperature; some row that has one has a filter, too
     drawn: bool
     filtered: bool
@@ -78,6 +78,8 @@ class BlockPacked:
     tenants: list[Tenant]
     #: some row may go on to another block than its slot's
     may_turn: bool
+    #: blocks of a step that has nothing else, 0 if it has
+    num_rounds: int
     horizon: Horizon | None
 
     def section(self, name: str) -> npt.NDArray[np.int64]:
@@ -158,6 +160,7 @@ class BlockPacker:
             groups=self._groups(own),
             tenants=tenants,
             may_turn=may_turn,
+            num_rounds=int(blocks.sum()) if (blocks * size == q_len).all() else 0,
             horizon=step.horizon,
         )
 

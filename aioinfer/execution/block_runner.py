@@ -9,6 +9,7 @@ import torch
 
 from aioinfer.diffusion.record import BlockRecords
 from aioinfer.diffusion.registry import algorithm_class
+from aioinfer.execution.block_graphs import BlockGraphs
 from aioinfer.execution.block_packing import BLOCK_SECTIONS, BlockPacked, block_records
 from aioinfer.execution.block_table import BlockTable, Round
 from aioinfer.execution.device import StepResult
@@ -42,7 +43,7 @@ class BlockRunner:
     """Computes steps in the order of their launch, and reads nothing back meanwhile unless the device is
     ``synchronous``. Launch thread only."""
 
-    __slots__ = ("_model", "_records", "_synchronous", "attention", "lane", "table")
+    __slots__ = ("_model", "_records", "_synchronous", "attention", "graphs", "lane", "table")
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class BlockRunner:
         assert spec.block_size is not None, "not a diffusion model"
         assert spec.mask_token_id is not None, "a diffusion model has a mask"
         self.attention = attention
+        self.graphs: BlockGraphs | None = None
         self.lane = DeviceLane() if lane is None else lane
         self._model = model
         self._synchronous = synchronous
@@ -71,6 +73,16 @@ class BlockRunner:
     def run(self, packed: BlockPacked, link: Link) -> Denoised:
         """One step."""
         start = now()
+        if self.graphs is not None and self.graphs.hold(packed):
+            if packed.tenants:
+                begun = [link.send(packed.section(name)) for name in ("begun_slots", "begun_records")]
+                self.table.begin(begun[0], begun[1], packed.tenants, link)
+            self.graphs.forward(packed, link.send)
+            forward = now()
+            return Denoised(self.graphs.step(packed), 1, (start, forward, forward, now()))
+        return self._run(packed, link, start)
+
+    def _run(self, packed: BlockPacked, link: Link, start: float) -> Denoised:
         parts = dict(
             zip(BLOCK_SECTIONS, torch.split(link.send(packed.ints), list(packed.sizes)), strict=True)
         )

@@ -28,11 +28,11 @@ __all__ = ["BlockTable", "Round"]
 class BlockTable:
     """A record of the slot's block, and what the algorithm of the slot's tenant was asked for."""
 
-    __slots__ = ("_algorithms", "_blank", "_device", "_mask_id", "_num_slots", "_records", "_table")
+    __slots__ = ("_algorithms", "_blank", "_device", "_num_slots", "_records", "_table", "mask_id")
 
     def __init__(self, num_slots: int, records: BlockRecords, mask_id: int, device: torch.device) -> None:
         self._num_slots = num_slots
-        self._mask_id = mask_id
+        self.mask_id = mask_id
         self._device = device
         self._records = records
         self._blank = torch.from_numpy(records.blank).to(device)
@@ -40,6 +40,16 @@ class BlockTable:
         self._table = self._blank.repeat(num_slots + 1, 1)
         records.block(self._table)[0].done.fill_(True)
         self._algorithms: dict[str, _Algorithm] = {}
+
+    @property
+    def words(self) -> int:
+        """Of a record."""
+        return self._records.words
+
+    def prepare(self, algorithms: Sequence[str]) -> None:
+        """Make what these have on the device now, and not when the first request asks for them."""
+        for name in algorithms:
+            self._of(name)
 
     def begin(
         self, slots: torch.Tensor, records: torch.Tensor, tenants: Sequence[Tenant], link: Link
@@ -59,7 +69,7 @@ class BlockTable:
     def _of(self, name: str) -> _Algorithm:
         found = self._algorithms.get(name)
         if found is None:
-            algorithm = algorithm_class(name)(self._mask_id)
+            algorithm = algorithm_class(name)(self.mask_id)
             found = self._algorithms[name] = _Algorithm(algorithm, self._num_slots, self._device)
         return found
 
@@ -154,15 +164,20 @@ class _Algorithm:
         sent = link.send(words.numpy())
         self._table.index_copy_(0, sent[:, self._layout.first_word("slot")], sent)
 
-    def state(self, slots: torch.Tensor, key: bytes, counters: torch.Tensor) -> Rows:
+    def state(self, slots: torch.Tensor, key: bytes | None, counters: torch.Tensor) -> Rows:
         """Of rows with these slots, [R]; ``key`` tells the host which they are. ``counters``: [R, C], to be
         written to."""
-        known = self._known.get(key)
+        known = None if key is None else self._known.get(key)
         if known is None:
-            known = self._known[key] = self._layout.views(self._table.index_select(0, slots))
-            if len(self._known) > _KNOWN_ROWS:
-                self._known.popitem(last=False)
+            known = self._layout.views(self._table.index_select(0, slots))
+            if key is not None:
+                self._remember(key, known)
         return known | {name: counters[:, at] for at, name in enumerate(self.algorithm.counters)}
+
+    def _remember(self, key: bytes, rows: Rows) -> None:
+        self._known[key] = rows
+        if len(self._known) > _KNOWN_ROWS:
+            self._known.popitem(last=False)
 
 
 _KNOWN_ROWS = 4

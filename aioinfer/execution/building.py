@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from aioinfer.config import EngineConfig
+from aioinfer.execution.block_graphs import BlockGraphs, round_sizes
 from aioinfer.execution.block_runner import BlockRunner
 from aioinfer.execution.graphs import Capture, DecodeGraphs, graph_obstacle, graph_sizes
 from aioinfer.execution.masks import Masks
@@ -93,14 +94,18 @@ class Parts:
         return largest_steps(self.config, max_len)
 
     def graph_sizes(self) -> list[int]:
-        """Sizes of the decode graphs to capture; none where they cannot be."""
-        config, spec, kernels = self.config, self.model.spec, self.attention.kernels
-        if spec.block_size is not None:
-            # Rows of blocks are no decodes.
+        """Sizes of the graphs to capture; none where they cannot be."""
+        kernels, experts = self.attention.kernels, self.model.spec.expert_kernels
+        if graph_obstacle(self.device, kernels, self.model.capturable, experts) is not None:
             return []
-        if graph_obstacle(self.device, kernels, self.model.capturable, spec.expert_kernels) is not None:
-            return []
-        return graph_sizes(config.graph_rows)
+        return self.possible_sizes()
+
+    def possible_sizes(self) -> list[int]:
+        """Sizes of the graphs that the config asks for."""
+        config, block = self.config, self.model.spec.block_size
+        if block is None:
+            return graph_sizes(config.graph_rows)
+        return round_sizes(config.round_rows(block))
 
 
 def build(
@@ -115,10 +120,10 @@ def build(
         return _build_cuda(parts, progress)
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     runner = parts.runner(size.num_pages)
-    if capture is not None and isinstance(runner, Runner):
-        max_pages = parts.pages_of(size.max_model_len)
-        runner.graphs = _graphs(parts, runner, max_pages, graph_sizes(config.max_running_requests))
-        runner.graphs.capture(capture)
+    if capture is not None:
+        graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), parts.possible_sizes())
+        graphs.capture(capture)
+        _attach(runner, graphs)
     return CpuBackend(runner), size
 
 
@@ -132,10 +137,10 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     runner.warm_up()
     # What was made so far was enqueued elsewhere than on the stream of the steps.
     torch.cuda.synchronize(parts.device)
-    if sizes and isinstance(runner, Runner):
+    if sizes:
         graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), sizes)
         graphs.capture(backend.capture, progress and partial(progress, "graphs"))
-        runner.graphs = graphs
+        _attach(runner, graphs)
     # Again with the real pool, and last: torch keeps the memory that steps need, until something is captured.
     for packed in parts.largest_steps(size.max_model_len):
         backend.launch(packed).wait()
@@ -163,15 +168,31 @@ def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> in
     return cuda_budget(total=total, free=free, wanted=wanted, utilization=config.gpu_memory_utilization)
 
 
-def _graphs(parts: Parts, runner: StepRunner, max_pages: int, sizes: list[int]) -> DecodeGraphs:
-    assert isinstance(runner, Runner), "blocks are not captured"
+def _graphs(parts: Parts, runner: StepRunner, max_pages: int, sizes: list[int]) -> DecodeGraphs | BlockGraphs:
+    page_size, device = parts.config.page_size, parts.device
+    if isinstance(runner, BlockRunner):
+        return BlockGraphs(
+            *(parts.model, runner.attention, runner.table),
+            sizes=sizes,
+            max_pages=max_pages,
+            page_size=page_size,
+            device=device,
+        )
+    assert isinstance(runner, Runner)
     return DecodeGraphs(
-        parts.model,
-        runner.attention,
-        runner.sampler,
-        runner.relay,
+        *(parts.model, runner.attention, runner.sampler, runner.relay),
         sizes=sizes,
         max_pages=max_pages,
-        page_size=parts.config.page_size,
-        device=parts.device,
+        page_size=page_size,
+        device=device,
     )
+
+
+def _attach(runner: StepRunner, graphs: DecodeGraphs | BlockGraphs) -> None:
+    """Have a runner replay from here on."""
+    if isinstance(graphs, BlockGraphs):
+        assert isinstance(runner, BlockRunner)
+        runner.graphs = graphs
+    else:
+        assert isinstance(runner, Runner)
+        runner.graphs = graphs

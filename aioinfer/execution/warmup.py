@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.execution.block_packing import BlockPacked, BlockPacker
-from aioinfer.execution.graphs import DecodeGraphs
+from aioinfer.execution.graphs import Capture
 from aioinfer.execution.packing import Packed, Packer
 from aioinfer.execution.streams import CudaBackend, PackedStep
 from aioinfer.model.spec import ModelSpec
@@ -20,7 +20,14 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.decodes import NO_DECODES, Decodes
 from aioinfer.scheduling.step import Admission, Row, Step
 
-__all__ = ["largest_block_steps", "largest_steps", "measure"]
+__all__ = ["Graphs", "largest_block_steps", "largest_steps", "measure"]
+
+
+class Graphs(Protocol):
+    """Steps to be captured."""
+
+    def capture(self, capture: Capture, /) -> None: ...
+
 
 #: everything that costs memory
 _PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
@@ -66,7 +73,7 @@ def largest_block_steps(config: EngineConfig, spec: ModelSpec, max_len: int) -> 
 def measure(
     backend: CudaBackend,
     steps: Iterator[PackedStep],
-    graphs: Callable[[list[int]], DecodeGraphs],
+    graphs: Callable[[list[int]], Graphs],
     sizes: list[int],
 ) -> int:
     """Bytes that the largest steps and the graphs of all ``sizes`` take, at least about.

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["HostRead", "Recording", "record", "recorded"]
+__all__ = ["HostRead", "Recording", "launch", "record", "recorded"]
 
 _READS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
 
@@ -64,11 +64,12 @@ class _Operation:
 
     def __init__(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         self._call = func, args, kwargs
-        self._results = _tensors(results)
+        #: of the shapes they have now, whatever becomes of them in place
+        self._results = [tensor.detach() for tensor in _tensors(results)]
         given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
         #: results in place; views of what was given need no call at all
         self._there = all(tensor.untyped_storage().data_ptr() in given for tensor in self._results)
-        self._view = self._there and not func._schema.is_mutable
+        self._view = self._there and (not func._schema.is_mutable or torch.Tag.inplace_view in func.tags)
 
     @property
     def made(self) -> list[torch.Tensor]:
@@ -88,6 +89,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def launch(recording: Recording, kernel: Callable[[], None]) -> None:
+    """Within what is recorded, a kernel that torch knows nothing of. It works on copies of its arguments, by
+    operations of torch that are no part of the graph."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        recording.launch(kernel)
+
+
 @contextmanager
 def recorded(recording: Recording) -> Iterator[None]:
     """What happens meanwhile is recorded, Triton's kernels, too."""
@@ -95,12 +103,10 @@ def recorded(recording: Recording) -> Iterator[None]:
 
     run = interpreter.GridExecutor.__call__
 
-    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        # A launch works on copies of its arguments, by operations of torch that are no part of the graph.
-        with torch.utils._python_dispatch._disable_current_modes():
-            recording.launch(lambda: run(self, *args, **kwargs))
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        launch(recording, lambda: run(self, *args, **kwargs))
 
-    interpreter.GridExecutor.__call__ = launch
+    interpreter.GridExecutor.__call__ = launched
     try:
         with recording:
             yield

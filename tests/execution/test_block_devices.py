@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,36 @@ KINDS: list[dict[str, Any]] = [
 
 
 def config(path: Path, **changes: Any) -> EngineConfig:
-    settings = {"page_size": 3, "num_pages": 80, "max_running_requests": 6, "attention": "sdpa", **changes}
+    settings = {
+        "page_size": 3,
+        "num_pages": 80,
+        "max_running_requests": 6,
+        "attention": "sdpa",
+        "decode_graph_rows": 0,
+        **changes,
+    }
     return EngineConfig(
         model=str(path), dtype="float32", device="cpu", block_size=SIZE, max_step_tokens=200, **settings
     )
 
 
-def drive(device: TorchDevice, info: DeviceInfo, ahead: int, plain: Plain) -> None:
+def drive(
+    device: TorchDevice,
+    info: DeviceInfo,
+    ahead: int,
+    plain: Plain,
+    kinds: Sequence[dict[str, Any]] = KINDS,
+    *,
+    size: int = SIZE,
+    blocks: int = 3,
+) -> None:
     """Requests of all algorithms, in rows of every kind, against the description of model and algorithm."""
     assert info.page_size is not None
-    rng, each = random.Random(ahead), 80 // len(KINDS)
+    rng, each = random.Random(ahead), 80 // len(kinds)
     requests = []
-    for key, kind in enumerate(KINDS):
+    for key, kind in enumerate(kinds):
         prompt = [
-            rng.choice([MASK, rng.randrange(VOCAB)]) for _ in range(rng.choice([1, SIZE - 1, 2 * SIZE]))
+            rng.choice([MASK, rng.randrange(VOCAB)]) for _ in range(rng.choice([1, size - 1, 2 * size]))
         ]
         # Behind nothing but masks all positions say the same, and a rounding error decides who is first.
         prompt[0] = rng.randrange(MASK)
@@ -58,10 +75,10 @@ def drive(device: TorchDevice, info: DeviceInfo, ahead: int, plain: Plain) -> No
         params = SamplingParams(temperature=temperature, diffusion=DiffusionParams(**kind))
         pages = list(range(1 + key * each, 1 + (key + 1) * each))
         requests.append(Driven(key, prompt, params, key, key + 1, pages))
-    driver = Driver(lambda step: device.launch(device.prepare(step)), requests, SIZE, info.page_size, ahead)
-    driver.run(3, ahead=ahead)
+    driver = Driver(lambda step: device.launch(device.prepare(step)), requests, size, info.page_size, ahead)
+    driver.run(blocks, ahead=ahead)
     for request in requests:
-        check(request, lambda before, ids: plain.logits(before + ids)[-SIZE:].float(), SIZE, MASK, 1e-2)
+        check(request, lambda before, ids: plain.logits(before + ids)[-size:].float(), size, MASK, 1e-2)
 
 
 @pytest.mark.parametrize(("cuda", "ahead"), [(False, 0), (True, 0), (True, 1)])
@@ -77,7 +94,7 @@ def test_a_model_denoises_as_model_and_algorithm_are_described(
     assert info.max_model_len == 72, "whole blocks"
     drive(device, info, ahead, Plain(CONFIG, tensors, SIZE))
     if cuda:
-        assert not recorded.recordings, "blocks are not captured"
+        assert not recorded.recordings, "nothing was to be captured"
     device.close()
 
 

@@ -35,6 +35,8 @@ EVERY = [*algorithm_names(), "low_confidence"]
 class World:
     """Requests of all kinds and a device that has room for little more than them."""
 
+    device_type = ScriptedDevice
+
     def __init__(
         self, seed: int, algorithms: list[str] = EVERY, *, drawn: bool = False, **options: Any
     ) -> None:
@@ -44,7 +46,7 @@ class World:
         self.pages = 12 * size // self.page_size
         self.places = list(range(len(algorithms) + 2))
         rng.shuffle(self.places)
-        self.device = ScriptedDevice(
+        self.device = self.device_type(
             num_pages=len(self.places) * self.pages,
             page_size=self.page_size,
             num_slots=len(self.places),
@@ -143,7 +145,8 @@ def test_rounds_in_place_are_rounds_like_any(most: int) -> None:
 def row(request: Driven, start: int, length: int, **options: Any) -> Row:
     """A row of one block unless it is told otherwise."""
     fields = {"ids": (), "new_pages": (), "first_new_page": 0, "admission": None, "blocks": 1, **options}
-    return Row(request.handle, request.slot, start, length, samples=False, **fields)
+    slot = fields.pop("slot", None) or request.slot
+    return Row(getattr(request, "handle", request), slot, start, length, samples=False, **fields)
 
 
 def first_row(request: Driven, size: int) -> Row:

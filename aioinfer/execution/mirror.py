@@ -1,0 +1,56 @@
+"""Mirror: what captured steps read of their rows, on the device, and what the host knows to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["Mirror"]
+
+#: what no column and no page table ever holds
+_UNKNOWN = -1
+
+
+class Mirror:
+    """Columns, and a page table for each row, in one buffer: whatever changed goes there in one copy."""
+
+    __slots__ = ("_cells", "_known", "_known_table", "_num_columns", "columns", "known_columns", "table")
+
+    def __init__(self, num_columns: int, num_rows: int, max_pages: int, device: torch.device) -> None:
+        """``num_columns``: cells of all columns together."""
+        self._num_columns = num_columns
+        self._cells = torch.zeros(num_columns + num_rows * max_pages, dtype=torch.int64, device=device)
+        #: int64 [num_columns]
+        self.columns = self._cells[:num_columns]
+        #: int64 [num_rows, max_pages]
+        self.table = self._cells[num_columns:].view(num_rows, max_pages)
+        self._known = np.zeros(len(self._cells), np.int64)
+        self._known_table = self._known[num_columns:].reshape(num_rows, max_pages)
+        #: of the host, to be written to where the device itself changes columns
+        self.known_columns: npt.NDArray[np.int64] = self._known[:num_columns]
+
+    def forget(self) -> None:
+        """A step failed: nobody knows how far it came."""
+        self._known[:] = _UNKNOWN
+
+    def update(
+        self,
+        columns: npt.NDArray[np.int64],
+        table: npt.NDArray[np.int64],
+        send: Callable[[npt.NDArray[np.int64]], torch.Tensor],
+    ) -> bool:
+        """Have the device hold these columns, [num_columns], and these pages, [rows, pages], of its first
+        rows. False if it did so already. Pages that the table does not reach stay as they are."""
+        rows, pages = table.shape
+        cells = np.flatnonzero(self.known_columns != columns)
+        row, column = np.nonzero(self._known_table[:rows, :pages] != table)
+        if not len(cells) and not len(row):
+            return False
+        values = np.concatenate((columns[cells], table[row, column]))
+        cells = np.concatenate((cells, self._num_columns + row * self._known_table.shape[1] + column))
+        self._cells.index_copy_(0, *send(np.concatenate((cells, values))).chunk(2))
+        self._known[cells] = values
+        return True

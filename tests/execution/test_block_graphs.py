@@ -1,0 +1,433 @@
+"""Rounds of blocks as graphs, on the stand-in for CUDA's: the blocks of the plain reference, nothing sent
+while nothing changes, and padding that touches nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.block_graphs import KEPT, BlockGraphs, BlockRows, round_sizes
+from aioinfer.execution.block_packing import BlockPacked, BlockPacker
+from aioinfer.execution.block_runner import BlockRunner
+from aioinfer.execution.device import DeviceInfo, Flight
+from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.execution.streams import CudaBackend, Direct
+from aioinfer.model.batch import Batch
+from aioinfer.observe.timeline import DeviceLane
+from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.sampling import filters
+from aioinfer.scheduling.step import Admission, Row, Step
+from aioinfer.twin.blocks import ScriptedDevice, ScriptedLM
+from tests.execution.block_driver import Driven
+from tests.execution.fake_cuda import FakeCudaDevice, install
+from tests.execution.recording import Recording, launch, record
+from tests.execution.test_block_devices import KINDS, drive
+from tests.execution.test_blocks import EVERY, MASK, VOCAB, Injected, World, first_row, row, step
+from tests.model.block_models import Plain, block_config, write_checkpoint
+from tests.model.kernels import kernels_or_skip
+
+CPU = torch.device("cpu")
+SIZES = [1, 4, 7]
+
+
+@pytest.fixture(autouse=True)
+def filters_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the CPU ask tensors."""
+    search = filters._floors_by_search
+    monkeypatch.setattr(filters, "_floors_by_window", lambda *rows: search(*rows, True, True))
+
+
+class ReplayedLM(ScriptedLM):
+    """The scripted model as a kernel that can be captured: looks at its batch when it is launched."""
+
+    capturable = True
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        #: the step's row behind each block row of the graph
+        self.order: list[int] = []
+        #: may raise when the forward has written and not yet read
+        self.fault: Callable[[], None] | None = None
+
+    def forward(self, batch: Batch, attention: Any) -> torch.Tensor:
+        if batch.kv_lens:
+            return super().forward(batch, attention)
+        logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
+        recording = _get_current_dispatch_mode()
+        if isinstance(recording, Recording):
+            launch(recording, lambda: self._replay(batch, logits))
+        return logits
+
+    def _replay(self, batch: Batch, logits: torch.Tensor) -> None:
+        """Rows of one sequence become one row, as the scripted model knows them; padding must be such."""
+        logits.fill_(float("nan"))
+        size, ends = self._size, batch.kv_len.tolist()
+        cells = batch.slot_mapping.view(-1, size)
+        assert batch.cu_q.tolist() == [size * at for at in range(len(ends) + 1)]
+        assert all((cells[at] < size).all() for at, end in enumerate(ends) if not end), "padding is junk"
+        rows: list[list[int]] = []
+        owners = {}
+        for at in (at for at, end in enumerate(ends) if end):
+            first = owners.setdefault(int(batch.block_table[at, 0]), at)
+            if first == at:
+                rows.append([at])
+            else:
+                next(each for each in rows if each[0] == first).append(at)
+        if not rows:
+            return
+        order = [at for members in rows for at in members]
+        where = {at: number for number, at in enumerate(order)}
+        asked = (batch.logits_rows.view(-1, size)[:, 0] // size).tolist()
+        live = [at for at, number in enumerate(asked) if number in where]
+        expected = self.expected
+        if expected is not None:
+            self.expected = [expected[at] for at in self.order]
+        merged = Batch(
+            input_ids=batch.input_ids.view(-1, size)[order].view(-1),
+            positions=batch.positions.view(-1, size)[order].view(-1),
+            slot_mapping=cells[order].view(-1),
+            cu_q=torch.empty(0),
+            kv_len=torch.empty(0),
+            block_table=batch.block_table[[members[0] for members in rows]],
+            logits_rows=torch.tensor([where[asked[at]] * size for at in live]).repeat_interleave(size),
+            q_lens=[len(members) * size for members in rows],
+            kv_lens=[ends[members[-1]] for members in rows],
+            num_decodes=0,
+        )
+        shape = (-1, size, self.spec.vocab_size)
+        logits.view(shape)[live] = super().forward(merged, None).view(shape)
+        self.expected = expected
+        if self.fault is not None:
+            self.fault()
+
+
+class GraphedScript(ScriptedDevice):
+    """The scripted device with its rounds captured."""
+
+    def __init__(self, *, sizes: list[int] = SIZES, **options: Any) -> None:
+        super().__init__(**options)
+        self._sizes = sizes
+        self.graphs: BlockGraphs | None = None
+
+    def open(self, progress: Any = None) -> DeviceInfo:
+        info = super().open(progress)
+        self._lm = self.lm = ReplayedLM(
+            self.script, self._lm.spec, num_pages=self._num_pages, page_size=self.page_size
+        )
+        self._backend._runner = self.runner = self.graphed(synchronous=True)
+        return info
+
+    def graphed(self, capture: Any = None, *, synchronous: bool) -> BlockRunner:
+        """A runner that replays."""
+        runner = BlockRunner(
+            *(self.lm, None),  # type: ignore[arg-type]
+            num_slots=self._num_slots,
+            device=CPU,
+            synchronous=synchronous,
+            lane=self.lane,
+        )
+        if not self._sizes:
+            return runner
+        self.graphs = BlockGraphs(
+            *(self.lm, None, runner.table),  # type: ignore[arg-type]
+            sizes=self._sizes,
+            max_pages=self._max_model_len // self.page_size,
+            page_size=self.page_size,
+            device=CPU,
+        )
+        self.graphs.capture(capture or record)
+        runner.graphs = self.graphs
+        return runner
+
+    def launch(self, prepared: tuple[Step, BlockPacked]) -> Flight:
+        self.lm.order = prepared[1].rows
+        return super().launch(prepared)
+
+    @property
+    def forwards_replayed(self) -> int:
+        if self.graphs is None:
+            return 0
+        return sum(graph.replays for graph in self.graphs._forwards.values() if isinstance(graph, Recording))
+
+
+class GraphedWorld(World):
+    device_type = GraphedScript
+    device: GraphedScript
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_replayed_rounds_bring_the_blocks_of_the_reference(ahead: int) -> None:
+    """Batches grow and shrink; rows turn, pair and commit; steps with known tokens are in between."""
+    kinds, steps, replayed = set(), 0, 0
+    for seed, algorithms in enumerate([EVERY, ["low_confidence"] * 5, ["joint_threshold"] * 5]):
+        world = GraphedWorld(seed + 10 * ahead, algorithms, drawn=seed != 1)
+        world.driver.run(4, ahead=ahead)
+        world.check()
+        kinds |= world.driver.kinds
+        steps += world.device.steps
+        replayed += world.device.forwards_replayed
+    assert {(False, 1), (False, 2), (True, 1)} <= {kind[:2] for kind in kinds}
+    assert 40 < replayed < steps - 15, "some are no replays"
+
+
+def test_a_replayed_block_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
+    resumed = 0
+    world = GraphedWorld(20, [*EVERY, "joint_threshold"], drawn=True, mean_steps=4.0, edits=8)
+
+    def move(request: Driven) -> None:
+        nonlocal resumed
+        resumed += request.state is not None
+        world.move(request)
+
+    world.driver.run(4, move=move)
+    world.check()
+    assert resumed > 3
+    assert world.device.forwards_replayed > 10
+
+
+def test_requests_of_replays_that_fail_start_over() -> None:
+    world = GraphedWorld(30, ["joint_threshold"] * 4)
+    dice = random.Random(1)
+
+    def fault(_: Any = None) -> None:
+        if dice.random() < 0.15:
+            raise Injected
+
+    world.device.lm.fault = world.device.late_fault = fault
+    world.driver.fails_with = Injected
+    world.driver.run(4, ahead=1)
+    world.check()
+    assert world.driver.failures > 5
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_records_wait_for_the_host_and_not_in_the_memory_of_graphs(
+    monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """Behind the CUDA backend: graphs overwrite each other, and copies are late."""
+    cuda = install(monkeypatch)
+    assert KEPT >= CudaBackend.RING, "a step's records are kept until its place in the ring is taken"
+    world = GraphedWorld(41, ["joint_threshold", "low_confidence"] * 2, drawn=True, sizes=[2, 6])
+    backend = CudaBackend(CPU, DeviceLane())
+    backend.runner = world.device.graphed(backend.capture, synchronous=False)
+    packer = world.device._packer
+
+    def launch(planned: Step) -> Flight:
+        packed = packer.pack(planned)
+        world.device.lm.order = packed.rows
+        return backend.launch(packed)
+
+    world.driver.launch = launch
+    world.driver.run(4, ahead=ahead)
+    world.check()
+    assert sum(recording.replays for recording in cuda.recordings) > 20
+
+
+class Ahead(GraphedScript):
+    """Lets the engine launch ahead of what it has read, as CUDA does."""
+
+    synchronous = False
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_an_engine_brings_the_same_with_and_without_graphs(window: int) -> None:
+    """More requests than rows, some of them drawn: whoever is done makes room for another one's prompt."""
+    kinds: list[dict[str, Any]] = [{"threshold": 0.9}, {"algorithm": "joint_threshold"}]
+    requests = [
+        SamplingParams(
+            temperature=0.7 * (at % 3 == 0),
+            top_k=9,
+            max_tokens=5 + 3 * at,
+            seed=at,
+            ignore_eos=True,
+            logprobs=0,
+            diffusion=DiffusionParams(**kinds[at % 2]),
+        )
+        for at in range(7)
+    ]
+    seen, replayed = [], 0
+    for sizes in ([], [2, 4, 8]):
+        device = Ahead(sizes=sizes, block_size=4, page_size=4, vocab_size=VOCAB, edits=2)
+        settings = EngineConfig(model="scripted", page_size=4, max_running_requests=4, window=window)
+        async with Engine(settings, launcher=lambda _, device=device: ThreadLauncher(device)) as engine:
+            results = await asyncio.gather(
+                *[engine.generate([1, 2, 3, *[at] * at], params) for at, params in enumerate(requests)]
+            )
+        seen.append([(each.token_ids, each.step_map, each.logprobs) for each in results])
+        replayed += device.forwards_replayed
+    assert [len(ids) for ids, _, _ in seen[0]] == [5 + 3 * at for at in range(7)]
+    assert seen[0] == seen[1]
+    assert replayed > 10
+
+
+# -- real models ---------------------------------------------------------------------------------------
+
+
+def config(path: Path, **changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "attention": "triton",
+        "block_size": 4,
+        "page_size": 4,
+        "num_pages": 80,
+        "max_running_requests": 2,
+        "max_step_tokens": 16,
+        "max_model_len": 32,
+        "decode_graph_rows": 3,
+        **changes,
+    }
+    return EngineConfig(model=str(path), **settings)
+
+
+@pytest.mark.parametrize("family", ["llada2", "sdar"])
+def test_replayed_models_denoise_as_they_are_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """On pages full of NaN, the junk page's among them."""
+    kernels_or_skip("cpu")
+    shape = block_config(family, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    shape |= (
+        {"num_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+        if family == "llada2"
+        else {}
+    )
+    tensors = write_checkpoint(tmp_path, shape)
+    cuda = install(monkeypatch)
+    device = FakeCudaDevice(config(tmp_path, experts="triton" if family == "llada2" else "auto"))
+    info = device.open()
+    runner: Any = device._backend.runner  # type: ignore[union-attr]
+    for store in runner.attention._pool.keys + runner.attention._pool.values:
+        store.fill_(float("nan"))
+    replays = [recording.replays for recording in cuda.recordings]
+    drive(device, info, 1, Plain(shape, tensors, 4), KINDS[:2], size=4, blocks=2)
+    assert sum(recording.replays for recording in cuda.recordings) > sum(replays) + 10
+    device.close()
+
+
+# -- what is sent --------------------------------------------------------------------------------------
+
+PAGES, ROWS, SIZE = 6, 6, 4
+
+
+class Link(Direct):
+    """Counts."""
+
+    sent = 0
+
+    def send(self, array: Any) -> torch.Tensor:
+        self.sent += 1
+        return super().send(array.copy())
+
+
+def test_rounds_that_go_on_send_nothing_and_changes_send_once() -> None:
+    world = GraphedWorld(0, ["low_confidence"] * 3, mean_steps=8.0, variation=0.0)
+    size, runner, link = world.size, world.device.runner, Link(CPU)
+    for request in world.requests:
+        request.prompt = list(range(size))
+        request.params = SamplingParams(temperature=0.0, diffusion=DiffusionParams(threshold=0.9))
+    number = 0
+
+    def sent(*rows: Row) -> int:
+        nonlocal number
+        number += 1
+        packed = world.device._packer.pack(step(number, *rows))
+        world.device.lm.order, before = packed.rows, link.sent
+        runner.run(packed, link)
+        return link.sent - before
+
+    sent(*(first_row(request, size) for request in world.requests))
+    rounds = [row(request, size, size) for request in world.requests]
+    assert sent(*rounds) == 1
+    assert [sent(*rounds) for _ in range(2)] == [0, 0]
+    assert sent(rounds[0], rounds[2]) == 1, "a row left"
+    assert sent(rounds[0], rounds[2]) == 0
+    assert sent(rounds[0], row(world.requests[2], size, 2 * size, blocks=2)) == 1, "a row has another block"
+    assert sent(rounds[0], rounds[2]) == 1, "and has it no more"
+    assert sent(*rounds) == 1
+    assert world.device.forwards_replayed == 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_any_history_the_device_holds_what_the_step_says(seed: int) -> None:
+    rng, send = random.Random(seed), Link(CPU).send
+    packer, rows = BlockPacker(9, PAGES, SIZE, SIZE, MASK), BlockRows(ROWS, PAGES, SIZE, CPU)
+    params = SamplingParams(temperature=0.0)
+    nobody: Any = SimpleNamespace(key=1)
+    for number in range(40):
+        planned, total = [], 0
+        for slot in rng.sample(range(1, 9), rng.randint(1, ROWS)):
+            blocks = rng.choice([1, 1, 2])
+            if (total := total + blocks) > ROWS:
+                break
+            start = SIZE * rng.randint(0, PAGES - blocks)
+            admission = Admission(params, 1, frozenset(), [1] * (start + 1), ())
+            pages = [rng.randint(1, 90) for _ in range(PAGES)]
+            planned.append(
+                row(
+                    nobody,
+                    start,
+                    SIZE * blocks,
+                    slot=slot,
+                    new_pages=pages,
+                    admission=admission,
+                    blocks=blocks,
+                )
+            )
+        packed = packer.pack(step(number, *planned))
+        assert packed.num_rounds == sum(each.blocks for each in planned)
+        if rng.random() < 0.1:
+            rows.forget()
+            for held in (rows.slots, rows.ends, rows.to_second, rows.table):
+                held.random_(0, 5)
+        rows.update(packed, send)
+        slots, ends, to_second = rows.slots.tolist(), rows.ends.tolist(), rows.to_second.tolist()
+        count = len(planned)
+        assert slots == [each.slot for each in planned] + [0] * (ROWS - count), seed
+        used = set(range(count))
+        for at, each in enumerate(planned):
+            assert ends[at] == each.start + SIZE, seed
+            mine = [at]
+            if each.blocks == 2:
+                mine.append(at + to_second[at])
+                assert ends[mine[1]] == each.start + 2 * SIZE, seed
+            else:
+                assert not to_second[at], seed
+            used |= set(mine)
+            for held in mine:
+                needed = ends[held] // SIZE
+                assert rows.table[held, :needed].tolist() == list(each.new_pages)[:needed], seed
+        assert len(used) == packed.num_rounds, seed
+        assert all(not ends[at] and not to_second[at] for at in range(ROWS) if at not in used), seed
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 8, 9, 13, 64, 100])
+def test_sizes_reach_the_most_and_waste_at_most_a_quarter(most: int) -> None:
+    sizes = round_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert max(sizes, default=0) == most
+    for rows in range(1, most + 1):
+        assert min(size for size in sizes if size >= rows) <= 1.25 * rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "rounds"), [(((4, 4, 1),), 1), (((4, 8, 2), (0, 4, 1)), 3), (((0, 8, 1), (4, 4, 1)), 0)]
+)
+def test_steps_with_known_tokens_are_no_rounds(rows: tuple[tuple[int, int, int], ...], rounds: int) -> None:
+    packer = BlockPacker(3, PAGES, SIZE, SIZE, MASK)
+    nobody: Any = SimpleNamespace(key=1)
+    planned = [
+        row(nobody, start, length, slot=slot, ids=[1] * (length - blocks * SIZE), blocks=blocks)
+        for slot, (start, length, blocks) in enumerate(rows, 1)
+    ]
+    assert packer.pack(step(1, *planned)).num_rounds == rounds
