@@ -90,6 +90,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         dtype=config.dtype,
         load_format=config.load_format,
         force_transformers=config.transformers_fallback,
+        block_size=config.block_size,
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     plain = "torch" if choice.kernels == "sdpa" else choice.kernels
@@ -107,6 +108,9 @@ def _plan(config: EngineConfig) -> list[Finding]:
     obstacle = graph_obstacle(device, choice.kernels, model.own, expert_kernels)
     if config.decode_graph_rows == 0:
         obstacle = "asked for"
+    captured = f"{config.graph_rows} rows"
+    if model.blocks is not None:
+        captured = f"{config.round_rows(model.blocks.size)} blocks"
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
@@ -114,6 +118,6 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding("operations", operations),
         *experts,
         Finding("sampling", f"{sampling.kernels}: {sampling.reason}"),
-        Finding("decode graphs", f"none: {obstacle}" if obstacle else f"up to {config.graph_rows} rows"),
+        Finding("decode graphs", f"none: {obstacle}" if obstacle else f"up to {captured}"),
         Finding("launching", f"{config.launch_mode}, window {config.window}"),
     ]

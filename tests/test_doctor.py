@@ -11,6 +11,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.doctor import examine
 from aioinfer.execution import graphs
 from aioinfer.execution.torch_device import TorchDevice
+from tests.model.block_models import block_config, write_checkpoint
 
 
 def test_what_it_says_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +46,17 @@ def test_decode_graphs_are_those_that_will_be_captured(
     monkeypatch.setattr(graphs, "graph_obstacle", lambda *arguments: None)
     found = {finding.subject: finding.text for finding in examine(EngineConfig(device="cpu", **settings))}
     assert found["decode graphs"] == text
+
+
+def test_graphs_of_diffusion_models_are_counted_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "graph_obstacle", lambda *arguments: None)
+    write_checkpoint(tmp_path, block_config("sdar"))
+    for settings, text in (({}, "up to 128 blocks"), ({"max_step_tokens": 200}, "up to 25 blocks")):
+        config = EngineConfig(model=str(tmp_path), device="cpu", block_size=8, **settings)
+        found = {finding.subject: finding.text for finding in examine(config)}
+        assert found["decode graphs"] == text
 
 
 def test_a_fallback_is_named() -> None:

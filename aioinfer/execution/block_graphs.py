@@ -173,15 +173,15 @@ class BlockGraphs:
         rows, block = self._rows, self._block
         slots, ends, to_second = rows.slots[:size], rows.ends[:size], rows.to_second[:size]
         table, own = rows.table[:size], self._numbers[:size]
-        second = own + to_second
-        round = self._table.take(slots, ends[second] - block, to_second, may_turn=True)
+        owned, second = slots > 0, own + to_second
+        round = self._table.take(slots, (ends[second] - block) * owned, to_second, may_turn=True)
         assert round.behind is not None
-        first = torch.where((slots > 0).unsqueeze(1), round.ids, self._table.mask_id)
+        ids = torch.where(owned.unsqueeze(1), round.ids, self._table.mask_id)
         starts = (ends - block).clamp_(min=0)
         page = table.gather(1, (starts // self._page_size).unsqueeze(1)).squeeze(1)
         cells = (page * self._page_size + starts % self._page_size) * (ends > 0)
         batch = Batch(
-            input_ids=first.view(-1),
+            input_ids=ids.view(-1),
             positions=self._each(starts),
             slot_mapping=self._each(cells),
             cu_q=self._cu_q[: size + 1],

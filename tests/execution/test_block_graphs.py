@@ -22,6 +22,7 @@ from aioinfer.execution.block_runner import BlockRunner
 from aioinfer.execution.device import DeviceInfo, Flight
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.streams import CudaBackend, Direct
+from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.batch import Batch
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -171,8 +172,10 @@ def test_replayed_rounds_bring_the_blocks_of_the_reference(ahead: int) -> None:
     kinds, steps, replayed = set(), 0, 0
     for seed, algorithms in enumerate([EVERY, ["low_confidence"] * 5, ["joint_threshold"] * 5]):
         world = GraphedWorld(seed + 10 * ahead, algorithms, drawn=seed != 1)
+        junk = world.device.runner.table._table[0].clone()
         world.driver.run(4, ahead=ahead)
         world.check()
+        assert torch.equal(world.device.runner.table._table[0], junk), "padding and second blocks do nothing"
         kinds |= world.driver.kinds
         steps += world.device.steps
         replayed += world.device.forwards_replayed
@@ -193,6 +196,18 @@ def test_a_replayed_block_goes_on_elsewhere_as_if_nothing_had_happened() -> None
     world.check()
     assert resumed > 3
     assert world.device.forwards_replayed > 10
+
+
+def test_a_request_may_begin_with_a_replay() -> None:
+    """Its prompt is less than a block."""
+    world = GraphedWorld(0, ["joint_threshold", "low_confidence"], drawn=True)
+    for request in world.requests:
+        request.prompt = request.prompt[: world.size - 1]
+    result = world.launch(step(1, *(first_row(request, world.size) for request in world.requests))).wait()
+    assert world.device.forwards_replayed == 1
+    for at, request in enumerate(world.requests):
+        request.reported.append((result.blocks[at], 1))
+    world.check()
 
 
 def test_requests_of_replays_that_fail_start_over() -> None:
@@ -431,3 +446,35 @@ def test_steps_with_known_tokens_are_no_rounds(rows: tuple[tuple[int, int, int],
         for slot, (start, length, blocks) in enumerate(rows, 1)
     ]
     assert packer.pack(step(1, *planned)).num_rounds == rounds
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [KINDS, KINDS[:1] * 4, KINDS[1:2] * 4])
+@pytest.mark.parametrize("family", ["llada2", "sdar", "sdar_moe"])
+def test_on_cuda_replayed_models_denoise_as_they_are_described(
+    tmp_path: Path, family: str, kinds: list[dict[str, Any]]
+) -> None:
+    """And launching them does not wait for the device, once everything is compiled."""
+    shape = block_config(family, num_hidden_layers=2)
+    tensors = write_checkpoint(tmp_path, shape)
+    settings = {"device": "cuda", "attention": "auto", "max_running_requests": 8, "max_step_tokens": 64}
+    device = TorchDevice(config(tmp_path, decode_graph_rows=8, **settings))
+    info = device.open()
+    runner: Any = device._backend.runner  # type: ignore[union-attr]
+    assert runner.graphs is not None
+    launch_step = device.launch
+    for mode in ("default", "error"):
+
+        def watched(prepared: Any, mode: str = mode) -> Flight:
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                return launch_step(prepared)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        device.launch = watched  # type: ignore[method-assign]
+        drive(device, info, 1, Plain(shape, tensors, 4), kinds, size=4)
+    device.close()
