@@ -15,7 +15,9 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from aioinfer.config import EngineConfig
+from aioinfer.diffusion.names import algorithm_names
 from aioinfer.engine import Engine
+from aioinfer.execution import building
 from aioinfer.execution.block_graphs import KEPT, BlockGraphs, BlockRows, round_sizes
 from aioinfer.execution.block_packing import BlockPacked, BlockPacker
 from aioinfer.execution.block_runner import BlockRunner
@@ -38,7 +40,7 @@ from tests.model.block_models import Plain, block_config, write_checkpoint
 from tests.model.kernels import kernels_or_skip
 
 CPU = torch.device("cpu")
-SIZES = [1, 4, 7]
+SIZES = [2, 7]
 
 
 @pytest.fixture(autouse=True)
@@ -254,35 +256,34 @@ class Ahead(GraphedScript):
     synchronous = False
 
 
-@pytest.mark.parametrize("window", [0, 1, 2])
-async def test_an_engine_brings_the_same_with_and_without_graphs(window: int) -> None:
+async def outcomes(window: int, sizes: list[int], requests: list[SamplingParams]) -> tuple[list[Any], int]:
+    """Ids, step maps and logprobs, and how many forwards were replayed."""
+    device = Ahead(sizes=sizes, block_size=4, page_size=4, vocab_size=VOCAB, edits=2)
+    settings = EngineConfig(model="scripted", page_size=4, max_running_requests=4, window=window)
+    async with Engine(settings, launcher=lambda _: ThreadLauncher(device)) as engine:
+        results = await asyncio.gather(
+            *[engine.generate([1, 2, 3, *[at] * at], params) for at, params in enumerate(requests)]
+        )
+    found = [(each.token_ids, each.step_map, each.logprobs) for each in results]
+    return found, device.forwards_replayed
+
+
+def test_an_engine_brings_the_same_with_and_without_graphs() -> None:
     """More requests than rows, some of them drawn: whoever is done makes room for another one's prompt."""
     kinds: list[dict[str, Any]] = [{"threshold": 0.9}, {"algorithm": "joint_threshold"}]
     requests = [
         SamplingParams(
-            temperature=0.7 * (at % 3 == 0),
-            top_k=9,
-            max_tokens=5 + 3 * at,
-            seed=at,
-            ignore_eos=True,
-            logprobs=0,
-            diffusion=DiffusionParams(**kinds[at % 2]),
+            **{"temperature": 0.7 * (at % 3 == 0), "top_k": 9, "max_tokens": 5 + 3 * at, "seed": at},
+            **{"ignore_eos": True, "logprobs": 0, "diffusion": DiffusionParams(**kinds[at % 2])},
         )
         for at in range(7)
     ]
-    seen, replayed = [], 0
-    for sizes in ([], [2, 4, 8]):
-        device = Ahead(sizes=sizes, block_size=4, page_size=4, vocab_size=VOCAB, edits=2)
-        settings = EngineConfig(model="scripted", page_size=4, max_running_requests=4, window=window)
-        async with Engine(settings, launcher=lambda _, device=device: ThreadLauncher(device)) as engine:
-            results = await asyncio.gather(
-                *[engine.generate([1, 2, 3, *[at] * at], params) for at, params in enumerate(requests)]
-            )
-        seen.append([(each.token_ids, each.step_map, each.logprobs) for each in results])
-        replayed += device.forwards_replayed
-    assert [len(ids) for ids, _, _ in seen[0]] == [5 + 3 * at for at in range(7)]
-    assert seen[0] == seen[1]
-    assert replayed > 10
+    plain, _ = asyncio.run(outcomes(0, [], requests))
+    assert [len(ids) for ids, _, _ in plain] == [5 + 3 * at for at in range(7)]
+    for window in (0, 1, 2):
+        found, replayed = asyncio.run(outcomes(window, [8], requests))
+        assert found == plain, window
+        assert replayed > 10, window
 
 
 # -- real models ---------------------------------------------------------------------------------------
@@ -297,37 +298,54 @@ def config(path: Path, **changes: Any) -> EngineConfig:
         "page_size": 4,
         "num_pages": 80,
         "max_running_requests": 2,
-        "max_step_tokens": 16,
+        "max_step_tokens": 8,
         "max_model_len": 32,
-        "decode_graph_rows": 3,
         **changes,
     }
     return EngineConfig(model=str(path), **settings)
 
 
-@pytest.mark.parametrize("family", ["llada2", "sdar"])
+@pytest.mark.parametrize(("family", "layers"), [("llada2", 1), ("sdar", 2)])
 def test_replayed_models_denoise_as_they_are_described(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layers: int
 ) -> None:
-    """On pages full of NaN, the junk page's among them."""
+    """On pages full of NaN, the junk page's among them, and with padding in nearly every step."""
     kernels_or_skip("cpu")
-    shape = block_config(family, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    shape |= (
-        {"num_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-        if family == "llada2"
-        else {}
-    )
+    shape = block_config(family, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1)
+    if family == "llada2":
+        shape |= {
+            "num_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 0,
+        }
     tensors = write_checkpoint(tmp_path, shape)
     cuda = install(monkeypatch)
-    device = FakeCudaDevice(config(tmp_path, experts="triton" if family == "llada2" else "auto"))
+    monkeypatch.setattr(building, "round_sizes", lambda most: [most])
+    experts = "triton" if family == "llada2" else "auto"
+    device = FakeCudaDevice(config(tmp_path, experts=experts, block_size=2))
     info = device.open()
     runner: Any = device._backend.runner  # type: ignore[union-attr]
     for store in runner.attention._pool.keys + runner.attention._pool.values:
         store.fill_(float("nan"))
-    replays = [recording.replays for recording in cuda.recordings]
-    drive(device, info, 1, Plain(shape, tensors, 4), KINDS[:2], size=4, blocks=2)
-    assert sum(recording.replays for recording in cuda.recordings) > sum(replays) + 10
+    before = sum(recording.replays for recording in cuda.recordings)
+    drive(device, info, 1, Plain(shape, tensors, 2), KINDS[:2], size=2, blocks=2)
+    assert sum(recording.replays for recording in cuda.recordings) > before + 10
     device.close()
+
+
+def test_the_pool_leaves_room_for_what_a_trial_capture_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels_or_skip("cpu")
+    write_checkpoint(tmp_path, block_config("sdar", num_hidden_layers=1, num_attention_heads=2))
+    cuda = install(monkeypatch)
+    settings = config(tmp_path, num_pages=None, max_model_len=8, block_size=2, decode_graph_rows=2)
+    info = FakeCudaDevice(settings).open()
+    assert info.num_pages == 2 * 8 // 4
+    each = 1 + 2 * len(algorithm_names())
+    assert len(cuda.recordings) == 4 * each, "two sizes for trial, and again to stay"
 
 
 # -- what is sent --------------------------------------------------------------------------------------
