@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.outputs import Draft, FinishReason, TokenLogprob
@@ -197,13 +198,22 @@ class BlockRequest(Request):
         if not self.drafts or block is None or self.finished or block.start != self.block_start:
             return None
         first, last = self.known - block.start, self.max_length - block.start
-        pairs = zip(block.ids[first:last], block.known[first:last], strict=True)
-        tokens = [token if known else None for token, known in pairs]
+        known = block.known[first:last]
+        tokens = _where(known, block.ids[first:last])
         shown = end = next((at for at, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
         if self.params.include_stop:
             shown += 1
-        return Draft(len(self.output_ids), tuple(tokens[: end + 1]), self.text.ahead(tokens[:shown]))
+        return Draft(
+            len(self.output_ids),
+            tuple(tokens[: end + 1]),
+            self.text.ahead(tokens[:shown]),
+            tuple(_where(known, block.written_in[first:last])[: end + 1]),
+        )
 
     def trim(self, count: int) -> None:
         super().trim(count)
         del self.step_map[count:]
+
+
+def _where(known: Sequence[bool], values: Sequence[int]) -> list[int | None]:
+    return [value if there else None for value, there in zip(values, known, strict=True)]

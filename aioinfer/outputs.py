@@ -70,6 +70,8 @@ class Draft:
     #: tokens, a light shade (U+2591) for each that is not known. Text of end tokens and special ones is in it
     #: where it would be in the output. Stop strings are not looked for
     text: str = ""
+    #: by token, the round of its block that wrote it; None where nothing is known yet
+    step_map: tuple[int | None, ...] = ()
 
 
 @dataclass(slots=True)

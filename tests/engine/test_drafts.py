@@ -77,9 +77,14 @@ async def test_drafts_lead_up_to_the_tokens_and_change_none(
         assert chunk.draft.start == known
         assert known + len(chunk.draft.token_ids) <= 40
         final = result.token_ids[known:]
+        pairs = zip(chunk.draft.token_ids, chunk.draft.step_map, strict=True)
+        assert all((token is None) == (step is None) for token, step in pairs)
+        if algorithm == MONOTONE:
+            steps = (result.step_map or [])[known:]
+            assert all(x in (None, y) for x, y in zip(chunk.draft.step_map, steps, strict=False))
         assert len(chunk.draft.text.replace(UNKNOWN, "")) >= sum(x is not None for x in chunk.draft.token_ids)
         revised += sum(x not in (None, y) for x, y in zip(chunk.draft.token_ids, final, strict=False))
-    assert drafts > 10
+    assert drafts > 3, "a draft per block at the very least"
     assert (revised > 0) == (algorithm == EDITING)
     if algorithm == EDITING:
         assert ends <= {0, (len(PROMPT) + 40) % SIZE}, "tokens came out that might have been edited"
@@ -214,10 +219,11 @@ def _stop_in_mid_block(text: str) -> str:
 async def test_records_stay_equally_long_through_retraction_and_stops(
     make_engine: MakeEngine, algorithm: str
 ) -> None:
-    device = scripted(edits=2, num_pages=12)
+    device = scripted(edits=2, num_pages=9)
     plain = params(algorithm, logprobs=0, max_tokens=40)
     prompts = [[n, *range(1, n)] for n in range(2, 14)]
-    async with make_engine(device=device, num_pages=12) as engine:
+    tight = {"num_pages": 9, "new_token_ratio": 0.0, "min_new_token_ratio": 0.0, "launch_mode": "inline"}
+    async with make_engine(device=device, **tight) as engine:
 
         async def one(prompt: list[int], number: int) -> None:
             whole = expected(device, prompt, plain)
@@ -238,7 +244,7 @@ async def test_records_stay_equally_long_through_retraction_and_stops(
         async with asyncio.TaskGroup() as group:
             for number, prompt in enumerate(prompts):
                 group.create_task(one(prompt, number))
-        assert engine.stats().retractions > 0
+        assert engine.stats().retractions > 1
         await settle(engine)
 
 
