@@ -56,7 +56,7 @@ async def read(stream: Stream) -> tuple[list[Chunk], Result]:
     return chunks, result
 
 
-@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("algorithm", [MONOTONE, EDITING])
 async def test_drafts_lead_up_to_the_tokens_and_change_none(
     make_engine: MakeEngine, algorithm: str, window: int
@@ -293,7 +293,7 @@ async def test_leaving_in_mid_block_leaves_nothing_behind(make_engine: MakeEngin
                 drafts = 0
                 async for chunk in stream:
                     drafts += chunk.draft is not None
-                    if drafts > number % 7:
+                    if drafts > number % 4:
                         return
                 raise AssertionError("the stream ended first")
 
