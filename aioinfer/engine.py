@@ -131,7 +131,7 @@ class Engine:
         try:
             info = await self._launcher.start(progress)
             tokenizer = await loop.run_in_executor(self._workers, self._load_tokenizer, self.config)
-            defaults = await loop.run_in_executor(self._workers, assembly.default_params, self.config)
+            defaults = await loop.run_in_executor(self._workers, assembly.default_params, self.config, info)
             info = assembly.with_end_tokens(info, tokenizer)
         except BaseException:
             await self._launcher.aclose()
@@ -479,6 +479,7 @@ class Engine:
         assert driver is not None
         return EngineStats.of(
             scheduler,
+            output_tokens=self._started_core().output_tokens,
             state=self._state.value,
             paused=driver.paused,
             arriving=len(self._arriving),

@@ -52,6 +52,12 @@ class EngineStats:
     parkings: int
     prefill_tokens: int
     decode_tokens: int
+    #: tokens that requests have been given
+    output_tokens: int
+    #: of diffusion models: forwards of all steps, more than one where a step computed several rounds
+    forwards: int
+    #: of diffusion models: forwards over a block, those that commit it included, summed over requests
+    rounds: int
     #: tokens computed for requests that had ended meanwhile
     late_tokens: int
     #: rows that sampled nothing because a grammar was late or left no choice
@@ -93,11 +99,17 @@ class EngineStats:
         """Share of the tokens of admitted requests that were found in the prefix cache."""
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
+    @property
+    def tokens_per_round(self) -> float:
+        """Output tokens by round of a diffusion model; 0 before there are any, and for other models."""
+        return self.output_tokens / self.rounds if self.rounds else 0.0
+
     @classmethod
     def of(
         cls,
         scheduler: Scheduler,
         *,
+        output_tokens: int,
         state: str,
         paused: bool,
         arriving: int,
@@ -136,6 +148,9 @@ class EngineStats:
             parkings=counters.parkings,
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,
+            output_tokens=output_tokens,
+            forwards=counters.forwards,
+            rounds=counters.rounds,
             late_tokens=counters.late_tokens,
             deferred_rows=counters.deferred_rows,
             forced_tokens=counters.forced_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -97,7 +98,12 @@ class HFTokenizer:
 
         try:
             # Without an explicit no, transformers asks on the terminal whether to run the directory's code.
-            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+            config = _unknown_config(path)
+            return cls(
+                AutoTokenizer.from_pretrained(
+                    path, config=config, local_files_only=True, trust_remote_code=False
+                )
+            )
         except Exception as error:
             # Broken files raise nearly anything, of Rust's making also the bare Exception.
             raise ConfigError(f"the tokenizer of {path.name} could not be loaded: {error}") from error
@@ -182,6 +188,17 @@ class HFTokenizer:
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+
+def _unknown_config(path: Path) -> Any:
+    """The config of a model type that transformers does not know; None for others, which it reads by itself.
+    Of one that it does not know it would say so at length, and go on all the same."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    file = path / "config.json"
+    stated = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    kind = stated.get("model_type")
+    return None if kind is None or kind in CONFIG_MAPPING else PreTrainedConfig.from_dict(stated)
 
 
 def _message(field: str, message: Any) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
-from aioinfer.diffusion.rows import take
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.policy import POLICIES
 from aioinfer.twin import TimedLauncher, ToyTokenizer
 from aioinfer.twin.blocks import ScriptedDevice
+from tests.diffusion.cases import put_, take, take_blocks
 from tests.diffusion.cases import random_params as random_diffusion
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
 
@@ -161,11 +161,15 @@ def decode(
         ]
         before = torch.where(block.done, script.chain(before, script.digest(block.ids)), before)
         finished = block.done.clone()
-        block.advance_(finished, mask_id)
-        cls.restart_(state, finished)
+        (rows,) = finished.nonzero(as_tuple=True)
+        starts = (block.starts[rows] + size).tolist()
+        behind = Block.begin([[]] * len(rows), starts, size=size, mask_id=mask_id)
+        put_(block.columns(), rows, behind.columns())
+        for name in cls.counters:
+            state[name].masked_fill_(finished, 0)
         if not all(going):
             keep = torch.tensor([at for at, goes in enumerate(going) if goes], dtype=torch.int64)
-            block, state, before = block.take(keep), take(state, keep), before[keep]
+            block, state, before = take_blocks(block, keep), take(state, keep), before[keep]
             live = [row for row, goes in zip(live, going, strict=True) if goes]
     return found
 
