@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.names import algorithm_names
 from aioinfer.errors import InvalidRequest
 
 __all__ = ["DiffusionParams", "Grammar", "SamplingParams"]

@@ -68,7 +68,7 @@ def propose(
         drawn: some row has a temperature.
         filtered: some row that has one has a filter, too.
     """
-    best, tokens = logits.max(dim=2)
+    best, tokens = _likeliest(logits)
     sound = best.abs() < float("inf")
     relative = logits.sub_(best.unsqueeze(2))
     mass = _total(relative.exp())
@@ -82,6 +82,18 @@ def propose(
         confidence = torch.where(greedy, confidence, probability)
         chosen = relative.gather(2, tokens.unsqueeze(2)).squeeze(2)
     return Proposal(tokens, confidence, chosen - mass.log(), sound, relative, mass)
+
+
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of [R, B, V] and its token, the lowest of equals; any token where there is NaN."""
+    if logits.is_cuda:
+        return logits.max(dim=2)
+    # On a CPU, torch looks for indices one by one, and compares to truth values one by one, but works on
+    # numbers in vectors: the token is the one that is farthest from the end. float32 counts up to 2**24.
+    best, vocab_size = logits.amax(2), logits.shape[2]
+    to_end = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=logits.device)
+    equal = torch.eq(logits, best.unsqueeze(2), out=torch.empty_like(logits))
+    return best, vocab_size - equal.mul_(to_end).amax(2).clamp_(min=1).to(torch.int64)
 
 
 def _draw(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,58 +22,78 @@ from aioinfer.diffusion.state import BlockState
 __all__ = ["BlockRecords", "WordRows"]
 
 _WORD = 8
+_TORCH = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 #: columns in the order of BlockState's fields
 _STATE = (
     *("starts", "ids", "known", "written_in", "logprobs", "rounds", "done", "changed", "failed"),
     "private",
 )
-_TORCH = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+_Array = TypeVar("_Array", torch.Tensor, npt.NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _Section:
+    """Columns of one type, next to each other."""
+
     dtype: str
-    #: values of a row; None for one that has no dimension of its own
-    count: int | None
     first_word: int
     words: int
+    names: list[str]
+    #: values of a row in each, and last how many pad the last word
+    counts: list[int]
+    #: columns without a dimension of their own
+    single: set[str]
+
+    def named(self, columns: Sequence[_Array]) -> dict[str, _Array]:
+        """The columns by name, from what the section was split into."""
+        return {
+            name: column[:, 0] if name in self.single else column
+            for name, column in zip(self.names, columns, strict=False)
+        }
 
 
 class WordRows:
     """Columns of several types, laid out in rows of int64 words."""
 
-    __slots__ = ("_columns", "words")
+    __slots__ = ("_sections", "words")
 
     def __init__(self, columns: Mapping[str, tuple[str, int | None]]) -> None:
-        """``columns``: by name, the type (int64, float32 or bool) and how many values a row has of it."""
-        self._columns: dict[str, _Column] = {}
+        """``columns``: by name, the type (int64, float32 or bool) and how many values a row has of it; None
+        is one that has no dimension of its own."""
+        self._sections: list[_Section] = []
         self.words = 0
-        for name, (dtype, count) in columns.items():
-            words = -(-(1 if count is None else count) * np.dtype(dtype).itemsize // _WORD)
-            self._columns[name] = _Column(dtype, count, self.words, words)
+        for dtype in _TORCH:
+            mine = {name: count for name, (kind, count) in columns.items() if kind == dtype}
+            counts = [1 if count is None else count for count in mine.values()]
+            per_word = _WORD // np.dtype(dtype).itemsize
+            words = -(-sum(counts) // per_word)
+            if not words:
+                continue
+            counts.append(words * per_word - sum(counts))
+            single = {name for name, count in mine.items() if count is None}
+            self._sections.append(_Section(dtype, self.words, words, list(mine), counts, single))
             self.words += words
 
     def first_word(self, name: str) -> int:
-        """Where a column begins."""
-        return self._columns[name].first_word
+        """Where a column of int64 begins."""
+        section = self._sections[0]
+        return sum(section.counts[: section.names.index(name)])
 
     def views(self, table: torch.Tensor) -> Rows:
         """The columns of a table, [R, words] int64: the same memory, [R] or [R, count] each."""
         found: Rows = {}
-        for name, column in self._columns.items():
-            part = table[:, column.first_word : column.first_word + column.words]
-            if column.dtype != "int64":
-                part = part.view(_TORCH[column.dtype])
-            found[name] = part[:, 0] if column.count is None else part[:, : column.count]
+        parts = torch.split(table, [section.words for section in self._sections], 1)
+        for section, part in zip(self._sections, parts, strict=True):
+            values = part if section.dtype == "int64" else part.view(_TORCH[section.dtype])
+            found |= section.named(torch.split(values, section.counts, 1))
         return found
 
     def arrays(self, table: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
         """Likewise on the host."""
         found: dict[str, npt.NDArray[Any]] = {}
-        for name, column in self._columns.items():
-            part = table[:, column.first_word : column.first_word + column.words]
-            values: npt.NDArray[Any] = part if column.dtype == "int64" else part.view(column.dtype)
-            found[name] = values[:, 0] if column.count is None else values[:, : column.count]
+        for section in self._sections:
+            part = table[:, section.first_word : section.first_word + section.words].view(section.dtype)
+            found |= section.named(np.split(part, list(accumulate(section.counts))[:-1], axis=1))
         return found
 
 

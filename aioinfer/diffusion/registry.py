@@ -6,22 +6,15 @@ The file ``low_confidence.py`` is the algorithm ``low_confidence`` and holds the
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from functools import cache
 from typing import TYPE_CHECKING
 
 from aioinfer.diffusion import algorithms
+from aioinfer.diffusion.names import algorithm_names
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.algorithm import Algorithm
 
-__all__ = ["algorithm_class", "algorithm_names"]
-
-
-@cache
-def algorithm_names() -> tuple[str, ...]:
-    """Every algorithm there is, in alphabetical order; imports none of them."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(algorithms.__path__)))
+__all__ = ["algorithm_class"]
 
 
 def algorithm_class(name: str) -> type[Algorithm]:

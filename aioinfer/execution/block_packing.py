@@ -12,8 +12,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.diffusion.names import algorithm_names
 from aioinfer.diffusion.record import BlockRecords
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.paging import PageTables, Placement
 from aioinfer.params import DiffusionParams

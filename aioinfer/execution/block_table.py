@@ -155,8 +155,8 @@ class _Algorithm:
         self._table.index_copy_(0, sent[:, self._layout.first_word("slot")], sent)
 
     def state(self, slots: torch.Tensor, key: bytes, counters: torch.Tensor) -> Rows:
-        """Of rows with these slots, [R]; ``key`` says on the host which they are. ``counters``: [R, C], to
-        be written to."""
+        """Of rows with these slots, [R]; ``key`` tells the host which they are. ``counters``: [R, C], to be
+        written to."""
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._layout.views(self._table.index_select(0, slots))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from aioinfer.config import EngineConfig
-from aioinfer.execution.block_packing import BlockPacker
+from aioinfer.execution.block_packing import BlockPacked, BlockPacker
 from aioinfer.execution.graphs import DecodeGraphs
 from aioinfer.execution.packing import Packed, Packer
 from aioinfer.execution.streams import CudaBackend, PackedStep
@@ -44,7 +44,7 @@ def largest_steps(config: EngineConfig, max_len: int) -> Iterator[Packed]:
     yield packer.pack(Step(-1, decodes, (), rows))
 
 
-def largest_block_steps(config: EngineConfig, spec: ModelSpec, max_len: int) -> Iterator[PackedStep]:
+def largest_block_steps(config: EngineConfig, spec: ModelSpec, max_len: int) -> Iterator[BlockPacked]:
     """A step of known tokens only and one of blocks only, of a diffusion model, likewise."""
     size, mask_id = spec.block_size, spec.mask_token_id
     assert size is not None, "not a diffusion model"

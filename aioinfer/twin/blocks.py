@@ -306,21 +306,22 @@ def scripted_rounds(
     The block is the same object from round to round.
     """
     diffusion = params.diffusion or DiffusionParams()
-    cls = algorithm_class(diffusion.algorithm)
+    algorithm = algorithm_class(diffusion.algorithm)(mask_token_id)
     whole = len(prompt_ids) // block_size * block_size
     blocks = torch.tensor(list(prompt_ids[:whole]), dtype=torch.int64).view(-1, block_size)
     before = torch.tensor(_chain(script, blocks)[-1:] or [0])
     given = list(prompt_ids[whole:])
     for start in range(whole, 1 << 62, block_size):
         block = Block.begin([given], [start], size=block_size, mask_id=mask_token_id)
-        state = cls.init_state([diffusion], [params], [seed])
+        state = algorithm.init_state([diffusion], [params], [seed])
         while not block.done:
             logits = script.logits(before, block.ids)
-            cls(mask_token_id).step(logits, block, state, drawn=params.temperature > 0)
+            algorithm.step(logits, block, state, drawn=params.temperature > 0)
             yield block
         before, given = script.chain(before, script.digest(block.ids)), []
 
 
+@torch.inference_mode()
 def scripted_generate(
     script: ScriptedLogits,
     prompt_ids: Sequence[int],

@@ -1,10 +1,12 @@
 """``python -m bench diffusion``: what each part of block diffusion brings, one after the other.
 
-The bundled diffusion model answers held-out questions of its tasks, ``concurrency`` at a time, in six ways,
-each with all that the ones before it have:
+The bundled diffusion model answers held-out questions of its tasks, ``concurrency`` at a time, in several
+ways, each with all that the ones before it have:
 
 * ``sync``: a batch denoises until every block of it is done; prompts come in between, a block at a time, and
-  a block that is done has one more forward to itself. How the seed of FDFO describes what was before it.
+  a block that is done has one more forward to itself. So the seed of FDFO describes what was before it.
+* ``sync+``: the same with prompts of up to 512 tokens in one forward, which the ones below do without, until
+  ``mixed``.
 * ``fdfo``: who is done leaves; but between rounds a request gives its slot and its block's pages back, and
   what is known of the block travels through the host.
 * ``reuse``: slot and pages stay where they are, and rounds follow each other on the device while no block

@@ -16,7 +16,7 @@ from aioinfer.scheduling.step import Step
 
 __all__ = ["WAYS", "configs", "make_restless", "scheduler_of"]
 
-#: settings of each way, on top of those of the one before
+#: settings of each way, on top of those of the one before; a chunk of 0 is a block
 WAYS: dict[str, dict[str, Any]] = {
     "sync": {
         "diffusion_mode": "sync",
@@ -24,8 +24,10 @@ WAYS: dict[str, dict[str, Any]] = {
         "first": "prefill",
         "fused_commit": False,
         "window": 0,
+        "chunk_size": 0,
     },
-    "fdfo": {"diffusion_mode": "fdfo"},
+    "sync+": {"chunk_size": 512},
+    "fdfo": {"diffusion_mode": "fdfo", "chunk_size": 0},
     "reuse": {"max_rounds": 64},
     "mixed": {"mixed": True, "first": "decode", "chunk_size": 512},
     "fused": {"fused_commit": True},
@@ -74,10 +76,10 @@ def configs(options: argparse.Namespace, model: str, block: int) -> dict[str, En
         # Several engines share the memory: enough for a thousand positions each, and no more.
         num_pages=most * -(-1024 // max(16, block)),
         max_step_tokens=max(2048, 4 * block * most),
-        chunk_size=block,
     )
     found = {}
     for way, settings in WAYS.items():
-        config = replace(config, **settings)
+        chunk = settings.get("chunk_size", config.chunk_size) or block
+        config = replace(config, **{**settings, "chunk_size": chunk})
         found[way] = config
     return found

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.names import algorithm_names
+from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 

@@ -19,6 +19,8 @@ from aioinfer.scheduling.step import NO_TOKEN, Admission, Horizon, Row, Step
 from tests.diffusion import reference
 
 Launch = Callable[[Step], Flight]
+#: [B, V] of a block, from the tokens before it and its own
+Logits = Callable[[list[int], list[int]], torch.Tensor]
 
 
 @dataclass
@@ -202,32 +204,41 @@ class Driver:
         move(request)
 
 
-def check(request: Driven, script: ScriptedLogits, size: int, mask_id: int) -> None:
+def scripted(script: ScriptedLogits, size: int) -> Logits:
+    """Of a scripted model, hashing all from the start."""
+
+    def logits(prefix: list[int], ids: list[int]) -> torch.Tensor:
+        before = torch.zeros(1, dtype=torch.int64)
+        for digest in script.digest(torch.tensor(prefix, dtype=torch.int64).view(-1, size)):
+            before = script.chain(before, digest)
+        return script.logits(before, torch.tensor([ids]))[0]
+
+    return logits
+
+
+def check(request: Driven, logits: Logits, size: int, mask_id: int, tolerance: float = 1e-4) -> None:
     """What was reported is what the plain reference does, round for round, and nothing is left out."""
     diffusion = request.params.diffusion or DiffusionParams()
     given = {name: getattr(diffusion, name) for name in diffusion.given()}
     sampling = {name: getattr(request.params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    whole = len(request.prompt) // size * size
-    before = torch.zeros(1, dtype=torch.int64)
-    for first in range(0, whole, size):
-        before = script.chain(before, script.digest(torch.tensor([request.prompt[first : first + size]])))
+    prefix = request.prompt[: len(request.prompt) // size * size]
     row = reference.Row(
-        *(diffusion.algorithm, request.prompt[whole:], size, mask_id, whole, given),
+        *(diffusion.algorithm, request.prompt[len(prefix) :], size, mask_id, len(prefix), given),
         sampling={**sampling, "seed": request.seed},
     )
     for state, rounds in request.reported:
-        while state.start > row.start:
+        if state.start > row.start:
             assert row.done, "went on from a block that was not final"
-            before = script.chain(before, script.digest(torch.tensor([row.ids])))
+            prefix = prefix + row.ids
             row = reference.Row(
                 *(diffusion.algorithm, [], size, mask_id, row.start + size, given), sampling=row.sampling
             )
         assert state.start == row.start
         for _ in range(rounds):
-            row.step(script.logits(before, torch.tensor([row.ids]))[0])
+            row.step(logits(prefix, row.ids))
         for name in ("ids", "known", "written_in", "rounds", "done", "changed", "failed"):
             assert getattr(state, name) == getattr(row, name), (name, row.start, row.rounds)
         assert state.private == ((row.post_edits,) if diffusion.algorithm == "joint_threshold" else ())
         torch.testing.assert_close(
-            torch.tensor(state.logprobs), torch.tensor(row.logprobs), rtol=1e-4, atol=1e-4
+            torch.tensor(state.logprobs), torch.tensor(row.logprobs), rtol=tolerance, atol=tolerance
         )
