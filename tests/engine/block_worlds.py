@@ -12,8 +12,8 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
-from aioinfer.diffusion.rows import take
+from aioinfer.diffusion.names import algorithm_names
+from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -21,6 +21,7 @@ from aioinfer.scheduling.policy import POLICIES
 from aioinfer.twin import TimedLauncher, ToyTokenizer
 from aioinfer.twin.blocks import ScriptedDevice
 from tests.diffusion.cases import random_params as random_diffusion
+from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
 
 #: mode, fused commit, mixed, rounds of a horizon, prefix cache
@@ -162,13 +163,17 @@ def _decode(
             not done or _extend(found[row], block, at, *asked[row], longest)
             for at, (row, done) in enumerate(zip(live, block.done.tolist(), strict=True))
         ]
-        before = torch.where(block.done, script.chain(before, script.digest(block.ids)), before)
         finished = block.done.clone()
-        block.advance_(finished, mask_id)
-        cls.restart_(state, finished)
+        before = torch.where(finished, script.chain(before, script.digest(block.ids)), before)
+        for name in cls.counters:
+            state[name].masked_fill_(finished, 0)
+        following = Block.begin([[]] * len(live), (block.starts + size).tolist(), size=size, mask_id=mask_id)
+        for column, blank in zip(block.columns().values(), following.columns().values(), strict=True):
+            where = finished.view(-1, *[1] * (column.dim() - 1))
+            column.copy_(torch.where(where, blank, column))
         if not all(going):
             keep = torch.tensor([at for at, goes in enumerate(going) if goes], dtype=torch.int64)
-            block, state, before = block.take(keep), take(state, keep), before[keep]
+            block, state, before = take_blocks(block, keep), take(state, keep), before[keep]
             live = [row for row, goes in zip(live, going, strict=True) if goes]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.names import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.outputs import Result
