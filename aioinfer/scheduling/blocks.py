@@ -275,12 +275,13 @@ class BlockScheduler(Scheduler):
             if request.finished:
                 self.counters.late_tokens += row.blocks * self._block_size
             elif step.id > max(request.void_until, request.junk_until):
+                if row.blocks:
+                    # Before the known blocks are shared: a row in flight holds back what it writes.
+                    request.flights.popleft()
                 if row.ids:
                     self._commit_known(request, row)
-                if row.blocks:
-                    request.flights.popleft()
-                    if self._observe(request, blocks[index]):
-                        moved.append(request)
+                if row.blocks and self._observe(request, blocks[index]):
+                    moved.append(request)
         return moved
 
     def _commit_known(self, request: BlockRequest, row: Row) -> None:
