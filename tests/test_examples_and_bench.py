@@ -32,7 +32,7 @@ def test_the_embedding_example_runs() -> None:
 
 
 def test_the_diffusion_example_shows_a_block_filling_up() -> None:
-    command = [sys.executable, "examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "0.9"]
+    command = [sys.executable, "examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     *drafts, last = done.stdout.splitlines()[:-1]
