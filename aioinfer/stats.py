@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -137,23 +137,10 @@ class EngineStats:
             pages_cached=pages.cached,
             pages_total=pages.total,
             pages_evictable=memory.evictable,
-            steps=counters.steps,
             steps_in_flight=steps_in_flight,
-            admitted=counters.admitted,
-            finished=counters.finished,
-            retractions=counters.retractions,
-            preemptions=counters.preemptions,
-            out_of_memory_retries=counters.out_of_memory_retries,
             step_tokens=scheduler.cap.tokens,
-            parkings=counters.parkings,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
+            **asdict(counters),
             output_tokens=output_tokens,
-            forwards=counters.forwards,
-            rounds=counters.rounds,
-            late_tokens=counters.late_tokens,
-            deferred_rows=counters.deferred_rows,
-            forced_tokens=counters.forced_tokens,
             queried_tokens=memory.queried_tokens,
             cached_tokens=memory.hit_tokens,
             policy=scheduler.waiting.name,
