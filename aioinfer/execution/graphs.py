@@ -43,6 +43,7 @@ __all__ = ["KEPT", "Capture", "DecodeGraphs", "DecodeRows", "Graph", "graph_obst
 KEPT = 4
 _INT_COLUMNS = ("slots", "starts", "seeds", "top_k")
 _FLOAT_COLUMNS = ("temperature", "top_p", "min_p")
+_NO_VERSION = -1
 _FLOAT_ROWS = [FLOAT_FIELDS.index(name) for name in _FLOAT_COLUMNS]
 
 
@@ -106,30 +107,51 @@ class DecodeRows:
         self._known = np.zeros(len(cells), np.int64)
         self._known_slots, self._known_starts, *_ = self._known[:ints].reshape(-1, width)
         self._known_table = self._known[ints + floats :].reshape(num_rows, max_pages)
+        #: of the pages that each row has there
+        self._versions = np.full(num_rows, _NO_VERSION)
 
     def forget(self) -> None:
         """A step failed: nobody knows how far it came."""
         # No slot, no page and, as a float, no number.
         self._known[:] = -1
+        self._versions[:] = _NO_VERSION
 
     def update(self, packed: Packed, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> bool:
-        """Make the rows those of the step, and padding behind. False if they were so already.
-
-        Columns of a row's pages that the step does not reach stay as they are: nobody reads them.
-        """
-        rows, width = len(packed.q_lens), packed.num_pages
+        """Make the rows those of the step, and padding behind. False if they were so already."""
         columns = self._columns_of(packed)
         cells = np.flatnonzero(self._known[: self._columns] != columns)
-        table = packed.section("block_table").reshape(rows, width)
-        row, column = np.nonzero(self._known_table[:rows, :width] != table)
-        if not len(cells) and not len(row):
+        page_cells, pages = self._pages_of(packed)
+        if not len(cells) and not len(pages):
             return False
-        values = np.concatenate((columns[cells], table[row, column]))
-        cells = np.concatenate((cells, self._columns + row * self._max_pages + column))
+        values = np.concatenate((columns[cells], pages))
+        cells = np.concatenate((cells, page_cells))
         sent = send(np.concatenate((cells, values)))
         self._cells.index_copy_(0, *sent.chunk(2))
         self._known[cells] = values
         return True
+
+    def _pages_of(self, packed: Packed) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Cells of pages that are others than those of the step, and what these are.
+
+        Only rows with another version are looked at. Columns that a step packed without versions does not
+        reach stay as they are: nobody reads them.
+        """
+        count, tables = len(packed.q_lens), packed.tables
+        if tables is None:
+            rows = np.arange(count)
+            wanted = packed.section("block_table").reshape(count, packed.num_pages)
+            self._versions[:count] = _NO_VERSION
+        else:
+            rows = np.flatnonzero(self._versions[:count] != tables.versions)
+            if not len(rows):
+                return rows, rows
+            wanted = np.stack([tables.rows[row] for row in rows.tolist()])
+            self._versions[rows] = tables.versions[rows]
+        width = wanted.shape[1]
+        # Much faster than finding them in two dimensions.
+        other = np.flatnonzero(self._known_table[rows, :width] != wanted)
+        cells = self._columns + rows[other // width] * self._max_pages + other % width
+        return cells, wanted.reshape(-1)[other]
 
     def moved_on(self) -> None:
         """A replay moved all rows, but for padding, to their next position."""

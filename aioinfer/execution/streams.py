@@ -77,6 +77,9 @@ class StepRunner(Protocol):
 class Backend(Protocol):
     """One device's way of running packed steps."""
 
+    #: steps of so many decodes and nothing else are computed by captured decodes
+    graph_rows: int
+
     def launch(self, packed: PackedStep) -> Flight: ...
 
     def check(self) -> None: ...
@@ -111,6 +114,7 @@ class CpuBackend:
     """The step is done when ``launch`` returns."""
 
     def __init__(self, runner: StepRunner) -> None:
+        self.graph_rows = 0
         self._runner = runner
         self._link = Direct(torch.device("cpu"))
 
@@ -218,6 +222,7 @@ class CudaBackend:
         self._newest: _CudaFlight | None = None
         self._graph_pool: Any = None
         self._clock = _Clock(lane)
+        self.graph_rows = 0
         #: set before the first launch
         self.runner: StepRunner | None = None
 
