@@ -66,6 +66,10 @@ class Tokenizer(Protocol):
         Raises InvalidRequest if there is no such thing."""
 
 
+#: end a turn of the chat template, and no config of the checkpoint says so: LLaDA2
+_TURN_ENDS = frozenset({"<|role_end|>"})
+
+
 class HFTokenizer:
     """The tokenizer of a model directory, through transformers. Its methods may be called from any thread.
 
@@ -83,13 +87,14 @@ class HFTokenizer:
             # switch off with every call is switched off here, once.
             self._fast.no_truncation()
             self._fast.no_padding()
-        eos = tokenizer.eos_token_id
-        self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
         self.has_chat_template = bool(tokenizer.chat_template)
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.added_tokens: Mapping[str, int] = {token.content: at for at, token in added.items()}
         self.special_tokens = frozenset(token.content for token in added.values() if token.special)
+        ends = {self.added_tokens[name] for name in self.special_tokens & _TURN_ENDS}
+        eos = tokenizer.eos_token_id
+        self.eos_token_ids = frozenset(ends if eos is None else {eos, *ends})
 
     @classmethod
     def load(cls, path: Path) -> Self:

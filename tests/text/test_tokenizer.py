@@ -249,3 +249,12 @@ def test_a_model_type_that_transformers_does_not_know_is_no_news(directory: Path
         logger.removeHandler(listener)
     assert not said, [record.getMessage() for record in said]
     assert tokenizer.decode(tokenizer.encode_part("the fox")) == "the fox"
+
+
+def test_what_ends_a_turn_of_llada2_ends_an_output(directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    plain = AutoTokenizer.from_pretrained(directory)
+    plain.add_special_tokens({"additional_special_tokens": ["<|role_end|>"]})
+    end = plain.convert_tokens_to_ids("<|role_end|>")
+    assert HFTokenizer(plain).eos_token_ids == {0, end}
