@@ -76,12 +76,6 @@ class Algorithm(ABC):
             state[name] = torch.zeros(len(params), dtype=torch.int64, device=device)
         return state
 
-    @classmethod
-    def restart_(cls, state: Rows, where: torch.Tensor) -> None:
-        """Some rows, [R] bool, come to their next block; see :meth:`Block.advance_`."""
-        for name in cls.counters:
-            state[name].masked_fill_(where, 0)
-
     def step(
         self, logits: torch.Tensor, block: Block, state: Rows, *, drawn: bool = True, filtered: bool = True
     ) -> torch.Tensor:

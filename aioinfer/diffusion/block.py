@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from aioinfer.diffusion.rows import Rows, put_, take
+from aioinfer.diffusion.rows import Rows
 
 __all__ = ["Block"]
 
@@ -92,26 +92,6 @@ class Block:
         self.known |= where
         self.changed.copy_(where.any(1))
 
-    def advance_(self, where: torch.Tensor, mask_id: int) -> None:
-        """Some rows, [R] bool, come to the block behind theirs, of which nothing is known."""
-        self.starts += where * self.ids.shape[1]
-        for column in (self.rounds, self.done, self.changed, self.failed):
-            column.masked_fill_(where, 0)
-        inside = where.unsqueeze(1)
-        self.ids.masked_fill_(inside, mask_id)
-        self.known &= ~inside
-        self.editable |= inside
-        self.written_in.masked_fill_(inside, -1)
-        self.logprobs.masked_fill_(inside, 0)
-
     def columns(self) -> Rows:
         """The tensors themselves, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def take(self, rows: torch.Tensor) -> Self:
-        """Some rows, copied; [N] int64."""
-        return type(self)(**take(self.columns(), rows))
-
-    def put_(self, rows: torch.Tensor, values: Self) -> None:
-        """Write ``values`` over some rows; [N] int64 without repetition."""
-        put_(self.columns(), rows, values.columns())

@@ -36,16 +36,14 @@ import torch
 from aioinfer.diffusion.names import algorithm_names
 from aioinfer.execution.block_packing import AlgorithmRows, BlockPacked
 from aioinfer.execution.block_table import BlockTable, Round
-from aioinfer.execution.graphs import Capture, Graph
+from aioinfer.execution.graphs import KEPT, Capture, Graph
 from aioinfer.execution.mirror import Mirror
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
 
-__all__ = ["KEPT", "BlockGraphs", "BlockRows", "round_sizes"]
+__all__ = ["BlockGraphs", "BlockRows", "round_sizes"]
 
-#: steps whose records the device keeps: the next are computed while the host's copies are under way
-KEPT = 4
 _COLUMNS = 3
 
 
@@ -88,7 +86,7 @@ class BlockRows:
         table = packed.section("block_table").reshape(-1, packed.num_pages)[packed.rows]
         if len(paired):
             table = np.concatenate((table, table[paired]))
-        return self._mirror.update(columns.reshape(-1), table, send)
+        return self._mirror.update(columns.reshape(-1), np.arange(end), table, send)
 
 
 class BlockGraphs:

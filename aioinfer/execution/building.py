@@ -120,11 +120,14 @@ def build(
         return _build_cuda(parts, progress)
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     runner = parts.runner(size.num_pages)
-    if capture is not None:
-        graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), parts.possible_sizes())
+    backend = CpuBackend(runner)
+    sizes = parts.possible_sizes()
+    if capture is not None and sizes:
+        graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), sizes)
         graphs.capture(capture)
         _attach(runner, graphs)
-    return CpuBackend(runner), size
+        backend.graph_rows = sizes[-1]
+    return backend, size
 
 
 def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolSize]:
@@ -141,6 +144,7 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
         graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), sizes)
         graphs.capture(backend.capture, progress and partial(progress, "graphs"))
         _attach(runner, graphs)
+        backend.graph_rows = sizes[-1]
     # Again with the real pool, and last: torch keeps the memory that steps need, until something is captured.
     for packed in parts.largest_steps(size.max_model_len):
         backend.launch(packed).wait()

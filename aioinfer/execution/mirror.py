@@ -39,18 +39,22 @@ class Mirror:
     def update(
         self,
         columns: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
         table: npt.NDArray[np.int64],
         send: Callable[[npt.NDArray[np.int64]], torch.Tensor],
     ) -> bool:
-        """Have the device hold these columns, [num_columns], and these pages, [rows, pages], of its first
-        rows. False if it did so already. Pages that the table does not reach stay as they are."""
-        rows, pages = table.shape
+        """Have the device hold these columns, [num_columns], and as the pages of some ``rows`` those of
+        ``table``, [len(rows), pages]. False if it did so already. Pages that the table does not reach, and
+        those of other rows, stay as they are."""
         cells = np.flatnonzero(self.known_columns != columns)
-        row, column = np.nonzero(self._known_table[:rows, :pages] != table)
-        if not len(cells) and not len(row):
+        pages = table.shape[1]
+        # Much faster than finding them in two dimensions.
+        other = np.flatnonzero(self._known_table[rows, :pages] != table)
+        if not len(cells) and not len(other):
             return False
-        values = np.concatenate((columns[cells], table[row, column]))
-        cells = np.concatenate((cells, self._num_columns + row * self._known_table.shape[1] + column))
+        values = np.concatenate((columns[cells], table.reshape(-1)[other]))
+        at = rows[other // pages] * self._known_table.shape[1] + other % pages
+        cells = np.concatenate((cells, self._num_columns + at))
         self._cells.index_copy_(0, *send(np.concatenate((cells, values))).chunk(2))
         self._known[cells] = values
         return True

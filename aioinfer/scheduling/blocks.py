@@ -224,6 +224,8 @@ class BlockScheduler(Scheduler):
         if self.limits.max_rounds == 1 or self.waiting or self.prefilling:
             return None
         alike = all(row.blocks == 1 and not row.ids for row in rows)
+        if any(request.drafts for request in self.batch.requests):
+            return None  # somebody wants to see every round
         return Horizon(self.limits.max_rounds) if alike else None
 
     def _rounds(self, budget: StepBudget, starved: Collection[Request]) -> list[Row]:
@@ -275,12 +277,13 @@ class BlockScheduler(Scheduler):
             if request.finished:
                 self.counters.late_tokens += row.blocks * self._block_size
             elif step.id > max(request.void_until, request.junk_until):
+                if row.blocks:
+                    # Before the known blocks are shared: a row in flight holds back what it writes.
+                    request.flights.popleft()
                 if row.ids:
                     self._commit_known(request, row)
-                if row.blocks:
-                    request.flights.popleft()
-                    if self._observe(request, blocks[index]):
-                        moved.append(request)
+                if row.blocks and self._observe(request, blocks[index]):
+                    moved.append(request)
         return moved
 
     def _commit_known(self, request: BlockRequest, row: Row) -> None:

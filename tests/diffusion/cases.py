@@ -20,6 +20,22 @@ VOCAB = 16
 MASK = 7
 
 
+def take(table: Rows, rows: torch.Tensor) -> Rows:
+    """Some rows of a table, copied; ``rows`` is [N] int64, in any order."""
+    return {name: column.index_select(0, rows) for name, column in table.items()}
+
+
+def put_(table: Rows, rows: torch.Tensor, values: Rows) -> None:
+    """Write ``values``, of N rows, over the rows of a table; ``rows`` is [N] int64 without repetition."""
+    for name, column in table.items():
+        column.index_copy_(0, rows, values[name])
+
+
+def take_blocks(block: Block, rows: torch.Tensor) -> Block:
+    """Some rows of blocks, copied."""
+    return Block(**take(block.columns(), rows))
+
+
 @dataclass
 class Case:
     """Rows of one batch: what they are asked for, and the seed of their logits."""

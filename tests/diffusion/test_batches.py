@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.names import algorithm_names
 from aioinfer.diffusion.registry import algorithm_class
-from aioinfer.diffusion.rows import put_, take
 from aioinfer.params import DiffusionParams, SamplingParams
-from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, seen
+from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, put_, seen, take, take_blocks
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", algorithm_names())
 
@@ -59,15 +58,15 @@ def test_a_row_does_not_depend_on_the_batch_around_it(algorithm: str) -> None:
         order[torch.from_numpy(np.concatenate([slots, np.setdiff1d(np.arange(count + 3), slots)]))] = (
             torch.arange(count + 3)
         )
-        table, states = table.take(order), take(states, order)
+        table, states = take_blocks(table, order), take(states, order)
         while not all(table.done[slot] for slot in slots):
             company = rng.permutation(count)[: rng.integers(1, count + 1)]
             rows = torch.from_numpy(slots[company])
-            block, state = table.take(rows), take(states, rows)
+            block, state = take_blocks(table, rows), take(states, rows)
             logits = [case.logits(row, int(block.rounds[at])) for at, row in enumerate(company)]
             was_done = block.done.clone()
             everything.algorithm.step(torch.stack(logits), block, state)
-            table.put_(rows, block)
+            put_(table.columns(), rows, block.columns())
             put_(states, rows, state)
             for at, row in enumerate(company):
                 if not was_done[at]:
@@ -139,24 +138,6 @@ def test_few_rows(algorithm: str, rows: int) -> None:
     assert block.masked.sum() == 0
 
 
-@ALGORITHMS
-def test_rows_that_advance_start_anew_and_others_stay(algorithm: str) -> None:
-    case = crowd(algorithm, 11)
-    count, size = len(case.rows), case.size
-    denoiser = Denoiser.of(case)
-    while not denoiser.block.done.all():
-        denoiser.step()
-    old = {name: column.clone() for name, column in (denoiser.block.columns() | denoiser.state).items()}
-    new = Block.begin([[]] * count, [row.start + size for row in case.rows], size=size, mask_id=MASK)
-    new_state = Denoiser.of(case).state
-    on = torch.arange(count) % 2 == 0
-    denoiser.block.advance_(on, MASK)
-    algorithm_class(algorithm).restart_(denoiser.state, on)
-    for name, column in (denoiser.block.columns() | denoiser.state).items():
-        assert torch.equal(column[on], (new.columns() | new_state)[name][on]), name
-        assert torch.equal(column[~on], old[name][~on]), name
-
-
 class NoReadBack(TorchDispatchMode):
     """Refuses the operations whose outcome, or whose shape, is known only by asking the device."""
 
@@ -222,7 +203,7 @@ def test_rounds_replay_from_a_graph(algorithm: str) -> None:
     move = {name: column.cuda() for name, column in there.block.columns().items()}
     block, state = Block(**move), {name: column.cuda() for name, column in there.state.items()}
     logits = torch.zeros(len(case.rows), case.size, VOCAB, device="cuda")
-    spare = block.take(torch.arange(len(case.rows), device="cuda"))
+    spare = take_blocks(block, torch.arange(len(case.rows), device="cuda"))
     there.algorithm.step(logits, spare, {name: column.clone() for name, column in state.items()})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -9,6 +9,7 @@ from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.params import DiffusionParams, SamplingParams
+from tests.diffusion.cases import take_blocks
 
 VOCAB, MASK = 64, 9
 
@@ -43,7 +44,7 @@ def test_blocks_take_the_rounds_that_are_scripted(size: int) -> None:
 def test_edits_come_one_by_one_after_a_block_is_full() -> None:
     script = ScriptedLogits(VOCAB, MASK, edits=4)
     block, before = begin(60, 16)
-    block = block.take(torch.arange(0, 60, 16).repeat(15))
+    block = take_blocks(block, torch.arange(0, 60, 16).repeat(15))
     wanted, edits = script.steps(before, block.masked.sum(1), 16), script.edits(before, 16)
     assert set(edits.tolist()) == {0, 1, 2, 3, 4}
     run("joint_threshold", script, block, before)

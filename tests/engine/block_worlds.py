@@ -12,8 +12,8 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
-from aioinfer.diffusion.rows import take
+from aioinfer.diffusion.names import algorithm_names
+from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -21,6 +21,7 @@ from aioinfer.scheduling.policy import POLICIES
 from aioinfer.twin import TimedLauncher, ToyTokenizer
 from aioinfer.twin.blocks import ScriptedDevice
 from tests.diffusion.cases import random_params as random_diffusion
+from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
 
 #: mode, fused commit, mixed, rounds of a horizon, prefix cache
@@ -107,40 +108,42 @@ class Plain:
 
 def verify(world: World, claims: Sequence[Claim]) -> None:
     """Answers are those of the algorithms alone, block by block: no pages, no slots, nothing on the way."""
-    for name in algorithm_names():
-        chosen = [claim for claim in claims if _diffusion(claim.params).algorithm == name]
-        asked = [(claim.prompt, claim.params) for claim in chosen]
-        longest = world.engine.info.max_model_len
-        for claim, plain in zip(chosen, decode(world.device, name, asked, longest), strict=True):
-            verify_ids(claim, plain.ids)
-            if claim.result is None:
-                continue
-            count = len(claim.ids)
-            assert claim.result.step_map == plain.steps[:count], claim
-            if claim.result.logprobs is not None:
-                wanted = [
-                    TokenLogprob(*pair)
-                    for pair in zip(plain.ids[:count], plain.logprobs[:count], strict=True)
-                ]
-                assert claim.result.logprobs == wanted, claim
+    asked = [(claim.prompt, claim.params) for claim in claims]
+    longest = world.engine.info.max_model_len
+    for claim, plain in zip(claims, decode(world.device, asked, longest), strict=True):
+        verify_ids(claim, plain.ids)
+        if claim.result is None:
+            continue
+        count = len(claim.ids)
+        assert claim.result.step_map == plain.steps[:count], claim
+        if claim.result.logprobs is not None:
+            pairs = zip(plain.ids[:count], plain.logprobs[:count], strict=True)
+            assert claim.result.logprobs == [TokenLogprob(*pair) for pair in pairs], claim
 
 
 def decode(
+    device: ScriptedDevice, asked: Sequence[tuple[list[int], SamplingParams]], longest: int
+) -> list[Plain]:
+    """Each up to its length or its stop token."""
+    found = [Plain() for _ in asked]
+    for name in algorithm_names():
+        rows = [row for row, (_, params) in enumerate(asked) if _diffusion(params).algorithm == name]
+        if rows:
+            _decode(device, name, [asked[row] for row in rows], [found[row] for row in rows], longest)
+    return found
+
+
+def _decode(
     device: ScriptedDevice,
     algorithm: str,
     asked: Sequence[tuple[list[int], SamplingParams]],
+    found: Sequence[Plain],
     longest: int,
-) -> list[Plain]:
-    """Up to the length or the stop token of each; the rows have nothing to do with each other."""
+) -> None:
+    """Side by side; rows have nothing to do with each other."""
     script, size, mask_id = device.script, device.block_size, device.mask_token_id
-    found = [Plain() for _ in asked]
     cls = algorithm_class(algorithm)
     starts = [len(prompt) // size * size for prompt, _ in asked]
-    before = torch.zeros(len(asked), dtype=torch.int64)
-    for row, ((prompt, _), start) in enumerate(zip(asked, starts, strict=True)):
-        for first in range(0, start, size):
-            ids = torch.tensor([prompt[first : first + size]])
-            before[row] = script.chain(before[row : row + 1], script.digest(ids))[0]
     block = Block.begin(
         [prompt[start:] for (prompt, _), start in zip(asked, starts, strict=True)],
         starts,
@@ -152,6 +155,7 @@ def decode(
         [params for _, params in asked],
         [params.seed or 0 for _, params in asked],
     )
+    before = torch.tensor([_hash(device, prompt) for prompt, _ in asked])
     live = list(range(len(asked)))
     while live:
         cls(mask_id).step(script.logits(before, block.ids), block, state)
@@ -159,15 +163,27 @@ def decode(
             not done or _extend(found[row], block, at, *asked[row], longest)
             for at, (row, done) in enumerate(zip(live, block.done.tolist(), strict=True))
         ]
-        before = torch.where(block.done, script.chain(before, script.digest(block.ids)), before)
         finished = block.done.clone()
-        block.advance_(finished, mask_id)
-        cls.restart_(state, finished)
+        before = torch.where(finished, script.chain(before, script.digest(block.ids)), before)
+        for name in cls.counters:
+            state[name].masked_fill_(finished, 0)
+        following = Block.begin([[]] * len(live), (block.starts + size).tolist(), size=size, mask_id=mask_id)
+        for column, blank in zip(block.columns().values(), following.columns().values(), strict=True):
+            where = finished.view(-1, *[1] * (column.dim() - 1))
+            column.copy_(torch.where(where, blank, column))
         if not all(going):
             keep = torch.tensor([at for at, goes in enumerate(going) if goes], dtype=torch.int64)
-            block, state, before = block.take(keep), take(state, keep), before[keep]
+            block, state, before = take_blocks(block, keep), take(state, keep), before[keep]
             live = [row for row, goes in zip(live, going, strict=True) if goes]
-    return found
+
+
+def _hash(device: ScriptedDevice, prompt: list[int]) -> int:
+    """Of the prompt's whole blocks."""
+    script, size = device.script, device.block_size
+    before = torch.zeros(1, dtype=torch.int64)
+    for stop in range(size, len(prompt) + 1, size):
+        before = script.chain(before, script.digest(torch.tensor([prompt[stop - size : stop]])))
+    return int(before)
 
 
 def _extend(
@@ -190,5 +206,4 @@ def _extend(
 
 
 def _diffusion(params: SamplingParams) -> DiffusionParams:
-    assert params.diffusion is not None
-    return params.diffusion
+    return params.diffusion or DiffusionParams()

@@ -18,10 +18,11 @@ from aioinfer.config import EngineConfig
 from aioinfer.diffusion.names import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.execution import building
-from aioinfer.execution.block_graphs import KEPT, BlockGraphs, BlockRows, round_sizes
+from aioinfer.execution.block_graphs import BlockGraphs, BlockRows, round_sizes
 from aioinfer.execution.block_packing import BlockPacked, BlockPacker
 from aioinfer.execution.block_runner import BlockRunner
 from aioinfer.execution.device import DeviceInfo, Flight
+from aioinfer.execution.graphs import KEPT
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.streams import CudaBackend, Direct
 from aioinfer.execution.torch_device import TorchDevice
@@ -273,8 +274,13 @@ def test_an_engine_brings_the_same_with_and_without_graphs() -> None:
     kinds: list[dict[str, Any]] = [{"threshold": 0.9}, {"algorithm": "joint_threshold"}]
     requests = [
         SamplingParams(
-            **{"temperature": 0.7 * (at % 3 == 0), "top_k": 9, "max_tokens": 5 + 3 * at, "seed": at},
-            **{"ignore_eos": True, "logprobs": 0, "diffusion": DiffusionParams(**kinds[at % 2])},
+            temperature=0.7 * (at % 3 == 0),
+            top_k=9,
+            max_tokens=5 + 3 * at,
+            seed=at,
+            ignore_eos=True,
+            logprobs=0,
+            diffusion=DiffusionParams(**kinds[at % 2]),
         )
         for at in range(7)
     ]
