@@ -359,6 +359,10 @@ def test_the_pool_leaves_room_for_what_a_trial_capture_takes(
 PAGES, ROWS, SIZE = 6, 6, 4
 
 
+def fail() -> None:
+    raise Injected
+
+
 class Link(Direct):
     """Counts."""
 
@@ -394,7 +398,12 @@ def test_rounds_that_go_on_send_nothing_and_changes_send_once() -> None:
     assert sent(rounds[0], row(world.requests[2], size, 2 * size, blocks=2)) == 1, "a row has another block"
     assert sent(rounds[0], rounds[2]) == 1, "and has it no more"
     assert sent(*rounds) == 1
-    assert world.device.forwards_replayed == 8
+    world.device.lm.fault = fail
+    with pytest.raises(Injected):
+        sent(*rounds)
+    world.device.lm.fault = None
+    assert sent(*rounds) == 1, "after a failure nothing is known"
+    assert world.device.forwards_replayed == 10
 
 
 @pytest.mark.parametrize("seed", range(20))
