@@ -5,43 +5,35 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.names import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.execution import building
-from aioinfer.execution.block_graphs import BlockGraphs, BlockRows, round_sizes
-from aioinfer.execution.block_packing import BlockPacked, BlockPacker
-from aioinfer.execution.block_runner import BlockRunner
-from aioinfer.execution.device import DeviceInfo, Flight
+from aioinfer.execution.block_graphs import BlockRows, round_sizes
+from aioinfer.execution.block_packing import BlockPacker
+from aioinfer.execution.device import Flight
 from aioinfer.execution.graphs import KEPT
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.streams import CudaBackend, Direct
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.batch import Batch
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.sampling import filters
 from aioinfer.scheduling.step import Admission, Row, Step
-from aioinfer.twin.blocks import ScriptedDevice, ScriptedLM
 from tests.execution.block_driver import Driven
 from tests.execution.fake_cuda import FakeCudaDevice, install
-from tests.execution.recording import Recording, launch, record
+from tests.execution.graphed_script import CPU, GraphedScript
 from tests.execution.test_block_devices import KINDS, drive
 from tests.execution.test_blocks import EVERY, MASK, VOCAB, Injected, World, first_row, row, step
 from tests.model.block_models import Plain, block_config, write_checkpoint
 from tests.model.kernels import kernels_or_skip
-
-CPU = torch.device("cpu")
-SIZES = [2, 7]
 
 
 @pytest.fixture(autouse=True)
@@ -49,119 +41,6 @@ def filters_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the CPU ask tensors."""
     search = filters._floors_by_search
     monkeypatch.setattr(filters, "_floors_by_window", lambda *rows: search(*rows, True, True))
-
-
-class ReplayedLM(ScriptedLM):
-    """The scripted model as a kernel that can be captured: looks at its batch when it is launched."""
-
-    capturable = True
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        #: the step's row behind each block row of the graph
-        self.order: list[int] = []
-        #: may raise when the forward has written and not yet read
-        self.fault: Callable[[], None] | None = None
-
-    def forward(self, batch: Batch, attention: Any) -> torch.Tensor:
-        if batch.kv_lens:
-            return super().forward(batch, attention)
-        logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
-        recording = _get_current_dispatch_mode()
-        if isinstance(recording, Recording):
-            launch(recording, lambda: self._replay(batch, logits))
-        return logits
-
-    def _replay(self, batch: Batch, logits: torch.Tensor) -> None:
-        """Rows of one sequence become one row, as the scripted model knows them; padding must be such."""
-        logits.fill_(float("nan"))
-        size, ends = self._size, batch.kv_len.tolist()
-        cells = batch.slot_mapping.view(-1, size)
-        assert batch.cu_q.tolist() == [size * at for at in range(len(ends) + 1)]
-        assert all((cells[at] < size).all() for at, end in enumerate(ends) if not end), "padding is junk"
-        rows: list[list[int]] = []
-        owners = {}
-        for at in (at for at, end in enumerate(ends) if end):
-            first = owners.setdefault(int(batch.block_table[at, 0]), at)
-            if first == at:
-                rows.append([at])
-            else:
-                next(each for each in rows if each[0] == first).append(at)
-        if not rows:
-            return
-        order = [at for members in rows for at in members]
-        where = {at: number for number, at in enumerate(order)}
-        asked = (batch.logits_rows.view(-1, size)[:, 0] // size).tolist()
-        live = [at for at, number in enumerate(asked) if number in where]
-        expected = self.expected
-        if expected is not None:
-            self.expected = [expected[at] for at in self.order]
-        merged = Batch(
-            input_ids=batch.input_ids.view(-1, size)[order].view(-1),
-            positions=batch.positions.view(-1, size)[order].view(-1),
-            slot_mapping=cells[order].view(-1),
-            cu_q=torch.empty(0),
-            kv_len=torch.empty(0),
-            block_table=batch.block_table[[members[0] for members in rows]],
-            logits_rows=torch.tensor([where[asked[at]] * size for at in live]).repeat_interleave(size),
-            q_lens=[len(members) * size for members in rows],
-            kv_lens=[ends[members[-1]] for members in rows],
-            num_decodes=0,
-        )
-        shape = (-1, size, self.spec.vocab_size)
-        logits.view(shape)[live] = super().forward(merged, None).view(shape)
-        self.expected = expected
-        if self.fault is not None:
-            self.fault()
-
-
-class GraphedScript(ScriptedDevice):
-    """The scripted device with its rounds captured."""
-
-    def __init__(self, *, sizes: list[int] = SIZES, **options: Any) -> None:
-        super().__init__(**options)
-        self._sizes = sizes
-        self.graphs: BlockGraphs | None = None
-
-    def open(self, progress: Any = None) -> DeviceInfo:
-        info = super().open(progress)
-        self._lm = self.lm = ReplayedLM(
-            self.script, self._lm.spec, num_pages=self._num_pages, page_size=self.page_size
-        )
-        self._backend._runner = self.runner = self.graphed(synchronous=True)
-        return info
-
-    def graphed(self, capture: Any = None, *, synchronous: bool) -> BlockRunner:
-        """A runner that replays."""
-        runner = BlockRunner(
-            *(self.lm, None),  # type: ignore[arg-type]
-            num_slots=self._num_slots,
-            device=CPU,
-            synchronous=synchronous,
-            lane=self.lane,
-        )
-        if not self._sizes:
-            return runner
-        self.graphs = BlockGraphs(
-            *(self.lm, None, runner.table),  # type: ignore[arg-type]
-            sizes=self._sizes,
-            max_pages=self._max_model_len // self.page_size,
-            page_size=self.page_size,
-            device=CPU,
-        )
-        self.graphs.capture(capture or record)
-        runner.graphs = self.graphs
-        return runner
-
-    def launch(self, prepared: tuple[Step, BlockPacked]) -> Flight:
-        self.lm.order = prepared[1].rows
-        return super().launch(prepared)
-
-    @property
-    def forwards_replayed(self) -> int:
-        if self.graphs is None:
-            return 0
-        return sum(graph.replays for graph in self.graphs._forwards.values() if isinstance(graph, Recording))
 
 
 class GraphedWorld(World):
