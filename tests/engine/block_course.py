@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aioinfer.block_request import BlockRequest
@@ -11,11 +12,11 @@ from aioinfer.config import EngineConfig
 from aioinfer.core import Core
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.scheduling.audit import audit, check, check_idle
-from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.step import Step
 from aioinfer.twin.blocks import ScriptedDevice
 from tests.engine.block_worlds import Plain, decode
+from tests.engine.laws import watch_core
 from tests.engine.worlds import VOCAB, Injected
 
 SIZE, LONGEST = 4, 40
@@ -27,6 +28,8 @@ Asked = tuple[list[int], SamplingParams]
 def ask(prompt: list[int], algorithm: str = "low_confidence", max_tokens: int = 10, **sampling: Any) -> Asked:
     """A greedy request, to be ended by its length only."""
     diffusion = DiffusionParams(algorithm=algorithm, threshold=0.9)
+    if algorithm == "joint_threshold":
+        diffusion = replace(diffusion, max_post_edits=2)
     options = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0, **sampling}
     return prompt, SamplingParams(max_tokens=max_tokens, diffusion=diffusion, **options)
 
@@ -49,13 +52,12 @@ class Course:
             vocab_size=VOCAB,
             mask_token_id=7,
             mean_steps=2.5,
-            edits=2,
+            edits=4,
             fault=self._fault,
             late_fault=self._late_fault,
         )
         self.core = Core(self.config, self.device.open(), None, lambda: 0.0)
-        assert isinstance(self.core.scheduler, BlockScheduler)
-        self.scheduler = self.core.scheduler
+        self.scheduler = watch_core(self.core)
         self.events = 0
         #: what the next computed step raises, before or after
         self.next_fault: Exception | None = None
@@ -76,6 +78,12 @@ class Course:
         self.asked.append(asked)
         self.requests.append(self.submit(asked, **options))
 
+    def take_away(self, request: BlockRequest) -> None:
+        """Its slot and its pages, be it the eldest."""
+        self.scheduler.running_out = True
+        self.scheduler._retract(request)
+        self.scheduler.running_out = False
+
     def run(self, at: int = -1, action: Callable[[Course], None] | None = None) -> None:
         """To the end, with an action before event ``at``."""
         while True:
@@ -89,8 +97,7 @@ class Course:
             if not self._event() and not self.parked_until:
                 break
             self.events += 1
-            check(self.scheduler)
-            audit(self.scheduler)
+            self.scheduler.check()
             assert self.events < 1000, "it does not end"
         assert not self.scheduler.has_unfinished
         check_idle(self.scheduler)

@@ -31,12 +31,12 @@ def cancel(course: Course) -> None:
 
 def retract(course: Course) -> None:
     for request in running(course):
-        course.scheduler._retract(request)
+        course.take_away(request)
 
 
 def retract_last(course: Course) -> None:
     for request in running(course)[-1:]:
-        course.scheduler._retract(request)
+        course.take_away(request)
 
 
 def park(course: Course) -> None:
