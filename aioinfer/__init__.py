@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         WrongLoop,
     )
     from aioinfer.llm import LLM
-    from aioinfer.outputs import Chunk, RequestMetrics, Result, Usage
-    from aioinfer.params import Grammar, SamplingParams
+    from aioinfer.outputs import Chunk, Draft, RequestMetrics, Result, Usage
+    from aioinfer.params import DiffusionParams, Grammar, SamplingParams
     from aioinfer.stats import EngineStats
     from aioinfer.stream import Stream
 
@@ -44,6 +44,8 @@ _HOME = {
     "Cancelled": "errors",
     "Chunk": "outputs",
     "ConfigError": "errors",
+    "DiffusionParams": "params",
+    "Draft": "outputs",
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
@@ -74,6 +76,8 @@ __all__ = [
     "Cancelled",
     "Chunk",
     "ConfigError",
+    "DiffusionParams",
+    "Draft",
     "Engine",
     "EngineClosed",
     "EngineConfig",

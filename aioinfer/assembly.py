@@ -56,14 +56,17 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     return HFTokenizer.load(path)
 
 
-def default_params(config: EngineConfig) -> SamplingParams:
-    """What the model's ``generation_config.json`` recommends. Blocks. Raises ConfigError."""
+def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
+    """What the model's ``generation_config.json`` recommends, as far as such a model supports it. Blocks.
+    Raises ConfigError."""
     path = config.model_path / "generation_config.json"
     if not path.is_file():
         return SamplingParams()
     try:
         recommended = json.loads(path.read_text("utf-8"))
-        known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        known: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p")
+        if info.block_size is None:
+            known += ("repetition_penalty",)
         values = {name: recommended[name] for name in known if recommended.get(name) is not None}
         if recommended.get("do_sample") is False:
             values["temperature"] = 0.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.outputs import Draft, FinishReason, Result, TokenLogprob
+from aioinfer.outputs import Draft, FinishReason, TokenLogprob
 from aioinfer.request import Request
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class BlockRequest(Request):
         self.flights: deque[Row] = deque()
         #: by output token, the round of its block that wrote it
         self.step_map: list[int] = []
-        #: rises with every round that is read
-        self.draft_version = 0
+        #: rises with every round that is read and leaves a draft, if somebody wants to see it
+        self.draft_version: int = 0
         self._pace: float | None = None
 
     # -- how far it is --------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class BlockRequest(Request):
             written = sum(state.known) - known
             self._pace = written if self._pace is None else self._pace + _NEWEST * (written - self._pace)
         self.block = state
-        self.draft_version += 1
+        self.draft_version += int(self.drafts and not state.done)
         return written
 
     def _given(self, start: int) -> int:
@@ -192,17 +192,28 @@ class BlockRequest(Request):
     # -- what came of it ------------------------------------------------------------------------
 
     def draft(self) -> Draft | None:
-        """What is known of the block beyond the output; None if nothing is."""
+        """What is known of the block beyond the output, up to where that would end: at its greatest length,
+        or with the first end token that is known, whatever is not known before it."""
         block = self.block
-        if block is None or self.finished or block.start != self.block_start:
+        if not self.drafts or block is None or self.finished or block.start != self.block_start:
             return None
         first, last = self.known - block.start, self.max_length - block.start
-        pairs = zip(block.ids[first:last], block.known[first:last], strict=True)
-        return Draft(len(self.output_ids), tuple(token if known else None for token, known in pairs))
+        known = block.known[first:last]
+        tokens = _where(known, block.ids[first:last])
+        shown = end = next((at for at, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
+        if self.params.include_stop:
+            shown += 1
+        return Draft(
+            len(self.output_ids),
+            tuple(tokens[: end + 1]),
+            self.text.ahead(tokens[:shown]),
+            tuple(_where(known, block.written_in[first:last])[: end + 1]),
+        )
 
     def trim(self, count: int) -> None:
         super().trim(count)
         del self.step_map[count:]
 
-    def result(self) -> Result:
-        return replace(super().result(), step_map=list(self.step_map))
+
+def _where(known: Sequence[bool], values: Sequence[int]) -> list[int | None]:
+    return [value if there else None for value, there in zip(values, known, strict=True)]

@@ -113,7 +113,8 @@ class EngineConfig:
         None, "positions per block of a diffusion model; by default what the checkpoint says"
     )
     diffusion_mode: Literal["fdfo", "sync"] = _option(
-        "fdfo", "fdfo: each block leaves when it is done; sync: all blocks of a batch wait for the last"
+        "fdfo",
+        "fdfo: each block leaves when it is done; sync: all of a batch wait for the last; diffusion models",
     )
     fused_commit: bool = _option(
         True, "the last forward over a block is the first over the one behind it; diffusion models"

@@ -48,6 +48,7 @@ class Core:
         "_next_key",
         "_seeds",
         "info",
+        "output_tokens",
         "scheduler",
         "tokenizer",
     )
@@ -61,6 +62,8 @@ class Core:
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
+        #: of all requests since the start
+        self.output_tokens = 0
         memory = Memory(
             PageAllocator(info.num_pages, info.page_size or config.page_size),
             SlotPool(config.num_slots),
@@ -102,6 +105,7 @@ class Core:
         """
         if not params.masked:
             return None
+        self._request_class(params)
         from aioinfer.text.grammar import GrammarState
 
         # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
@@ -239,12 +243,15 @@ class Core:
         """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
         now = self._clock()
         if isinstance(self.scheduler, BlockScheduler):
+            # Those that the device added by itself.
+            self.scheduler.counters.rounds += (result.rounds - 1) * len(result.blocks)
             advanced = self.scheduler.resolve_blocks(step, result.blocks, result.rounds)
         else:
             advanced = self.scheduler.resolve(step, result.tokens, result.forced)
         if result.logprobs or result.prompt_logprobs:
             _record_logprobs(step, result)
         for request in advanced:
+            before = len(request.token_times)
             if request.error is None:
                 try:
                     self._append_text(request, now)
@@ -253,6 +260,7 @@ class Core:
                     self.scheduler.finish(request, "abort", error)
                     request.finish_reason, request.error = "abort", error
                     request.trim(len(request.token_times))
+            self.output_tokens += len(request.token_times) - before
             if request.error is not None:
                 request.error = _step_failed(request.error)
             if request.finished:

@@ -90,6 +90,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         dtype=config.dtype,
         load_format=config.load_format,
         force_transformers=config.transformers_fallback,
+        block_size=config.block_size,
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
     plain = "torch" if choice.kernels == "sdpa" else choice.kernels
@@ -104,11 +105,16 @@ def _plan(config: EngineConfig) -> list[Finding]:
         kernels = choose_experts(device, *model.experts, model.dtype, config.experts)
         experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
         expert_kernels = kernels.kernels
+    blocks: list[Finding] = []
+    if model.blocks is not None:
+        text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
+        blocks = [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
     obstacle = graph_obstacle(device, choice.kernels, model.own, expert_kernels)
     if config.decode_graph_rows == 0:
         obstacle = "asked for"
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
+        *blocks,
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
         Finding("operations", operations),

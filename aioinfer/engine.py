@@ -9,7 +9,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +26,7 @@ from aioinfer.errors import (
     WrongLoop,
 )
 from aioinfer.execution.device import DeviceInfo, Progress
+from aioinfer.intake import Intake
 from aioinfer.observe.timeline import Timeline
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
@@ -37,7 +37,6 @@ from aioinfer.tuning import Tuning
 if TYPE_CHECKING:
     from aioinfer.core import Core
     from aioinfer.execution.launcher import Launcher
-    from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
@@ -46,9 +45,6 @@ _log = logging.getLogger("aioinfer")
 
 #: text, token ids, or chat messages (mappings with "role" and "content")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-
-
-_Prepared = tuple[list[int], "GrammarState | None"]
 
 
 class EngineState(Enum):
@@ -94,8 +90,7 @@ class Engine:
     def _reset(self, state: EngineState) -> None:
         self._state = state
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._workers: ThreadPoolExecutor | None = None
-        self._compilers: ThreadPoolExecutor | None = None
+        self._intake: Intake | None = None
         self._launcher: Launcher | None = None
         self._core: Core | None = None
         self._driver: Driver | None = None
@@ -103,8 +98,6 @@ class Engine:
         self._closing: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
-        #: streams whose prompts are being tokenized
-        self._arriving: set[StreamCell] = set()
         #: of the requests that the scheduler has, in the order in which it got them
         self._open: dict[StreamCell, None] = {}
         self.default_params = SamplingParams()
@@ -124,19 +117,16 @@ class Engine:
 
         self._reset(EngineState.STARTING)
         self._loop = loop = asyncio.get_running_loop()
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text")
-        # Apart, so that no grammar, however large, keeps plain prompts waiting.
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text-grammar")
+        self._intake = intake = Intake(loop, self._submit, self._ended)
         self._launcher = self._make_launcher(self.config)
         try:
             info = await self._launcher.start(progress)
-            tokenizer = await loop.run_in_executor(self._workers, self._load_tokenizer, self.config)
-            defaults = await loop.run_in_executor(self._workers, assembly.default_params, self.config)
+            tokenizer = await intake.run(self._load_tokenizer, self.config)
+            defaults = await intake.run(assembly.default_params, self.config, info)
             info = assembly.with_end_tokens(info, tokenizer)
         except BaseException:
             await self._launcher.aclose()
-            self._workers.shutdown(wait=False)
-            self._compilers.shutdown(wait=False)
+            intake.close()
             self._reset(EngineState.CLOSED)
             raise
         self.default_params = defaults
@@ -195,7 +185,7 @@ class Engine:
         assert self._loop is not None
         assert self._launcher is not None
         assert self._driver is not None
-        assert self._workers is not None
+        assert self._intake is not None
         if drain_seconds > 0 and self._busy and self._failure is None:
             self._drained = self._loop.create_future()
             timer = self._loop.call_later(drain_seconds, self._set_drained)
@@ -206,9 +196,7 @@ class Engine:
         if self._tuning is not None:
             self._tuning.undo()
         await self._launcher.aclose()
-        self._workers.shutdown(wait=False, cancel_futures=True)
-        if self._compilers is not None:
-            self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._intake.close()
         self._state = EngineState.CLOSED
         self._loop = None
 
@@ -264,51 +252,12 @@ class Engine:
             routing_key=assembly.label("routing_key", routing_key),
         )
         cell = StreamCell(running, lag)
-        if params.masked:
-            self._prepare(
-                cell, self._compilers, functools.partial(_compile, core, params, prompt, encode), make
-            )
-        elif encode is not None:
-            self._prepare(cell, self._workers, lambda: (encode(), None), make)
-        else:
-            self._submit(cell, make(prompt))  # type: ignore[arg-type]
+        assert self._intake is not None
+        self._intake.take(cell, core, params, prompt, encode, make)
         if waiting is not None:
             assert self._loop is not None
             cell.timer = self._loop.call_later(waiting, self._expire, cell, "waiting", waiting)
         return Stream(self, cell)
-
-    def _prepare(
-        self,
-        cell: StreamCell,
-        workers: ThreadPoolExecutor | None,
-        prepare: Callable[[], _Prepared],
-        make: Callable[..., Request],
-    ) -> None:
-        """Tokenize and compile on a worker thread, then submit."""
-        assert self._loop is not None
-
-        def prepared(future: asyncio.Future[_Prepared]) -> None:
-            error = asyncio.CancelledError() if future.cancelled() else future.exception()
-            if cell not in self._arriving:
-                return
-            self._arriving.discard(cell)
-            if error is None:
-                try:
-                    ids, grammar = future.result()
-                    self._submit(cell, make(ids, grammar=grammar))
-                except Exception as refused:
-                    error = refused
-            if error is None:
-                return
-            if not isinstance(error, RequestError):
-                # Anything that a thread can raise, panics of libraries in Rust included.
-                cause, error = error, InvalidRequest("prompt", f"could not be tokenized: {error!r}")
-                error.__cause__ = cause
-            cell.error = error
-            self._ended(cell)
-
-        self._arriving.add(cell)
-        self._loop.run_in_executor(workers, prepare).add_done_callback(prepared)
 
     def _submit(self, cell: StreamCell, request: Request) -> None:
         assert self._core is not None
@@ -405,6 +354,11 @@ class Engine:
             self._drained.set_result(None)
 
     @property
+    def _arriving(self) -> set[StreamCell]:
+        """Streams whose prompts are being worked on."""
+        return set() if self._intake is None else self._intake.arriving
+
+    @property
     def _busy(self) -> bool:
         return bool(self._arriving) or (self._core is not None and self._core.scheduler.has_unfinished)
 
@@ -479,6 +433,7 @@ class Engine:
         assert driver is not None
         return EngineStats.of(
             scheduler,
+            output_tokens=self._started_core().output_tokens,
             state=self._state.value,
             paused=driver.paused,
             arriving=len(self._arriving),
@@ -520,14 +475,6 @@ class Engine:
             running = None
         if self._loop is not None and running is not self._loop:
             raise WrongLoop("the engine belongs to the event loop that started it, and this is not it")
-
-
-def _compile(
-    core: Core, params: SamplingParams, prompt: Prompt, encode: Callable[[], list[int]] | None
-) -> _Prepared:
-    """On a worker thread: the prompt's ids and the grammar of what follows them."""
-    ids: list[int] = list(prompt) if encode is None else encode()  # type: ignore[arg-type]
-    return ids, core.compile(params, ids)
 
 
 def _cell(request: Request) -> StreamCell:

@@ -53,7 +53,7 @@ class LLM:
         self._device: Device | None = device(self.config)
         loaded = tokenizer(self.config)
         info = assembly.with_end_tokens(self._device.open(), loaded)
-        self.default_params = assembly.default_params(self.config)
+        self.default_params = assembly.default_params(self.config, info)
         self._core = Core(self.config, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()
         self._finished: dict[int, Result] = {}

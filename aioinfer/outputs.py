@@ -56,14 +56,22 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a diffusion model has so far of the tokens behind those that are final. It may change."""
+    """What a diffusion model has so far of the tokens behind those that are final. It may change.
+
+    It is of what follows its chunk, and the next chunk replaces it, also one that has none. It ends where the
+    output would: with an end token that is known already, or at its greatest length.
+    """
 
     #: index of its first token in the output
     start: int
     #: None where nothing is known yet
     token_ids: tuple[int | None, ...]
-    #: the same as text, a light shade (U+2591) for every token that is not known
+    #: what follows the text of the stream so far: what of it is held back for a stop string, and these
+    #: tokens, a light shade (U+2591) for each that is not known. Text of end tokens and special ones is in it
+    #: where it would be in the output. Stop strings are not looked for
     text: str = ""
+    #: by token, the round of its block that wrote it; None where nothing is known yet
+    step_map: tuple[int | None, ...] = ()
 
 
 @dataclass(slots=True)
@@ -84,7 +92,8 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     #: of a diffusion model, by id: the round of its block that wrote it
     step_map: list[int] | None = None
-    #: the newest draft of what follows, where drafts were asked for. A chunk may hold nothing else
+    #: the newest draft of what follows, where drafts were asked for and there is one. A chunk may hold
+    #: nothing else, or ids whose text is held back
     draft: Draft | None = None
 
 

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.cache.radix import Lock, token_key
-from aioinfer.outputs import FinishReason, RequestMetrics, Result, TokenLogprob, Usage
+from aioinfer.outputs import Draft, FinishReason, RequestMetrics, Result, TokenLogprob, Usage
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
@@ -285,6 +285,20 @@ class Request:
     # -- what came of it ------------------------------------------------------------------------
 
     @property
+    def step_map(self) -> list[int] | None:
+        """By output token, the round of its block that wrote it; None if tokens come one by one."""
+        return None
+
+    @property
+    def draft_version(self) -> int:
+        """Rises with every new draft that somebody wants to see."""
+        return 0
+
+    def draft(self) -> Draft | None:
+        """What may follow the output, if anything is known of that and somebody wants to see it."""
+        return None
+
+    @property
     def finished(self) -> bool:
         return self.state is RequestState.FINISHED
 
@@ -307,6 +321,7 @@ class Request:
             metrics=self.metrics,
             prompt_token_ids=self.prompt_ids,
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            step_map=None if self.step_map is None else list(self.step_map),
             prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )
 

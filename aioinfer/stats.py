@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ class EngineStats:
     parkings: int
     prefill_tokens: int
     decode_tokens: int
+    #: tokens that requests have been given
+    output_tokens: int
+    #: of diffusion models: forwards of all steps, more than one where a step computed several rounds
+    forwards: int
+    #: of diffusion models: forwards over a block, those that commit it included, summed over requests
+    rounds: int
     #: tokens computed for requests that had ended meanwhile
     late_tokens: int
     #: rows that sampled nothing because a grammar was late or left no choice
@@ -93,11 +99,17 @@ class EngineStats:
         """Share of the tokens of admitted requests that were found in the prefix cache."""
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
+    @property
+    def tokens_per_round(self) -> float:
+        """Output tokens by round of a diffusion model; 0 before there are any, and for other models."""
+        return self.output_tokens / self.rounds if self.rounds else 0.0
+
     @classmethod
     def of(
         cls,
         scheduler: Scheduler,
         *,
+        output_tokens: int,
         state: str,
         paused: bool,
         arriving: int,
@@ -125,20 +137,10 @@ class EngineStats:
             pages_cached=pages.cached,
             pages_total=pages.total,
             pages_evictable=memory.evictable,
-            steps=counters.steps,
             steps_in_flight=steps_in_flight,
-            admitted=counters.admitted,
-            finished=counters.finished,
-            retractions=counters.retractions,
-            preemptions=counters.preemptions,
-            out_of_memory_retries=counters.out_of_memory_retries,
             step_tokens=scheduler.cap.tokens,
-            parkings=counters.parkings,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
-            late_tokens=counters.late_tokens,
-            deferred_rows=counters.deferred_rows,
-            forced_tokens=counters.forced_tokens,
+            **asdict(counters),
+            output_tokens=output_tokens,
             queried_tokens=memory.queried_tokens,
             cached_tokens=memory.hit_tokens,
             policy=scheduler.waiting.name,

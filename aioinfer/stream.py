@@ -51,7 +51,9 @@ class StreamCell:
 
     The text and the ids stay in the request's own record; the cell only remembers how much was taken,
     so that a slow reader costs no more than the output itself, and wakes the consumer at most once for
-    whatever piled up. The engine knows the cell and never the stream: a dropped stream can be noticed.
+    whatever piled up. Of drafts it remembers the number of the one that was taken: a slow reader gets the
+    newest, made when it asks. The engine knows the cell and never the stream: a dropped stream can be
+    noticed.
     """
 
     __slots__ = (
@@ -60,6 +62,7 @@ class StreamCell:
         "max_lag",
         "request",
         "running_timeout",
+        "taken_draft",
         "taken_ids",
         "taken_pieces",
         "timer",
@@ -75,6 +78,7 @@ class StreamCell:
         self.closed = False
         self.taken_pieces = 0
         self.taken_ids = 0
+        self.taken_draft = 0
         self.waiter: asyncio.Future[None] | None = None
         #: what the waiting consumer is to be woken for, besides the end
         self.wants = Want.CHUNK
@@ -112,7 +116,7 @@ class StreamCell:
                 more = len(request.text.pieces) > self.taken_pieces
             else:
                 more = len(request.output_ids) > self.taken_ids
-            return more or request.finished
+            return more or request.finished or request.draft_version > self.taken_draft
         return self.wants is Want.ACCEPTANCE or request.finished
 
     def notify(self) -> None:
@@ -127,26 +131,32 @@ class StreamCell:
             self.timer = None
 
     def take(self) -> Chunk | None:
-        """Everything not taken yet; None if that is nothing and the request still runs."""
+        """Everything not taken yet, with the newest draft; None if that is nothing and the request still
+        runs."""
         request = self.request
         if request is None:
             return None
         ids, finished = request.output_ids, request.finished
-        if len(ids) == self.taken_ids and not finished:
+        redrafted = request.draft_version > self.taken_draft
+        if len(ids) == self.taken_ids and not (finished or redrafted):
             return None
         pieces = request.text.pieces
         text = "".join(pieces[self.taken_pieces :])
         token_ids = ids[self.taken_ids :]
         ended = finished and request.error is None
-        if not (ended or text or (token_ids and (finished or not request.text.enabled))):
+        if not (ended or text or redrafted or (token_ids and (finished or not request.text.enabled))):
             return None
-        logprobs = None
+        chunk = Chunk(text, token_ids, draft=request.draft())
         if request.params.logprobs is not None:
-            logprobs = request.logprobs[self.taken_ids :]
+            chunk.logprobs = request.logprobs[self.taken_ids :]
+        if request.step_map is not None:
+            chunk.step_map = request.step_map[self.taken_ids :]
+        if ended:
+            chunk.finish_reason, chunk.stop_reason = request.finish_reason, request.stop_reason
+            chunk.usage = request.usage
         self.taken_pieces, self.taken_ids = len(pieces), len(ids)
-        if not ended:
-            return Chunk(text, token_ids, logprobs=logprobs)
-        return Chunk(text, token_ids, request.finish_reason, request.stop_reason, request.usage, logprobs)
+        self.taken_draft = request.draft_version
+        return chunk
 
 
 class Stream:

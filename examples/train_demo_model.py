@@ -11,7 +11,6 @@ AdamW for the rest.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -20,29 +19,25 @@ from typing import Any
 
 import torch
 from demo_tasks import TASKS, Item, conversation, held_out, lexicon_text
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+from demo_training import (
+    END,
+    IGNORE,
+    PAD,
+    ROLES,
+    SPECIALS,
+    learning_rate,
+    make_optimizers,
+    pack,
+    save_text_files,
+    take_step,
 )
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "aioinfer" / "bundled" / "tiny-chat"
 
-SPECIALS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|mask|>"]
-PAD, END = 0, 1
-ROLES = {"system": 2, "user": 3, "assistant": 4}
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 ROW = 256
 BATCH = 16
-IGNORE = -100
 
 
 # -- tokenizer -----------------------------------------------------------------------------------------
@@ -87,23 +82,9 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict[str, str]]) ->
 
 
 def packed_rows(tokenizer: Tokenizer, seed: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Endless rows of conversations that fit into ROW tokens together (best fit over 64 open rows)."""
+    """Endless rows of conversations that fit into ROW tokens together."""
     rng = random.Random(seed)
-    rows: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(64)]
-    used = [0] * len(rows)
-    while True:
-        ids, labels = encode_conversation(tokenizer, conversation(rng))
-        if len(ids) > ROW:
-            continue
-        fitting = [at for at in range(len(rows)) if used[at] + len(ids) <= ROW]
-        if fitting:
-            at = max(fitting, key=used.__getitem__)
-        else:
-            at = max(range(len(rows)), key=used.__getitem__)
-            yield rows[at]
-            rows[at], used[at] = [], 0
-        rows[at].append((ids, labels))
-        used[at] += len(ids)
+    return pack(lambda: encode_conversation(tokenizer, conversation(rng)), lambda item: len(item[0]), ROW)
 
 
 def make_batch(rows: list[list[tuple[list[int], list[int]]]]) -> dict[str, torch.Tensor]:
@@ -155,30 +136,6 @@ def make_model(vocab_size: int) -> Qwen3ForCausalLM:
     return model
 
 
-def make_optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embedding and norms."""
-    matrices, embeddings, norms = [], [], []
-    for name, parameter in model.named_parameters():
-        group = norms if parameter.dim() < 2 else embeddings if "embed" in name else matrices
-        group.append(parameter)
-    return [
-        torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(
-            [{"params": embeddings, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
-            lr=lr,
-            betas=(0.9, 0.98),
-        ),
-    ]
-
-
-def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Linear warm-up, then a cosine down to 5 % of the peak."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.05 + 0.95 * 0.5 * (1 + float(torch.cos(torch.tensor(progress * torch.pi)))))
-
-
 def train(steps: int, seed: int, out: Path, peak: float = 2e-3) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(2)
@@ -199,16 +156,11 @@ def train(steps: int, seed: int, out: Path, peak: float = 2e-3) -> None:
     compiled: Any = torch.compile(loss_of)
     started = time.monotonic()
     for step in range(steps):
-        rate = learning_rate(step, steps, peak)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.zero_grad()
+        rate = learning_rate((step + 1) / steps, peak)
         loss = compiled(make_batch([next(rows) for _ in range(BATCH)]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+        take_step(optimizers, rate)
         if step % 50 == 0 or step == steps - 1:
             elapsed = time.monotonic() - started
             print(f"step {step:5d}  loss {loss.item():.4f}  lr {rate:.1e}  {elapsed:6.0f} s", flush=True)
@@ -217,20 +169,8 @@ def train(steps: int, seed: int, out: Path, peak: float = 2e-3) -> None:
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Write an ordinary Hugging Face directory with bf16 weights."""
-    out.mkdir(parents=True, exist_ok=True)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIALS[PAD],
-        eos_token=SPECIALS[END],
-        additional_special_tokens=SPECIALS[2:],
-        model_max_length=model.config.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(out)
     model.to(torch.bfloat16).save_pretrained(out)
-    generation = {"do_sample": False, "eos_token_id": END, "pad_token_id": PAD}
-    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
+    save_text_files(tokenizer, out, model.config.max_position_embeddings)
 
 
 # -- evaluation ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_decode_graphs_are_those_that_will_be_captured(
 def test_a_fallback_is_named() -> None:
     found = {finding.subject: finding.text for finding in examine(EngineConfig(transformers_fallback=True))}
     assert "transformers' code" in found["model"]
+
+
+def test_of_a_diffusion_model_it_says_how_it_writes(tmp_path: Path) -> None:
+    stated = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 8, "mask_token_id": 7}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(stated | sizes))
+    for settings, text in (({}, "block size 8, mask token 7, fdfo"), ({"block_size": 4}, "block size 4,")):
+        config = EngineConfig(model=str(tmp_path), load_format="random", device="cpu", **settings)  # type: ignore[arg-type]
+        found = {finding.subject: finding.text for finding in examine(config)}
+        assert found["diffusion"].startswith(text), found
+    assert "diffusion" not in {finding.subject for finding in examine(EngineConfig(device="cpu"))}
 
 
 @pytest.mark.parametrize("what", ["no such directory", "cuda without a GPU"])

@@ -31,6 +31,21 @@ def test_the_embedding_example_runs() -> None:
     assert "44 + 44 = 88" in done.stdout
 
 
+def test_the_diffusion_example_shows_a_block_filling_up() -> None:
+    command = [sys.executable, "examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *drafts, last = done.stdout.splitlines()
+    assert last == "17 + 25 = 42"
+    assert any("░" in draft for draft in drafts)
+    assert re.search(r"\d+ tokens in \d+ rounds", done.stderr)
+    wrong = subprocess.run(
+        [*command, "--algorithm", "factor"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert wrong.returncode == 1
+    assert wrong.stderr == "threshold: is not a parameter of factor\n"
+
+
 async def test_the_aiohttp_example_answers_on_its_own_route_and_on_openais() -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     from aiohttp_app import make_app
@@ -130,13 +145,15 @@ def test_an_unknown_distribution_is_refused(text: str) -> None:
 
 
 def test_the_readmes_examples_run(tmp_path: Path) -> None:
-    """The ten lines, and behind them the others, which use names of theirs."""
+    """The ten lines, and behind them the others, which use names of those before."""
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
-    assert len(examples) == 2
+    assert len(examples) == 3
     file = tmp_path / "readme.py"
     file.write_text("\n".join(examples))
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    first, structured = re.split(r"(?<=\n)(?={)", done.stdout)
+    first, structured, watched = re.split(r"(?<=\n)(?={)|(?<=}\n)", done.stdout, maxsplit=2)
     assert "\n17 + 25 = 42 stop Usage(" in first
     assert json.loads(structured)["pet"] in ("cat", "dog")
+    lines = [line.partition("|") for line in watched.splitlines()]
+    assert "".join(text for text, _, _ in lines) == "17 + 25 = 42"

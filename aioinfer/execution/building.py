@@ -115,11 +115,13 @@ def build(
         return _build_cuda(parts, progress)
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     runner = parts.runner(size.num_pages)
+    backend = CpuBackend(runner)
     if capture is not None and isinstance(runner, Runner):
-        max_pages = parts.pages_of(size.max_model_len)
-        runner.graphs = _graphs(parts, runner, max_pages, graph_sizes(config.max_running_requests))
+        max_pages, rows = parts.pages_of(size.max_model_len), config.max_running_requests
+        runner.graphs = _graphs(parts, runner, max_pages, graph_sizes(rows))
         runner.graphs.capture(capture)
-    return CpuBackend(runner), size
+        backend.graph_rows = rows
+    return backend, size
 
 
 def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolSize]:
@@ -136,6 +138,7 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
         graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), sizes)
         graphs.capture(backend.capture, progress and partial(progress, "graphs"))
         runner.graphs = graphs
+        backend.graph_rows = sizes[-1]
     # Again with the real pool, and last: torch keeps the memory that steps need, until something is captured.
     for packed in parts.largest_steps(size.max_model_len):
         backend.launch(packed).wait()

@@ -6,7 +6,7 @@ What a captured step reads lies still on the device, and moves on by itself::
     table     pages of each row
                  │
     forward      relay[slots] ─► positions, KV cells ─► model ─► logits,  starts += 1
-    sampling     greedy │ filtered ─► tokens ─► relay[slots]
+    sampling     greedy │ filtered ─► tokens ─► relay[slots], tokens of the last steps
 
 So a step with the rows and pages of the one before needs nothing from the host but its replay. Where they
 changed, the host sends the difference to what it knows to be there. Rows beyond the step's own are padding:
@@ -14,7 +14,8 @@ slot 0, junk page, no context.
 
 Graphs come in sizes; a step takes the next larger one. All share one pool of memory, the largest is captured
 first (mini-sglang and nano-vllm do likewise), and only while nothing else touches the device. What a graph
-leaves for others lies outside of the pool: there, any replay may overwrite it.
+leaves for others lies outside of the pool: there, any replay may overwrite it. The tokens of a few steps are
+kept, each step's in its turn, so that sampling need not wait for the copies of those before.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from aioinfer.model.spec import CausalLM
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.sampler import Sampler
 
-__all__ = ["Capture", "DecodeGraphs", "DecodeRows", "Graph", "graph_obstacle", "graph_sizes"]
+__all__ = ["KEPT", "Capture", "DecodeGraphs", "DecodeRows", "Graph", "graph_obstacle", "graph_sizes"]
 
+#: steps whose tokens the device keeps: those of the next are sampled while the host's copies are under way
+KEPT = 4
 _INT_COLUMNS = ("slots", "starts", "seeds", "top_k")
 _FLOAT_COLUMNS = ("temperature", "top_p", "min_p")
-_COLUMNS = len(_INT_COLUMNS) + len(_FLOAT_COLUMNS)
-_STARTS = _INT_COLUMNS.index("starts")
+_NO_VERSION = -1
 _FLOAT_ROWS = [FLOAT_FIELDS.index(name) for name in _FLOAT_COLUMNS]
 
 
@@ -80,67 +82,90 @@ def graph_obstacle(
 
 
 class DecodeRows:
-    """What captured decode steps read: a copy on the device and what the host knows of it."""
+    """What captured decode steps read: a copy on the device and what the host knows of it.
+
+    Both are one buffer of int64 cells, so that whatever changed goes there in one copy: the columns of
+    integers, those of float32, two to a cell, and the rows' pages.
+    """
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
-        ints = torch.zeros(len(_INT_COLUMNS), num_rows, dtype=torch.int64, device=device)
-        floats = torch.zeros(len(_FLOAT_COLUMNS), num_rows, dtype=torch.float32, device=device)
-        self._ints, self._floats = ints, floats
+        self._max_pages = max_pages
+        #: rows per column; kernels like what begins at round addresses
+        self._width = width = -(-num_rows // 32) * 32
+        ints, floats = len(_INT_COLUMNS) * width, len(_FLOAT_COLUMNS) * width // 2
+        self._ints, self._columns = ints, ints + floats
+        cells = torch.zeros(ints + floats + num_rows * max_pages, dtype=torch.int64, device=device)
+        self._cells = cells
         #: int64 [rows]
-        self.slots, self.starts, self.seeds, self.top_k = ints
+        self.slots, self.starts, self.seeds, self.top_k = cells[:ints].view(-1, width)[:, :num_rows]
         #: float32 [rows]
-        self.temperature, self.top_p, self.min_p = floats
+        self.temperature, self.top_p, self.min_p = (
+            cells[ints : ints + floats].view(torch.float32).view(-1, width)[:, :num_rows]
+        )
         #: int64 [rows, max_pages]
-        self.table = torch.zeros(num_rows, max_pages, dtype=torch.int64, device=device)
-        # The same in a row's 64 bits each, floats as theirs.
-        self._known = np.zeros((_COLUMNS, num_rows), np.int64)
-        self._known_table = np.zeros((num_rows, max_pages), np.int64)
+        self.table = cells[ints + floats :].view(num_rows, max_pages)
+        self._known = np.zeros(len(cells), np.int64)
+        self._known_slots, self._known_starts, *_ = self._known[:ints].reshape(-1, width)
+        self._known_table = self._known[ints + floats :].reshape(num_rows, max_pages)
+        #: of the pages that each row has there
+        self._versions = np.full(num_rows, _NO_VERSION)
 
     def forget(self) -> None:
         """A step failed: nobody knows how far it came."""
+        # No slot, no page and, as a float, no number.
         self._known[:] = -1
-        self._known_table[:] = -1
+        self._versions[:] = _NO_VERSION
 
-    def update(
-        self, packed: Packed, size: int, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]
-    ) -> bool:
-        """Make ``size`` rows those of the step and padding. False if they were so already.
-
-        Columns of a row's pages that the step does not reach stay as they are: nobody reads them.
-        """
-        wanted = _columns(packed, size)
-        known = self._known[:, :size]
-        rows, width = len(packed.q_lens), packed.num_pages
-        table = packed.section("block_table").reshape(rows, width)
-        row, column = np.nonzero(self._known_table[:rows, :width] != table)
-        if not len(row) and np.array_equal(known, wanted):
+    def update(self, packed: Packed, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> bool:
+        """Make the rows those of the step, and padding behind. False if they were so already."""
+        columns = self._columns_of(packed)
+        cells = np.flatnonzero(self._known[: self._columns] != columns)
+        page_cells, pages = self._pages_of(packed)
+        if not len(cells) and not len(pages):
             return False
-        cells = row * self._known_table.shape[1] + column
-        pages = table[row, column]
-        sent = send(np.concatenate((wanted.reshape(-1), cells, pages)))
-        columns = sent[: wanted.size].view(_COLUMNS, size)
-        self._ints[:, :size] = columns[: len(_INT_COLUMNS)]
-        self._floats[:, :size] = columns[len(_INT_COLUMNS) :].to(torch.int32).view(torch.float32)
-        if len(row):
-            self.table.view(-1).index_copy_(0, *sent[wanted.size :].view(2, -1))
-        known[:] = wanted
-        self._known_table[row, column] = pages
+        values = np.concatenate((columns[cells], pages))
+        cells = np.concatenate((cells, page_cells))
+        sent = send(np.concatenate((cells, values)))
+        self._cells.index_copy_(0, *sent.chunk(2))
+        self._known[cells] = values
         return True
 
-    def moved_on(self, size: int) -> None:
-        """A replay moved the first ``size`` rows, but for padding, to their next position."""
-        known = self._known[:, :size]
-        known[_STARTS] += known[0] > 0
+    def _pages_of(self, packed: Packed) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Cells of pages that are others than those of the step, and what these are.
 
+        Only rows with another version are looked at. Columns that a step packed without versions does not
+        reach stay as they are: nobody reads them.
+        """
+        count, tables = len(packed.q_lens), packed.tables
+        if tables is None:
+            rows = np.arange(count)
+            wanted = packed.section("block_table").reshape(count, packed.num_pages)
+            self._versions[:count] = _NO_VERSION
+        else:
+            rows = np.flatnonzero(self._versions[:count] != tables.versions)
+            if not len(rows):
+                return rows, rows
+            wanted = np.stack([tables.rows[row] for row in rows.tolist()])
+            self._versions[rows] = tables.versions[rows]
+        width = wanted.shape[1]
+        # Much faster than finding them in two dimensions.
+        other = np.flatnonzero(self._known_table[rows, :width] != wanted)
+        cells = self._columns + rows[other // width] * self._max_pages + other % width
+        return cells, wanted.reshape(-1)[other]
 
-def _columns(packed: Packed, size: int) -> npt.NDArray[np.int64]:
-    """int64 [columns, size] of a step's rows; the rest is padding."""
-    columns = np.zeros((_COLUMNS, size), np.int64)
-    rows = len(packed.q_lens)
-    for at, name in enumerate(("slots", "positions", "seeds", "top_k")):
-        columns[at, :rows] = packed.section(name)
-    columns[len(_INT_COLUMNS) :, :rows] = packed.roster.floats[_FLOAT_ROWS].view(np.int32)
-    return columns
+    def moved_on(self) -> None:
+        """A replay moved all rows, but for padding, to their next position."""
+        self._known_starts += self._known_slots > 0
+
+    def _columns_of(self, packed: Packed) -> npt.NDArray[np.int64]:
+        """What the columns of a step are; the rest is padding."""
+        columns, rows = np.zeros(self._columns, np.int64), len(packed.q_lens)
+        ints = columns[: self._ints].reshape(-1, self._width)
+        for at, name in enumerate(("slots", "positions", "seeds", "top_k")):
+            ints[at, :rows] = packed.section(name)
+        floats = columns[self._ints :].view(np.float32).reshape(-1, self._width)
+        floats[:, :rows] = packed.roster.floats[_FLOAT_ROWS]
+        return columns
 
 
 class DecodeGraphs:
@@ -168,11 +193,17 @@ class DecodeGraphs:
         # Of all sizes, and not in the graphs' pool: the next forward would write there while tokens are still
         # copied to the host.
         self._logits = torch.empty(self._sizes[-1], model.spec.vocab_size, device=device)
-        self._tokens = torch.empty(self._sizes[-1], dtype=torch.int64, device=device)
+        self._tokens = torch.empty(KEPT, self._sizes[-1], dtype=torch.int64, device=device)
+        #: which of these the next step's are, on the device and on the host, and whether they agree
+        self._turns = torch.zeros(1, dtype=torch.int64, device=device)
+        self._turn, self._in_turn = 0, False
+        self._neutral = torch.ones(self._sizes[-1], device=device)
         #: by size, and for sampling by size and whether every row is greedy
         self._forwards: dict[int, Graph] = {}
         self._samplings: dict[tuple[int, bool], Graph] = {}
         self._size = 0
+        #: by turn and number of rows
+        self._sampled: dict[tuple[int, int], torch.Tensor] = {}
 
     @torch.inference_mode()
     def capture(self, capture: Capture, progress: Callable[[int, int], None] | None = None) -> None:
@@ -188,23 +219,34 @@ class DecodeGraphs:
         """Whether a step can be a replay."""
         return packed.decodes_only and len(packed.q_lens) <= self._sizes[-1]
 
-    def forward(self, packed: Packed, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> torch.Tensor:
-        """Logits of the step's rows, float32 [R, V], valid until the next forward."""
-        rows = len(packed.q_lens)
-        self._size = size = self._sizes[bisect_left(self._sizes, rows)]
+    def forward(self, packed: Packed, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> None:
+        """Compute the :meth:`logits` of the step's rows."""
+        self._size = self._sizes[bisect_left(self._sizes, len(packed.q_lens))]
         try:
-            self._rows.update(packed, size, send)
-            self._forwards[size].replay()
+            self._rows.update(packed, send)
+            self._forwards[self._size].replay()
         except BaseException:
             self._rows.forget()
             raise
-        self._rows.moved_on(size)
-        return self._logits[:rows]
+        self._rows.moved_on()
+
+    def logits(self, packed: Packed) -> torch.Tensor:
+        """Of the last forward's step, float32 [R, V], valid until the next forward."""
+        return self._logits[: len(packed.q_lens)]
 
     def sample(self, packed: Packed) -> torch.Tensor:
-        """Tokens of the last forward's step, int64 [R], valid until the next call; the relay has them."""
+        """Tokens of the last forward's step, int64 [R]; the relay has them, too. Valid for ``KEPT`` calls."""
+        if not self._in_turn:
+            self._turns.fill_(self._turn)
+        self._in_turn = False
         self._samplings[self._size, packed.roster.all_greedy].replay()
-        return self._tokens[: len(packed.q_lens)]
+        self._in_turn = True
+        which = self._turn, len(packed.q_lens)
+        self._turn = (self._turn + 1) % KEPT
+        tokens = self._sampled.get(which)
+        if tokens is None:
+            tokens = self._sampled[which] = self._tokens[which[0], : which[1]]
+        return tokens
 
     def _forward(self, size: int) -> None:
         rows = self._rows
@@ -233,7 +275,7 @@ class DecodeGraphs:
     def _sampling(self, size: int, greedy: bool) -> None:
         """Sample from logits whose rows have moved on already: they stand where the token will."""
         rows = self._rows
-        neutral = torch.ones(size, device=self._logits.device)
+        neutral = self._neutral[:size]
         tokens = self._sampler.sample(
             self._logits[:size],
             SamplingBatch(
@@ -255,4 +297,5 @@ class DecodeGraphs:
             ),
         )
         self._relay.scatter(rows.slots[:size], tokens)
-        self._tokens[:size].copy_(tokens)
+        self._tokens[:, :size].index_copy_(0, self._turns, tokens.unsqueeze(0))
+        self._turns.add_(1).remainder_(KEPT)

@@ -17,6 +17,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -100,10 +101,14 @@ class _Poster:
 
 
 class _CompletionThread:
-    """Waits for the flights of an asynchronous device, in order, so that launching never does."""
+    """Waits for the flights of an asynchronous device, in order, so that launching never does.
 
-    def __init__(self, poster: _Poster) -> None:
+    ``rested`` is called on the loop when it has come to its end.
+    """
+
+    def __init__(self, poster: _Poster, rested: Callable[[], None] | None = None) -> None:
         self._poster = poster
+        self._rested = rested
         self._flights: SimpleQueue[tuple[Flight, Landing] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="aioinfer-completion", daemon=True)
         self._thread.start()
@@ -111,14 +116,19 @@ class _CompletionThread:
     def submit(self, flight: Flight, landing: Landing) -> None:
         self._flights.put((flight, landing))
 
-    def join(self) -> None:
+    def end(self) -> None:
+        """Submit no more; the thread ends when every flight has."""
         self._flights.put(None)
+
+    def join(self) -> None:
         self._thread.join()
 
     def _run(self) -> None:
         while (item := self._flights.get()) is not None:
             self._poster.land(*item)
             del item
+        if self._rested is not None:
+            self._poster.post(self._rested)
 
 
 class ThreadLauncher:
@@ -171,11 +181,7 @@ class ThreadLauncher:
         if self._rested is None or self._thread is None:
             return True
         self._inbox.put(None)
-        try:
-            async with asyncio.timeout(timeout):
-                await asyncio.shield(self._rested)
-        except TimeoutError:
-            _log.error("the device did not come to rest within %g s; its thread is left behind", timeout)
+        if not await _in_time(self._rested, timeout):
             return False
         self._thread.join()
         self._rested = None
@@ -218,6 +224,7 @@ def _launch_thread(
             del flight
         del item, prepared, landing
     if completion is not None:
+        completion.end()
         completion.join()
     _close(device)
     poster.post(_settle, rested, None)
@@ -231,14 +238,15 @@ class InlineLauncher:
     """Launches on the loop's own thread: for study, for comparison, and for tiny models.
 
     The loop stands still while a synchronous device computes. Asynchronous devices get a completion
-    thread, as above.
+    thread, as above: no step is waited for on the loop, but by the step behind it that has grammars.
     """
 
     def __init__(self, device: Device) -> None:
         self.timeline = Timeline()
         self._device = device
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._completion: _CompletionThread | None = None
+        #: set when the completion thread has ended and the device is closed
+        self._rested: asyncio.Future[None] | None = None
 
     @property
     def blocking(self) -> bool:
@@ -251,7 +259,6 @@ class InlineLauncher:
         return not self._device.synchronous
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
-        self._loop = asyncio.get_running_loop()
         self._device.lane = self.timeline.device
         try:
             info = self._device.open(progress)
@@ -259,7 +266,11 @@ class InlineLauncher:
             _empty_frames(error)
             raise
         if not self._device.synchronous:
-            self._completion = _CompletionThread(_Poster(self._device, self._loop))
+            loop = asyncio.get_running_loop()
+            self._rested = rested = loop.create_future()
+            # Knows nothing of its launcher.
+            close = partial(_close_at_rest, self._device, rested)
+            self._completion = _CompletionThread(_Poster(self._device, loop), close)
         return info
 
     def launch(self, step: Step, landed: Callable[[], None]) -> Landing:
@@ -280,11 +291,36 @@ class InlineLauncher:
         return landing
 
     async def aclose(self, timeout: float = 10.0) -> bool:
-        if self._completion is not None:
-            self._completion.join()
-            self._completion = None
-        _close(self._device)
+        if self._completion is None or self._rested is None:
+            _close(self._device)
+            return True
+        self._completion.end()
+        if not await _in_time(self._rested, timeout):
+            return False
+        self._completion.join()
+        self._completion = None
         return True
+
+    def __del__(self) -> None:
+        # As in ThreadLauncher.
+        if self._completion is not None:
+            self._completion.end()
+
+
+async def _in_time(rested: asyncio.Future[None], timeout: float) -> bool:
+    """Whether the device came to rest within so many seconds. What it does after is its own affair."""
+    try:
+        async with asyncio.timeout(timeout):
+            await asyncio.shield(rested)
+    except TimeoutError:
+        _log.error("the device did not come to rest within %g s; its thread is left behind", timeout)
+        return False
+    return True
+
+
+def _close_at_rest(device: Device, rested: asyncio.Future[None]) -> None:
+    _close(device)
+    _settle(rested, None)
 
 
 def _close(device: Device) -> None:

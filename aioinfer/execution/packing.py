@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.masks import GrammarRow
-from aioinfer.execution.paging import PageTables
+from aioinfer.execution.paging import PageTables, Tables
 from aioinfer.execution.roster import FLOAT_FIELDS, Parameters, Roster
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import PenaltyReset
@@ -60,6 +60,8 @@ class Packed:
     grammars: list[GrammarRow]
     #: (row, number of scored positions, how many of the likeliest tokens)
     scores: list[tuple[int, int, int]]
+    #: instead of ``block_table``, which has no rows then, for a step that captured decodes may compute
+    tables: Tables | None = None
 
     def section(self, name: str) -> npt.NDArray[np.int64]:
         """One of ``SECTIONS``, flat."""
@@ -127,11 +129,16 @@ _NO_SCORES = np.empty(0, np.int64)
 
 
 class Packer:
-    """Keeps, by slot, what rows do not repeat: page tables and sampling parameters."""
+    """Keeps, by slot, what rows do not repeat: page tables and sampling parameters.
 
-    __slots__ = ("_parameters", "_tables")
+    ``graph_rows``: steps of so many decodes and nothing else are computed by captured decodes, which know
+    most of the page tables already.
+    """
 
-    def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
+    __slots__ = ("_graph_rows", "_parameters", "_tables")
+
+    def __init__(self, num_slots: int, max_pages: int, page_size: int, graph_rows: int = 0) -> None:
+        self._graph_rows = graph_rows
         self._tables = PageTables(num_slots, max_pages, page_size)
         self._parameters = Parameters(num_slots)
 
@@ -162,7 +169,8 @@ class Packer:
         resets: list[PenaltyReset | None],
     ) -> Packed:
         """The sections and the buffers they lie in. ``q_len`` is None where all rows have length 1."""
-        placement = self._tables.place(slots, starts, q_len)
+        captured = q_len is None and len(slots) <= self._graph_rows
+        placement = self._tables.place(slots, starts, q_len, with_tables=not captured)
         cu_q, kv_len, tables = placement.cu_q, placement.kv_len, placement.block_table
         sample_slots, sample_positions, logits_rows = slots, kv_len, cu_q[:-1]
         sample_rows = list(range(len(q_lens)))
@@ -206,6 +214,7 @@ class Packer:
                 for row, state in roster.grammars
             ],
             scores=scores,
+            tables=self._tables.of(slots) if captured else None,
         )
 
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

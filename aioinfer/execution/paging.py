@@ -10,7 +10,17 @@ import numpy.typing as npt
 
 from aioinfer.scheduling.step import Row
 
-__all__ = ["PageTables", "Placement"]
+__all__ = ["PageTables", "Placement", "Tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Page tables of rows as they were at some time, without a copy of all."""
+
+    #: of each row, all pages that its tenant may have, int64; never written to
+    rows: Sequence[npt.NDArray[np.int64]]
+    #: int64 [R]: what has the same number is the same
+    versions: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,43 +35,66 @@ class Placement:
     #: [R]
     kv_len: npt.NDArray[np.int64]
     kv_lens: list[int]
-    #: [R, P]
+    #: [R, P], or [0, P] if nobody wants it
     block_table: npt.NDArray[np.int64]
 
 
 class PageTables:
     """Page tables by slot, as rows bring them: what they do not repeat is remembered."""
 
-    __slots__ = ("_page_size", "_tables")
+    __slots__ = ("_copies", "_page_size", "_tables", "_version", "_versions")
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
         self._page_size = page_size
         #: a tenant's entries beyond its pages name the junk page 0
         self._tables = np.zeros((num_slots + 1, max_pages), np.int64)
+        #: by slot, what it was when somebody last asked
+        self._copies: list[npt.NDArray[np.int64] | None] = [None] * (num_slots + 1)
+        self._versions = np.zeros(num_slots + 1, np.int64)
+        self._version = 0
 
     def update(self, rows: Iterable[Row]) -> None:
         """A request that takes a slot has no pages yet but those that its row brings."""
         for row in rows:
             if row.admission is not None:
                 self._tables[row.slot] = 0
+                self._changed(row.slot)
             if row.new_pages:
                 self.extend(row.slot, row.first_new_page, row.new_pages)
 
     def extend(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Pages from number ``first`` on are these."""
         self._tables[slot, first : first + len(pages)] = pages
+        self._changed(slot)
+
+    def _changed(self, slot: int) -> None:
+        self._version += 1
+        self._versions[slot] = self._version
+        self._copies[slot] = None
+
+    def of(self, slots: npt.NDArray[np.int64]) -> Tables:
+        """As they are now. Copies those that have changed since they were last asked for."""
+        rows = []
+        for slot in slots.tolist():
+            row = self._copies[slot]
+            if row is None:
+                row = self._copies[slot] = self._tables[slot].copy()
+            rows.append(row)
+        return Tables(rows, self._versions[slots])
 
     def place(
         self,
         slots: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64],
         q_len: npt.NDArray[np.int64] | None,
+        *,
+        with_tables: bool = True,
     ) -> Placement:
         """Of rows, at least one; ``q_len`` is None where all have length 1."""
         size = self._page_size
         kv_len = starts + (1 if q_len is None else q_len)
         kv_lens = kv_len.tolist()
-        tables = self._tables[slots, : -(-max(kv_lens) // size)]
+        tables = self._tables[slots if with_tables else slots[:0], : -(-max(kv_lens) // size)]
         cu_q = np.arange(len(slots) + 1)
         rows, positions = cu_q[:-1], starts
         if q_len is not None:
@@ -69,5 +102,5 @@ class PageTables:
             cu_q = np.concatenate(((0,), np.cumsum(q_len)))
             # Position of each token: its row's start plus its offset in the row.
             positions = np.arange(len(rows)) - cu_q[rows] + starts[rows]
-        cells = tables[rows, positions // size] * size + positions % size
+        cells = self._tables[slots[rows], positions // size] * size + positions % size
         return Placement(positions, cells, cu_q, kv_len, kv_lens, tables)

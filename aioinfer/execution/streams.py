@@ -8,8 +8,11 @@ CUDA, per step::
     completion thread                                                    event.synchronize() ─► tokens
 
 What the launch thread does per step is counted in calls that let go of the interpreter lock, for each may
-cost it a turn: for a decode step whose rows are those of the step before, two replays, a copy, three events,
-two waits for events on the device, and a look at one that is long over.
+cost it a turn. For a plain decode step whose rows are those of the step before, and which is launched while
+that one runs, there are six: two replays, an event, a wait for it on the copy stream, a copy, and the event
+that the completion thread waits for. On a device that has come to rest there is one more, an event for its
+clock. Where rows or pages changed there are five more: a view of the ring's memory takes two, its copy to the
+device one, and to have that sorted in takes two.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.execution.device import DeviceLost, Flight, Landed, StepOutOfMemory, StepResult
-from aioinfer.execution.graphs import Graph
+from aioinfer.execution.graphs import KEPT, Graph
 from aioinfer.execution.runner import Link
 from aioinfer.observe.timeline import DeviceLane, now
 
@@ -34,8 +37,6 @@ __all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "PackedStep", "Step
 
 _ALIGNMENT = 16
 _NO_MEMORY = ("out of memory", "can't allocate memory")
-#: seconds by which a chain of events may differ from what the host saw before it is anchored anew
-_DRIFT = 0.01
 
 
 class PackedStep(Protocol):
@@ -76,6 +77,9 @@ class StepRunner(Protocol):
 class Backend(Protocol):
     """One device's way of running packed steps."""
 
+    #: steps of so many decodes and nothing else are computed by captured decodes
+    graph_rows: int
+
     def launch(self, packed: PackedStep) -> Flight: ...
 
     def check(self) -> None: ...
@@ -105,13 +109,12 @@ class Direct:
 
     def await_last_result(self) -> None: ...
 
-    def order_after_last_copy(self) -> None: ...
-
 
 class CpuBackend:
     """The step is done when ``launch`` returns."""
 
     def __init__(self, runner: StepRunner) -> None:
+        self.graph_rows = 0
         self._runner = runner
         self._link = Direct(torch.device("cpu"))
 
@@ -135,27 +138,41 @@ class CpuBackend:
 class _Place:
     """A step's place in the ring: page-locked memory of what goes in and comes out, and its events."""
 
-    __slots__ = ("_device", "_last", "_memory", "_outgrown", "_used", "done", "sampled", "started", "tokens")
+    __slots__ = (
+        *("_bytes", "_device", "_last", "_memory", "_outgrown", "_tokens", "_tokens_of_step", "_used"),
+        *("done", "flight", "sampled", "started"),
+    )
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: _CudaFlight | None = None
-        self._memory = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
-        self._used = 0
+        self._allot(1 << 16)
         self._outgrown: list[torch.Tensor] = []
-        self.tokens = torch.empty(64, dtype=torch.int64, pin_memory=True)
+        self._tokens = self._tokens_of_step = torch.empty(64, dtype=torch.int64, pin_memory=True)
+        #: the newest that was launched from here
+        self.flight: _CudaFlight | None = None
+        #: recorded where the step before may be long over
         self.started = torch.cuda.Event(enable_timing=True)
         #: the forward stream is through with the step; not the copy stream
         self.sampled = torch.cuda.Event(enable_timing=True)
         # Blocking: the waiting thread sleeps instead of spinning on a core.
         self.done = torch.cuda.Event(blocking=True)
 
+    def _allot(self, size: int) -> None:
+        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        #: the same
+        self._bytes: npt.NDArray[np.uint8] = self._memory.numpy()
+        self._used = 0
+
     def reuse(self, last: _CudaFlight | None) -> None:
-        """For the step behind ``last``, once the one that was here is done."""
-        self.done.synchronize()
+        """For the step behind ``last``; whatever was launched from here has been read."""
         self._last = last
         self._used = 0
         self._outgrown.clear()
+
+    def close(self) -> None:
+        """Flights and places know each other."""
+        self._last = self.flight = None
 
     def send(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """An array on the device, enqueued on the current stream; the host's own is free at once."""
@@ -163,41 +180,37 @@ class _Place:
         if end > self._memory.numel():
             # The old memory may be read still, by copies on the way.
             self._outgrown.append(self._memory)
-            self._memory = torch.empty(2 * end, dtype=torch.uint8, pin_memory=True)
-            self._used, end = 0, array.nbytes
-        pinned = self._memory[self._used : end].view(_torch_dtype(array.dtype)).view(array.shape)
+            self._allot(2 * end)
+            end = array.nbytes
+        np.copyto(self._bytes[self._used : end].view(array.dtype).reshape(array.shape), array)
+        pinned = self._memory[self._used : end].view(_torch_dtype(array.dtype))
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        np.copyto(pinned.numpy(), array)
-        return pinned.to(self._device, non_blocking=True)
+        return _send(pinned if array.ndim == 1 else pinned.view(array.shape), self._device)
 
     def await_last_result(self) -> None:
         """Until the host has read what the step before sampled, whoever gets to reading it."""
         if self._last is not None:
-            # If it failed, whoever waits for it hears of it, and this step is none the worse.
-            with contextlib.suppress(Exception):
-                self._last.wait()
-
-    def order_after_last_copy(self) -> None:
-        """What is enqueued from here on starts when the results of the step before are on the host."""
-        if self._last is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._last.place.done)
+            self._last.settle()
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Start a copy: tokens into the ring, logprobs, which are rare, into memory of their own."""
         if tensor.dtype == torch.int64 and tensor.dim() == 1:
-            if self.tokens.numel() < len(tensor):
-                self.tokens = torch.empty(2 * len(tensor), dtype=torch.int64, pin_memory=True)
-            host = self.tokens[: len(tensor)]
+            if len(self._tokens) < len(tensor):
+                self._tokens = torch.empty(2 * len(tensor), dtype=torch.int64, pin_memory=True)
+            if len(self._tokens_of_step) != len(tensor):
+                self._tokens_of_step = self._tokens[: len(tensor)]
+            host = self._tokens_of_step
         else:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+        _copy(host, tensor)
+        return host
 
 
 class CudaBackend:
     """Forward stream, copy stream, and a ring of pinned buffers, each with its own events."""
 
-    #: more than the window plus the step being resolved, so that a place is never written while read
-    RING = 4
+    #: two more than the window, so that launching never waits for a place
+    RING = KEPT
 
     def __init__(self, device: torch.device, lane: DeviceLane) -> None:
         self._device = device
@@ -209,6 +222,7 @@ class CudaBackend:
         self._newest: _CudaFlight | None = None
         self._graph_pool: Any = None
         self._clock = _Clock(lane)
+        self.graph_rows = 0
         #: set before the first launch
         self.runner: StepRunner | None = None
 
@@ -237,6 +251,7 @@ class CudaBackend:
         assert self.runner is not None, "no runner"
         place = self._ring[self._next]
         self._next = (self._next + 1) % self.RING
+        self._await(place)
         place.reuse(self._newest)
         try:
             self._newest = self._enqueue(packed, place, self.runner)
@@ -250,9 +265,19 @@ class CudaBackend:
             raise StepOutOfMemory(str(error)) from error
         return self._newest
 
+    def _await(self, place: _Place) -> None:
+        """Until what was launched from there has been read, and the step behind it, whose time is counted
+        from an event of that place. The next place is that one's: ``_next`` has moved on."""
+        for each in (place, self._ring[self._next]):
+            if each.flight is not None:
+                each.flight.settle()
+
     def _enqueue(self, packed: PackedStep, place: _Place, runner: StepRunner) -> _CudaFlight:
+        launched, began = now(), self._begins_with(packed.step_id)
         with torch.cuda.stream(self.forward):
-            place.started.record(self.forward)
+            if began is None:
+                began = place.started
+                began.record(self.forward)
             sampled = runner.run(packed, place)
             place.sampled.record(self.forward)
         with torch.cuda.stream(self._copy):
@@ -261,7 +286,16 @@ class CudaBackend:
             place.done.record(self._copy)
         # What was sampled is kept until it is copied: its memory belongs to the forward stream.
         read = partial(runner.read, packed, sampled, copies)
-        return _CudaFlight(packed.step_id, place, self._clock, read)
+        clock = partial(self._clock.step, packed.step_id, launched, began, place.sampled)
+        place.flight = _CudaFlight(packed.step_id, place, clock, read, self._newest)
+        return place.flight
+
+    def _begins_with(self, step: int) -> torch.cuda.Event | None:
+        """The end of the step before, if that is to come; a look at an event keeps the interpreter's lock."""
+        last = self._newest
+        if last is None or last.step != step - 1 or last.landed or last.place.sampled.query():
+            return None
+        return last.place.sampled
 
     def check(self) -> None:
         try:
@@ -272,6 +306,8 @@ class CudaBackend:
     def close(self) -> None:
         """Let go of all memory, and have torch give back what it keeps. Every flight has been waited for."""
         self.runner = self._newest = self._graph_pool = None
+        for place in self._ring:
+            place.close()
         self._ring.clear()
         with contextlib.suppress(RuntimeError):  # of a device that is lost
             torch.cuda.empty_cache()
@@ -280,48 +316,86 @@ class CudaBackend:
 class _Clock:
     """Tells the device's lane when steps ran, on the host's clock.
 
-    From event to event and not from one origin, for CUDA counts in floats of milliseconds; and by the host's
-    own look where steps do not follow each other.
+    How long steps and pauses between them were is what events say; from one to the next and not from one
+    origin, for CUDA counts in floats of milliseconds. When that was lies between the host's own looks.
     """
 
     def __init__(self, lane: DeviceLane) -> None:
         self._lane = lane
-        self._lock = threading.Lock()
         self._step, self._end = -1, 0.0
         self._ended: torch.cuda.Event | None = None
 
-    def step(self, step: int, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        """A step that is over."""
-        with self._lock:
-            end, duration = now(), 1e-3 * started.elapsed_time(ended)
-            if self._ended is not None and step == self._step + 1:
-                follows = self._end + 1e-3 * self._ended.elapsed_time(started) + duration
-                end = follows if abs(follows - end) < _DRIFT else end
-            self._lane.step(step, end - duration, end, end, end)
-            self._step, self._end, self._ended = step, end, ended
+    def step(self, step: int, launched: float, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        """A step that is over; in the order of their launch. It was launched before it ``began``."""
+        duration = 1e-3 * began.elapsed_time(ended)
+        end = launched + duration
+        if self._ended is not None and step == self._step + 1:
+            pause = 0.0 if began is self._ended else 1e-3 * self._ended.elapsed_time(began)
+            end = max(end, self._end + pause + duration)
+        end = min(end, now())
+        self._lane.step(step, end - duration, end, end, end)
+        self._step, self._end, self._ended = step, end, ended
 
 
 class _CudaFlight:
-    __slots__ = ("_clock", "_lock", "_read", "_result", "_step", "place")
+    """Read once, by whoever comes first, and after those launched before."""
 
-    def __init__(self, step: int, place: _Place, clock: _Clock, read: Callable[[], StepResult]) -> None:
-        self._step = step
+    __slots__ = ("_clock", "_error", "_last", "_lock", "_read", "_result", "place", "step")
+
+    def __init__(
+        self,
+        step: int,
+        place: _Place,
+        clock: Callable[[], None],
+        read: Callable[[], StepResult],
+        last: _CudaFlight | None,
+    ) -> None:
+        self.step = step
         self.place = place
         self._clock = clock
         #: until it was called: places know flights, and must not keep tensors and models alive with them
         self._read: Callable[[], StepResult] | None = read
         self._result: StepResult | None = None
+        self._error: Exception | None = None
+        #: until it was waited for
+        self._last = last
         self._lock = threading.Lock()
 
-    def wait(self) -> StepResult:
+    @property
+    def landed(self) -> bool:
+        """It has been read, or that failed."""
+        return self._read is None
+
+    def settle(self) -> None:
+        """Have it read. If that fails, :meth:`wait` says so, and steps behind are none the worse."""
         with self._lock:
-            if self._read is not None:
+            if self._read is None:
+                return
+            if self._last is not None:
+                self._last.settle()
+                self._last = None
+            try:
                 self.place.done.synchronize()
-                self._clock.step(self._step, self.place.started, self.place.sampled)
+                self._clock()
                 self._result = self._read()
-                self._read = None
-            assert self._result is not None
-            return self._result
+            except Exception as error:
+                self._error = error
+            self._read = None
+
+    def wait(self) -> StepResult:
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+def _send(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return pinned.to(device, non_blocking=True)
+
+
+def _copy(host: torch.Tensor, tensor: torch.Tensor) -> None:
+    host.copy_(tensor, non_blocking=True)
 
 
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

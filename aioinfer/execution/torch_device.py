@@ -67,7 +67,7 @@ class TorchDevice:
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
         self.synchronous = device.type == "cpu"
-        self._packer = _packer(config, spec, size.max_model_len)
+        self._packer = _packer(config, spec, size.max_model_len, self._backend.graph_rows)
         return DeviceInfo(
             vocab_size=spec.vocab_size,
             max_model_len=size.max_model_len,
@@ -132,12 +132,12 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
 
 
-def _packer(config: EngineConfig, spec: ModelSpec, max_len: int) -> Packer | BlockPacker:
+def _packer(config: EngineConfig, spec: ModelSpec, max_len: int, graph_rows: int) -> Packer | BlockPacker:
     from aioinfer.execution.block_packing import BlockPacker
 
     arguments = (config.num_slots, -(-max_len // config.page_size), config.page_size)
     if spec.block_size is None or spec.mask_token_id is None:
-        return Packer(*arguments)
+        return Packer(*arguments, graph_rows)
     return BlockPacker(*arguments, spec.block_size, spec.mask_token_id)
 
 

@@ -224,6 +224,8 @@ class BlockScheduler(Scheduler):
         if self.limits.max_rounds == 1 or self.waiting or self.prefilling:
             return None
         alike = all(row.blocks == 1 and not row.ids for row in rows)
+        if any(request.drafts for request in self.batch.requests):
+            return None  # somebody wants to see every round
         return Horizon(self.limits.max_rounds) if alike else None
 
     def _rounds(self, budget: StepBudget, starved: Collection[Request]) -> list[Row]:

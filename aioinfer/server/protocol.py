@@ -20,6 +20,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.answers import AnswerFormat, ChatFormat
+from aioinfer.server.diffusion import parse_diffusion
 from aioinfer.server.messages import parse_messages
 from aioinfer.server.structured import STRUCTURED_FIELDS, parse_grammar
 from aioinfer.server.tools import TOOL_FIELDS, parse_tools
@@ -64,6 +65,7 @@ _KNOWN = {
     *_UNSUPPORTED,
     *STRUCTURED_FIELDS,
     *TOOL_FIELDS,
+    "diffusion",
     "logprobs",
     "top_logprobs",
     "prompt_logprobs",
@@ -102,6 +104,8 @@ class Call:
     scheduling: Mapping[str, Any]
     #: how answers are read; None: they are content
     answer: AnswerFormat | None = None
+    #: choices say in which round of its block each token was written
+    step_map: bool = False
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
         """Prompt and parameters of every choice, in the order of their indexes."""
@@ -198,6 +202,7 @@ def _call(
     n = 1 if body.get("n") is None else body["n"]
     if type(n) is not int or not 1 <= n * len(prompts) <= _MAX_CHOICES:
         raise InvalidRequest("n", f"prompts times n must be 1 to {_MAX_CHOICES}")
+    diffusion, step_map = parse_diffusion(body, defaults.diffusion)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise InvalidRequest("stream_options", "must be an object")
@@ -206,7 +211,7 @@ def _call(
         created=int(time.time()),
         model=model,
         prompts=prompts,
-        params=_sampling(body, defaults, logprobs),
+        params=_sampling(body, replace(defaults, diffusion=diffusion), logprobs),
         n=n,
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
@@ -217,6 +222,7 @@ def _call(
             "cache_salt": body.get("cache_salt") or "",
             "routing_key": body.get("routing_key") or body.get("prompt_cache_key"),
         },
+        step_map=step_map,
     )
 
 

@@ -19,6 +19,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.answers import ChatFormat
+from aioinfer.server.diffusion import step_map_field
 from aioinfer.server.failures import Failure, as_failure
 from aioinfer.server.protocol import Call, parse_body, parse_chat, parse_completion, usage_body
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape
@@ -222,7 +223,8 @@ class Routes:
                 entries = [*(result.prompt_logprobs or []), *result.logprobs]
                 logprobs = shape.logprobs(self._spell).write(entries, result.prompt_token_ids[0])
             reader = None if call.answer is None else call.answer.reader()
-            choices.append(shape.choice(index, echo + result.text, result.finish_reason, logprobs, reader))
+            choice = shape.choice(index, echo + result.text, result.finish_reason, logprobs, reader)
+            choices.append(choice | step_map_field(result.step_map, call.step_map))
         body = {
             "id": call.id,
             "object": shape.whole_object,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioinfer.outputs import Chunk
 from aioinfer.server.answers import AnswerReader
+from aioinfer.server.diffusion import chunk_fields
 from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs
 from aioinfer.server.protocol import Call
 
 __all__ = ["CHAT", "COMPLETION", "Shape"]
 
+_EMPTY = '"delta":{}'
 _OPENING_WITHOUT_CONTENT = '"delta":{"role":"assistant","content":null}'
 
 
@@ -61,10 +63,15 @@ class Shape:
         return self._event(call, index, delta, "null")
 
     def delta(self, call: Call, index: int, chunk: Chunk, logprobs: dict[str, Any] | None = None) -> str:
-        """The event for a chunk; the last one carries the finish reason."""
+        """The event for a chunk; the last one carries the finish reason. The delta of one that brings no more
+        than a draft is empty."""
         reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
         written = "null" if logprobs is None else json.dumps(logprobs)
-        return self._event(call, index, self._delta % json.dumps(chunk.text), reason, written)
+        delta = self._delta % json.dumps(chunk.text)
+        if self._chat and chunk.draft is not None and not chunk.text:
+            delta = _EMPTY
+        more = chunk_fields(chunk, call.step_map)
+        return self._event(call, index, delta, reason, written, more)
 
     def deltas(
         self,
@@ -75,10 +82,11 @@ class Shape:
         logprobs: dict[str, Any] | None = None,
     ) -> list[str]:
         """The events for a chunk that may hold more than content, or nothing that can be told yet. The first
-        one carries the logprobs, the last one the finish reason."""
+        one carries the logprobs, the last one the finish reason and what diffusion models add."""
         ended = chunk.finish_reason is not None
         deltas = reader.deltas(chunk.text, ended=ended)
-        if not deltas and (ended or logprobs is not None):
+        more = chunk_fields(chunk, call.step_map)
+        if not deltas and (ended or logprobs is not None or more):
             deltas = [{}]
         reason = json.dumps(chunk.finish_reason and reader.finish_reason(chunk.finish_reason))
         return [
@@ -88,6 +96,7 @@ class Shape:
                 f'"delta":{json.dumps(delta)}',
                 reason if at == len(deltas) - 1 else "null",
                 json.dumps(logprobs) if at == 0 else "null",
+                more if at == len(deltas) - 1 else None,
             )
             for at, delta in enumerate(deltas)
         ]
@@ -96,11 +105,20 @@ class Shape:
         """The event after all choices."""
         return f'{self._head(call)},"choices":[],"usage":{json.dumps(usage)}}}'
 
-    def _event(self, call: Call, index: int, delta: str, reason: str, logprobs: str = "null") -> str:
+    def _event(
+        self,
+        call: Call,
+        index: int,
+        delta: str,
+        reason: str,
+        logprobs: str = "null",
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
         usage = ',"usage":null' if call.include_usage else ""
+        added = f",{json.dumps(more)[1:-1]}" if more else ""
         return (
             f'{self._head(call)},"choices":[{{"index":{index},{delta},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}}}]{usage}}}'
+            f'"finish_reason":{reason}{added}}}]{usage}}}'
         )
 
     def _head(self, call: Call) -> str:

@@ -38,6 +38,12 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
         """One more token; returns the text that became final with it, often none."""
 
+    def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
+        """The text that is held back, and that of some tokens as if they came next; changes nothing.
+
+        ``apart``: only theirs, behind others that are not known. U+FFFD stands for half a character.
+        """
+
     def finish(self) -> str:
         """No more tokens: the rest, with U+FFFD for a character that was never completed. Idempotent."""
 
@@ -62,7 +68,7 @@ class OffsetDetokenizer:
         text = self._decode(window)
         if text.endswith(_REPLACEMENT):
             return self._release_broken(text) if len(window) - self._known > _PATIENCE else ""
-        new = self._unsaid(text)
+        new = self._unsaid(text, window)
         if new:
             # After an open end, the first of these tokens may only be the rest of a character.
             whole = self._said.endswith(_REPLACEMENT)
@@ -73,8 +79,13 @@ class OffsetDetokenizer:
             del window[self._known]
         return new
 
+    def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
+        window = [*(self._window[: self._known] if apart else self._window), *token_ids]
+        return self._unsaid(self._decode(window), window)
+
     def finish(self) -> str:
-        new = self._unsaid(self._decode(self._window)) if len(self._window) > self._known else ""
+        window = self._window
+        new = self._unsaid(self._decode(window), window) if len(window) > self._known else ""
         self._use_context([])
         return new
 
@@ -90,18 +101,18 @@ class OffsetDetokenizer:
         self._known = len(tokens)
         self._said = self._decode(tokens)
 
-    def _unsaid(self, text: str) -> str:
-        """What ``text``, that of the whole window, has beyond what was said."""
+    def _unsaid(self, text: str, window: list[int]) -> str:
+        """What ``text``, that of a window, has beyond what was said."""
         said = self._said
         if text.startswith(said):
             return text[len(said) :]
         if said.endswith(_REPLACEMENT):
             return text[_common(said, text) :]
-        return self._decode(self._window[self._known :])
+        return self._decode(window[self._known :])
 
     def _release_broken(self, text: str) -> str:
         """Release what no further byte can change, and shorten the window."""
-        unsaid = self._unsaid(text)
+        unsaid = self._unsaid(text, self._window)
         settled = _without_unfinished(unsaid)
         held = len(unsaid) - len(settled)
         self._window = self._window[-_PATIENCE:]
@@ -150,6 +161,15 @@ class DecodeStreamDetokenizer:
         self._last = held
         self._held = []
         return text
+
+    def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
+        slow = self._slow
+        if slow is not None:
+            return slow.peek(token_ids, apart=apart)
+        slow = OffsetDetokenizer(self._decode, self._last)
+        if apart:
+            return slow.peek(token_ids, apart=True)
+        return "".join([slow.push(token) for token in self._held]) + slow.peek(token_ids)
 
     def finish(self) -> str:
         text = self._take_over() if self._held else ""

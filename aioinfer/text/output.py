@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from aioinfer.text.stop import StopMatcher
@@ -11,7 +12,10 @@ if TYPE_CHECKING:
     from aioinfer.text.detokenizer import Detokenizer
     from aioinfer.text.stop_regex import StopRegex
 
-__all__ = ["OutputText"]
+__all__ = ["UNKNOWN", "OutputText"]
+
+#: what a token that is not known looks like
+UNKNOWN = "\N{LIGHT SHADE}"
 
 
 class OutputText:
@@ -66,6 +70,23 @@ class OutputText:
         if self._matcher is not None:
             self._append(self._matcher.flush())
         self._ended = True
+
+    def ahead(self, token_ids: Sequence[int | None]) -> str:
+        """What would follow the released text if these tokens came next: what is held back now, and theirs.
+
+        U+2591 stands for each token that is None, and for a character of which there are only parts. Stop
+        strings are not looked for. Changes nothing.
+        """
+        if self._detokenizer is None:
+            return ""
+        parts = ["" if self._matcher is None else self._matcher.held]
+        if not token_ids or token_ids[0] is None:
+            parts.append(self._detokenizer.peek([]))
+        for number, (_, run) in enumerate(groupby(token_ids, lambda token: token is None)):
+            tokens = list(run)
+            known = [token for token in tokens if token is not None]
+            parts.append(self._detokenizer.peek(known, apart=number > 0) if known else UNKNOWN * len(tokens))
+        return "".join(parts).replace("\N{REPLACEMENT CHARACTER}", UNKNOWN)
 
     def _release(self, text: str) -> str | None:
         if self._matcher is None:

@@ -62,6 +62,11 @@ class StopMatcher:
         self._node, self._held = node, held[safe:]
         return held[:safe], None
 
+    @property
+    def held(self) -> str:
+        """What is held back, for it may be the beginning of a stop string."""
+        return self._held
+
     def flush(self) -> str:
         """The output has ended: what was held back is text after all. After a match that is nothing."""
         held, self._held, self._node = self._held, "", 0

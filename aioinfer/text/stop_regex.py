@@ -80,6 +80,11 @@ class StopRegex:
         self._buffer, self._released = self._buffer[cut:], hold - cut
         return safe, None
 
+    @property
+    def held(self) -> str:
+        """What is held back, for it may be the beginning of a match."""
+        return self._buffer[self._released :]
+
     def flush(self) -> str:
         """The output has ended: what was held back is text after all. After a match that is nothing."""
         held = self._buffer[self._released :]

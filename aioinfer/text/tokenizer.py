@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -65,6 +66,10 @@ class Tokenizer(Protocol):
         Raises InvalidRequest if there is no such thing."""
 
 
+#: end a turn of the chat template, and no config of the checkpoint says so: LLaDA2
+_TURN_ENDS = frozenset({"<|role_end|>"})
+
+
 class HFTokenizer:
     """The tokenizer of a model directory, through transformers. Its methods may be called from any thread.
 
@@ -82,13 +87,14 @@ class HFTokenizer:
             # switch off with every call is switched off here, once.
             self._fast.no_truncation()
             self._fast.no_padding()
-        eos = tokenizer.eos_token_id
-        self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({eos})
         self.has_chat_template = bool(tokenizer.chat_template)
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.added_tokens: Mapping[str, int] = {token.content: at for at, token in added.items()}
         self.special_tokens = frozenset(token.content for token in added.values() if token.special)
+        ends = {self.added_tokens[name] for name in self.special_tokens & _TURN_ENDS}
+        eos = tokenizer.eos_token_id
+        self.eos_token_ids = frozenset(ends if eos is None else {eos, *ends})
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -97,7 +103,12 @@ class HFTokenizer:
 
         try:
             # Without an explicit no, transformers asks on the terminal whether to run the directory's code.
-            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+            config = _unknown_config(path)
+            return cls(
+                AutoTokenizer.from_pretrained(
+                    path, config=config, local_files_only=True, trust_remote_code=False
+                )
+            )
         except Exception as error:
             # Broken files raise nearly anything, of Rust's making also the bare Exception.
             raise ConfigError(f"the tokenizer of {path.name} could not be loaded: {error}") from error
@@ -182,6 +193,17 @@ class HFTokenizer:
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+
+def _unknown_config(path: Path) -> Any:
+    """The config of a model type that transformers does not know; None for others, which it reads by itself.
+    Of one that it does not know it would say so at length, and go on all the same."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    file = path / "config.json"
+    stated = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    kind = stated.get("model_type")
+    return None if kind is None or kind in CONFIG_MAPPING else PreTrainedConfig.from_dict(stated)
 
 
 def _message(field: str, message: Any) -> dict[str, Any]:

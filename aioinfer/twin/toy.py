@@ -402,6 +402,9 @@ class _ToyDetokenizer:
     def push(self, token_id: int) -> str:
         return self._pieces[token_id]
 
+    def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
+        return "".join(self._pieces[token] for token in token_ids)
+
     def finish(self) -> str:
         return ""
 

@@ -124,8 +124,10 @@ async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.E
         async with asyncio.timeout(rng.uniform(0, 0.05) if behaviour == "timeout" else None):
             async for chunk in stream:
                 assert reason is None, "a chunk came after the last one"
-                assert chunk.text or chunk.token_ids or chunk.finish_reason
+                assert chunk.text or chunk.token_ids or chunk.finish_reason or chunk.draft
                 ids += chunk.token_ids
+                assert chunk.step_map is None or len(chunk.step_map) == len(chunk.token_ids)
+                assert chunk.draft is None or chunk.draft.start == len(ids)
                 texts.append(chunk.text)
                 reason = chunk.finish_reason
                 chunks += 1

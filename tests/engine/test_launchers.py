@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioinfer.config import EngineConfig
-from aioinfer.engine import Engine
+from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
@@ -66,6 +66,7 @@ class AsynchronousToy(ToyDevice):
         self._stream = Stream()
         self.in_flight = 0
         self.deepest = 0
+        self.closed = False
 
     def launch(self, prepared: Any) -> Any:
         self.in_flight += 1
@@ -79,6 +80,7 @@ class AsynchronousToy(ToyDevice):
         return self._stream.submit(compute)
 
     def close(self) -> None:
+        self.closed = True
         self._stream.close()
 
 
@@ -113,6 +115,69 @@ async def test_a_step_that_fails_on_the_device_is_found_by_its_flight(launcher: 
             await engine.generate([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
         params = SamplingParams(temperature=0, max_tokens=5)
         assert await _run(engine, [4], params) == toy_generate([4], params)
+
+
+async def hanging(launcher: Any, gate: Gate) -> tuple[Engine, AsynchronousToy, Any]:
+    """An engine whose device does not get through with its first step."""
+    config = EngineConfig(model="toy", page_size=4, num_pages=64)
+    device = AsynchronousToy(num_slots=config.num_slots, fault=gate)
+    engine = Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: ToyTokenizer())
+    await engine.start()
+    stream = engine.generate([1, 2], SamplingParams(max_tokens=9))
+    while not engine.stats().steps_in_flight:
+        await asyncio.sleep(0)
+    await asyncio.to_thread(gate.arrived.acquire)
+    return engine, device, stream
+
+
+@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+async def test_leaving_and_closing_wait_for_a_hanging_device_without_the_loop(
+    launcher: Any, gate: Gate
+) -> None:
+    engine, device, stream = await hanging(launcher, gate)
+    with pytest.raises(StopIteration):
+        stream.aclose().send(None)  # returns before the loop gets a turn
+    closing = asyncio.create_task(engine.aclose())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not device.closed
+    gate.release()
+    await closing
+    assert device.closed
+    assert engine.state is EngineState.CLOSED
+
+
+@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+async def test_a_device_that_comes_to_rest_too_late_is_closed_when_it_does(
+    launcher: Any, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, device, _ = await hanging(launcher, gate)
+    inside = engine._launcher
+    assert inside is not None
+    engine._driver.stop()  # type: ignore[union-attr]
+    assert not await inside.aclose(timeout=0.01)
+    assert not await inside.aclose(timeout=0.01)
+    assert "left behind" in caplog.text
+    assert not device.closed
+    gate.release()
+    assert await inside.aclose()
+    assert device.closed
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+async def test_a_launcher_that_is_dropped_leaves_no_thread(launcher: Any) -> None:
+    before = set(threading.enumerate())
+    made = launcher(AsynchronousToy(num_slots=4))
+    await made.start()
+    started = [
+        thread for thread in set(threading.enumerate()) - before if thread.name.startswith("aioinfer-")
+    ]
+    assert started
+    del made
+    for thread in started:
+        await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
 
 
 async def _run(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:

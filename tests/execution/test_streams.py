@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution import building, streams
+from aioinfer.execution import building, graphs, streams
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model import loader
+from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.decodes import NO_DECODES, Decodes
 from aioinfer.scheduling.step import Admission, Row, Step
 from tests.execution.fake_cuda import Cuda, Event, FakeCudaDevice, Stream, install
+from tests.execution.recording import Recording
 from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
@@ -248,36 +251,155 @@ async def test_an_engine_that_could_not_start_says_why_and_holds_no_weights(
         pytest.fail("it started")
 
 
-def launched_ahead(path: Path, prompt: list[int], count: int) -> list[int]:
-    """Greedy tokens of one request, each step launched before any result is read."""
-    settings = config(path, window=2)
-    device = FakeCudaDevice(settings)
-    device.open()
+AHEAD = 10
+
+
+def alone(prompt: list[int], count: int) -> list[Step]:
+    """Steps of one greedy request, with pages for 32 positions."""
     nobody: Any = None
     admission = Admission(SamplingParams(temperature=0), 1, frozenset(), prompt, [])
-    pages = list(range(1, 9))
-    row = Row(nobody, 1, 0, len(prompt), prompt, True, pages, 0, admission)
+    row = Row(nobody, 1, 0, len(prompt), prompt, True, list(range(1, 9)), 0, admission)
     steps = [Step(1, NO_DECODES, (row,), len(prompt))]
     for position in range(len(prompt), len(prompt) + count - 1):
         decodes = Decodes([nobody], np.array([1]), np.array([position]), [], [])
         steps.append(Step(len(steps) + 1, decodes, (), 1))
-    flights = [device.launch(device.prepare(step)) for step in steps]
+    return steps
+
+
+def launched_ahead(path: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of one request, each step launched before any result is asked for."""
+    device = FakeCudaDevice(config(path, window=2))
+    device.open()
+    flights = [device.launch(device.prepare(step)) for step in alone(prompt, count)]
     tokens = [flight.wait().tokens[0] for flight in flights]
     device.close()
     return tokens
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_replays_wait_for_the_copy_of_what_they_overwrite(
-    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], waits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("planted", [None, "fewer kept", "none kept", "no waiting for a place"])
+def test_what_is_copied_late_is_not_overwritten(
+    cuda: Cuda,
+    checkpoint: Callable[[str], tuple[Path, Any]],
+    planted: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And if they did not, which is planted, it would be seen."""
-    if not waits:
-        monkeypatch.setattr(streams._Place, "order_after_last_copy", lambda place: None)
+    """And if it were, which is planted, it would be seen."""
+    if planted == "no waiting for a place":
+        monkeypatch.setattr(streams.CudaBackend, "_await", lambda backend, place: None)
+        monkeypatch.setattr(streams._Clock, "step", lambda *arguments: None)
+    elif planted is not None:
+        monkeypatch.setattr(graphs, "KEPT", {"fewer kept": graphs.KEPT - 2, "none kept": 1}[planted])
     path, oracle = checkpoint("llama-mqa")
-    answers = {first: greedy(oracle, [first, 6, 7], 4) for first in range(40)}
-    first, wanted = next((first, ids) for first, ids in answers.items() if len(set(ids)) == 4)
-    assert (launched_ahead(path, [first, 6, 7], 4) == wanted) == waits
+    answers = {first: greedy(oracle, [first, 6, 7], AHEAD) for first in range(40)}
+    first, wanted = next(
+        (first, ids)
+        for first, ids in answers.items()
+        if all(len(set(ids[at : at + 5])) == 5 for at in range(AHEAD - 5))
+    )
+    assert (launched_ahead(path, [first, 6, 7], AHEAD) == wanted) == (planted is None)
+
+
+def test_results_are_read_once_and_in_order_whoever_asks_first(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
+) -> None:
+    path, _ = checkpoint("llama-mqa")
+    device = FakeCudaDevice(config(path, decode_graph_rows=0))
+    device.open()
+    runner: Any = device._backend.runner  # type: ignore[union-attr]
+    read, seen = runner.read, []
+
+    class Reader:
+        run = runner.run
+
+        def read(self, packed: Any, *rest: Any) -> Any:
+            seen.append(packed.step_id)
+            return read(packed, *rest) if packed.step_id != 2 else 1 / 0
+
+    device._backend.runner = Reader()  # type: ignore[union-attr,assignment]
+    flights = [device.launch(device.prepare(step)) for step in alone([5, 6, 7], 3)]
+    assert flights[2].wait().tokens == flights[2].wait().tokens
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            flights[1].wait()
+    assert flights[0].wait().tokens
+    assert seen == [1, 2, 3]
+    assert [step for what, step, _, _ in device.lane.events if what == "forward"] == [1, 2, 3]
+    device.close()
+
+
+class Calls(TorchDispatchMode):
+    """What a launch calls that lets go of the interpreter lock: operations of torch, replays, and whatever
+    enqueues, waits for or records events."""
+
+    def __init__(self, cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._counting = False
+        for owner, name in ((Recording, "replay"), (Event, "record"), (Event, "synchronize"),
+                            (Stream, "wait_event"), (streams, "_copy"), (streams, "_send")):  # fmt: skip
+            patch.setattr(owner, name, self._counted(name, getattr(owner, name)))
+
+    def _counted(self, name: str, call: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
+            # What the stand-in does to do it is not counted.
+            if self._counting:
+                self.names.append(name)
+            before, self._counting = self._counting, False
+            try:
+                return call(*arguments)
+            finally:
+                self._counting = before
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if self._counting and name != "detach":  # which is part of another
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def of(self, launch: Callable[[], Any]) -> list[str]:
+        self.names.clear()
+        self._counting = True
+        try:
+            with self:
+                launch()
+        finally:
+            self._counting = False
+        return list(self.names)
+
+
+def test_launching_a_decode_step_takes_few_calls(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(cuda, monkeypatch)
+    path, _ = checkpoint("llama-mqa")
+    device = FakeCudaDevice(config(path, page_size=32, max_model_len=256, decode_graph_rows=1))
+    device.open()
+    flights: list[Any] = []
+
+    def launch(step: Step) -> list[str]:
+        prepared = device.prepare(step)
+        return calls.of(lambda: flights.append(device.launch(prepared)))
+
+    prefill, first, *decodes = alone([5, 6, 7], 2 + 3 * graphs.KEPT)
+    launch(prefill)
+    changed = launch(first)
+    sent = ["slice", "view", "_send", "chunk", "index_copy_", "replay"]
+    assert changed[: 1 + len(sent)] == ["record", *sent]
+    unchanged = ["replay", "replay", "record", "wait_event", "_copy", "record"]
+    while decodes:
+        # Views of the host's and the device's memory are made once for each place.
+        for step in decodes[: graphs.KEPT]:
+            found = launch(step)
+            flights[-2].wait()
+        del decodes[: graphs.KEPT]
+        assert found == ["record", *unchanged], "the device may be at rest, and its clock starts anew"
+        if decodes:
+            with pytest.MonkeyPatch.context() as busy:
+                busy.setattr(Event, "query", lambda event: False)
+                assert launch(decodes.pop(0)) == unchanged
+    device.close()
 
 
 def test_the_stand_in_copies_late_and_in_order() -> None:
@@ -288,3 +410,41 @@ def test_the_stand_in_copies_late_and_in_order() -> None:
     assert seen == []
     event.synchronize()
     assert seen == [1, 2]
+
+
+class Moment:
+    """An event of the device, at a time on its own clock."""
+
+    def __init__(self, time: float) -> None:
+        self.time = time
+
+    def elapsed_time(self, other: Moment) -> float:
+        return 1e3 * (other.time - self.time)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_device_was_busy_for_as_long_as_it_was_whenever_the_host_looked(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock of its own, that runs faster or slower, and a host that may look late."""
+    random = np.random.default_rng(seed)
+    rate = 1 + float(random.uniform(-1e-4, 1e-4))
+    lane = DeviceLane()
+    clock, ended, end = streams._Clock(lane), Moment(0.0), 100.0
+    monkeypatch.setattr(streams, "now", lambda: look)
+    busy = gap = 0.0
+    for step in range(1, 2000):
+        behind = step > 1 and random.random() < 0.7
+        launched = end - float(random.uniform(0, 0.005)) if behind else end + float(random.exponential(0.002))
+        start, before = max(end, launched), end
+        end = start + float(random.uniform(0.001, 0.01))
+        began, last, ended = Moment(start * rate), ended, Moment(end * rate)
+        look = end + float(random.exponential(0.02 if random.random() < 0.1 else 0.00005))
+        clock.step(step, launched, last if behind else began, ended)
+        if step > 1:
+            busy, gap = busy + end - start, gap + start - before
+        _, _, told_start, told_end = lane.events[-1]
+        assert launched <= told_start + 1e-9 or told_end == look
+        assert told_end <= look
+    assert lane.busy == pytest.approx(busy, rel=2e-4)
+    assert lane.gap == pytest.approx(gap, rel=1e-2)

@@ -15,6 +15,7 @@ import pytest
 
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
+from aioinfer.execution.device import Device
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server import serve
 from aioinfer.twin import ToyDevice, ToyTokenizer
@@ -25,7 +26,7 @@ class Served:
     """A running server."""
 
     engine: Engine
-    device: ToyDevice
+    device: Any
     url: str
     stop: asyncio.Event
     task: asyncio.Task[None]
@@ -53,13 +54,14 @@ def serving() -> Serving:
         server: dict[str, Any] | None = None,
         fault: Any = None,
         tokenizer: ToyTokenizer | None = None,
+        device: Device | None = None,
         **settings: Any,
     ) -> AsyncIterator[Served]:
         config = EngineConfig(
             model="toy",
             **{"page_size": 4, "num_pages": 4096, "max_running_requests": 256, **settings},
         )
-        device = ToyDevice(
+        served = device or ToyDevice(
             num_pages=config.num_pages or 0,
             page_size=config.page_size,
             num_slots=config.num_slots,
@@ -67,7 +69,7 @@ def serving() -> Serving:
             fault=fault,
         )
         engine = Engine(
-            config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: tokenizer or ToyTokenizer()
+            config, launcher=lambda _: ThreadLauncher(served), tokenizer=lambda _: tokenizer or ToyTokenizer()
         )
         loop = asyncio.get_running_loop()
         started: asyncio.Future[str] = loop.create_future()
@@ -78,7 +80,7 @@ def serving() -> Serving:
         if task.done():
             task.result()
         try:
-            yield Served(engine, device, started.result(), stop, task)
+            yield Served(engine, served, started.result(), stop, task)
         finally:
             if hasattr(fault, "release"):
                 fault.release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class Letters:
     """Token n is the n-th letter; a tail comes at the end."""
@@ -11,6 +13,9 @@ class Letters:
 
     def push(self, token_id: int) -> str:
         return "abcdefgh"[token_id]
+
+    def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
+        return "".join("abcdefgh"[token] for token in token_ids)
 
     def finish(self) -> str:
         tail, self.tail = self.tail, ""

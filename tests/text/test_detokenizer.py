@@ -323,3 +323,22 @@ def test_a_decoder_with_clean_up_gives_text_and_no_error() -> None:
         assert text.replace(" ", "") == tokenizer.decode(ids).replace(" ", "")
 
     run()
+
+
+@both
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_peeking_shows_what_would_come_and_changes_nothing(
+    byte_level: Tokenizer, make: Make, skip: bool, data: st.DataObject
+) -> None:
+    text = st.text("a é日𝄞😀the ", max_size=8)
+    prompt, ids = byte_level.encode(data.draw(text)).ids, [*byte_level.encode(data.draw(text)).ids, 0]
+    at, end = sorted((data.draw(st.integers(0, len(ids))), data.draw(st.integers(0, len(ids)))))
+    whole = "".join(pieces(make(byte_level, prompt, skip), ids[:end]))
+    detokenizer = make(byte_level, prompt, skip)
+    said = "".join(map(detokenizer.push, ids[:at]))
+    assert said + detokenizer.peek(ids[at:end]) == whole
+    detokenizer.peek(ids[at:end], apart=True)
+    said += "".join(map(detokenizer.push, ids[at:end])) + detokenizer.finish()
+    assert said == whole

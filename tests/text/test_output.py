@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer
-from aioinfer.text.output import OutputText
+from aioinfer.text.output import UNKNOWN, OutputText
 from aioinfer.text.stop import StopMatcher
 from tests.text.letters import Letters
 
@@ -94,3 +94,40 @@ def test_pieces_join_to_the_decoded_text_up_to_the_stop(byte_level: Tokenizer, i
         assert [found for found in hits if found] in ([], [hit])
 
     run()
+
+
+def test_what_may_come_is_shown_behind_what_is_held_back_and_nothing_changes() -> None:
+    output = OutputText(Letters(), ["cd"])
+    for token in (1, 2):
+        output.push(token)
+    before = output.pieces.copy()
+    assert output.ahead([]) == "c"
+    assert output.ahead([3, 4, None, None, 5, None]) == "cde" + 2 * UNKNOWN + "f" + UNKNOWN
+    assert output.ahead([None, 3]) == "c" + UNKNOWN + "d"
+    assert output.pieces == before
+    assert output.push(4) is None, "the stop that was shown ahead has not been met"
+    assert OutputText(None).ahead([1, None]) == ""
+
+
+def test_half_a_character_ahead_is_not_known(byte_level: Tokenizer) -> None:
+    first, *rest = byte_level.encode("𝄞").ids
+    output = OutputText(DecodeStreamDetokenizer(byte_level, [], skip_special_tokens=True))
+    output.push(first)
+    assert output.ahead([]) == UNKNOWN
+    assert output.ahead(rest) == "𝄞"
+    letter = byte_level.encode("x").ids
+    assert set(output.ahead([None, *rest, *letter])) == {UNKNOWN, "x"}
+    assert output.pieces == []
+
+
+def test_words_ahead_keep_their_spaces_behind_a_gap(metaspace: Tokenizer) -> None:
+    prompt, world = [metaspace.token_to_id("▁Hello")], metaspace.token_to_id("▁world")
+    output = OutputText(DecodeStreamDetokenizer(metaspace, prompt, skip_special_tokens=True))
+    assert output.ahead([world, None, world, 2]) == f" world{UNKNOWN} world"
+
+
+def test_stop_patterns_show_what_they_hold_back() -> None:
+    output = OutputText(Letters(), ["bcd"], stop_regex=["c+e"])
+    for token in (0, 2, 2):
+        output.push(token)
+    assert output.text + output.ahead([4]) == "acce"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -233,3 +234,27 @@ def test_importing_the_room_loads_no_library() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_model_type_that_transformers_does_not_know_is_no_news(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "llada2_moe", "architectures": ["X"]}')
+    said: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = said.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(listener)
+    try:
+        tokenizer = HFTokenizer.load(directory)
+    finally:
+        logger.removeHandler(listener)
+    assert not said, [record.getMessage() for record in said]
+    assert tokenizer.decode(tokenizer.encode_part("the fox")) == "the fox"
+
+
+def test_what_ends_a_turn_of_llada2_ends_an_output(directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    plain = AutoTokenizer.from_pretrained(directory)
+    plain.add_special_tokens({"additional_special_tokens": ["<|role_end|>"]})
+    end = plain.convert_tokens_to_ids("<|role_end|>")
+    assert HFTokenizer(plain).eos_token_ids == {0, end}

@@ -1,0 +1,332 @@
+"""What the stream of a diffusion model holds: final tokens as they come, and drafts of those behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from aioinfer import LLM, DiffusionParams, EngineConfig, SamplingParams
+from aioinfer.block_request import BlockRequest
+from aioinfer.core import Core
+from aioinfer.outputs import Chunk, Result
+from aioinfer.stream import Stream, StreamCell, Want
+from aioinfer.text.output import UNKNOWN
+from aioinfer.twin import ToyTokenizer
+from aioinfer.twin.blocks import ScriptedDevice, scripted_generate
+from tests.engine.conftest import MakeEngine
+from tests.engine.simulation import settle
+from tests.engine.test_pausing_and_parking import until_idle
+
+SIZE, MASK = 8, 63
+PROMPT = [5, 6, 7]
+MONOTONE, EDITING = "low_confidence", "joint_threshold"
+
+
+def params(algorithm: str = MONOTONE, **options: Any) -> SamplingParams:
+    diffusion = DiffusionParams(algorithm=algorithm, draft=options.pop("draft", True))
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "diffusion": diffusion, **options}
+    )
+
+
+def scripted(edits: int = 0, **options: Any) -> ScriptedDevice:
+    return ScriptedDevice(**{"num_slots": 24, "edits": edits, **options})
+
+
+def expected(device: ScriptedDevice, prompt: list[int], wanted: SamplingParams) -> list[int]:
+    return scripted_generate(device.script, prompt, wanted, block_size=SIZE, mask_token_id=MASK)
+
+
+async def read(stream: Stream) -> tuple[list[Chunk], Result]:
+    """All chunks, which together are the result."""
+    chunks = [chunk async for chunk in stream]
+    result = stream.result()
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert [step for chunk in chunks for step in chunk.step_map or ()] == result.step_map
+    for chunk in chunks:
+        assert chunk.step_map is not None
+        assert len(chunk.step_map) == len(chunk.token_ids)
+        assert chunk.logprobs is None or len(chunk.logprobs) == len(chunk.token_ids)
+        assert chunk.text or chunk.token_ids or chunk.draft or chunk.finish_reason, "a chunk of nothing"
+    return chunks, result
+
+
+@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize("algorithm", [MONOTONE, EDITING])
+async def test_drafts_lead_up_to_the_tokens_and_change_none(
+    make_engine: MakeEngine, algorithm: str, window: int
+) -> None:
+    device, wanted = scripted(edits=2), params(algorithm)
+    async with make_engine(device=device, window=window) as engine:
+        chunks, result = await read(engine.generate(PROMPT, wanted))
+        await settle(engine)
+    assert result.token_ids == expected(device, PROMPT, wanted)
+    known, revised, drafts, ends = 0, 0, 0, set()
+    for chunk in chunks:
+        known += len(chunk.token_ids)
+        if chunk.token_ids:
+            ends.add((len(PROMPT) + known) % SIZE)
+        if chunk.draft is None:
+            continue
+        drafts += 1
+        assert chunk.draft.start == known
+        assert known + len(chunk.draft.token_ids) <= 40
+        final = result.token_ids[known:]
+        pairs = zip(chunk.draft.token_ids, chunk.draft.step_map, strict=True)
+        assert all((token is None) == (step is None) for token, step in pairs)
+        if algorithm == MONOTONE:
+            steps = (result.step_map or [])[known:]
+            assert all(x in (None, y) for x, y in zip(chunk.draft.step_map, steps, strict=False))
+        assert len(chunk.draft.text.replace(UNKNOWN, "")) >= sum(x is not None for x in chunk.draft.token_ids)
+        revised += sum(x not in (None, y) for x, y in zip(chunk.draft.token_ids, final, strict=False))
+    assert drafts > 3, "a draft per block at the very least"
+    assert (revised > 0) == (algorithm == EDITING)
+    if algorithm == EDITING:
+        assert ends <= {0, (len(PROMPT) + 40) % SIZE}, "tokens came out that might have been edited"
+    else:
+        assert ends - {0, 3}, "nothing came out before its block was done"
+
+
+async def test_who_does_not_ask_for_drafts_gets_none_and_the_same(make_engine: MakeEngine) -> None:
+    async with make_engine(device=scripted()) as engine:
+        plain, result = await read(engine.generate(PROMPT, params(draft=False)))
+        _, drafted = await read(engine.generate(PROMPT, params()))
+        awaited = await engine.generate(PROMPT, params())
+    assert all(chunk.draft is None and chunk.token_ids for chunk in plain)
+    assert result == drafted == awaited
+
+
+class Rounds:
+    """One request, a round at a time, and the cell of its stream."""
+
+    def __init__(self, wanted: SamplingParams, **device: Any) -> None:
+        self.device = scripted(**{"mean_steps": 6.0, "variation": 0.0, **device})
+        self.core = Core(EngineConfig(model="scripted", window=0), self.device.open(), ToyTokenizer(), float)
+        request = self.core.new_request(PROMPT, wanted)
+        assert isinstance(request, BlockRequest)
+        self.request, self.cell = request, StreamCell()
+        self.core.submit(request)
+        self.cell.request = request
+
+    def go(self, rounds: int = 1) -> None:
+        for _ in range(rounds):
+            step = self.core.plan()
+            assert step is not None
+            moved = self.core.resolve(step, self.device.launch(self.device.prepare(step)).wait())
+            assert moved in ([], [self.request])
+
+
+def test_a_slow_reader_gets_the_newest_draft_and_no_older_one() -> None:
+    world = Rounds(params(EDITING))
+    world.go(2)
+    first = world.cell.take()
+    assert first is not None
+    assert first.draft is not None
+    assert world.cell.take() is None, "the same again"
+    world.go(2)
+    second = world.cell.take()
+    assert second is not None
+    assert second.draft is not None
+    assert world.cell.take() is None
+    assert second.token_ids == first.token_ids == []
+    block = world.request.block
+    assert block is not None
+    newest = tuple(
+        token if known else None for token, known in zip(block.ids[3:], block.known[3:], strict=True)
+    )
+    assert second.draft.token_ids == newest != first.draft.token_ids
+    assert second.draft.token_ids.count(None) < first.draft.token_ids.count(None)
+
+
+def test_a_draft_that_nobody_has_read_is_nothing_once_its_tokens_are_final() -> None:
+    world = Rounds(params(EDITING))
+    world.go(3)
+    while not world.request.output_ids:
+        world.go()
+    chunk = world.cell.take()
+    assert chunk is not None
+    assert chunk.draft is None
+    assert chunk.token_ids == world.request.output_ids
+    assert world.cell.take() is None
+
+
+async def test_a_draft_wakes_a_waiting_consumer_once_and_one_that_awaits_the_result_never() -> None:
+    world = Rounds(params(EDITING))
+    waiter = world.cell.waiter = asyncio.get_running_loop().create_future()
+    world.cell.wants = Want.RESULT
+    world.go()
+    world.cell.notify()
+    assert not waiter.done()
+    world.cell.wants = Want.CHUNK
+    world.cell.notify()
+    world.go()
+    world.cell.notify()
+    assert waiter.done()
+    assert world.cell.take() is not None
+    assert not world.cell.ready()
+    world.go()
+    assert world.cell.ready()
+
+
+def test_a_draft_ends_with_the_first_end_token_that_is_known() -> None:
+    plain = Rounds(params(EDITING, max_tokens=5))
+    plain.go(2)
+    known = plain.request.draft()
+    assert known is not None
+    at, end = next((at, token) for at, token in enumerate(known.token_ids) if token is not None)
+    for include in (False, True):
+        world = Rounds(params(EDITING, max_tokens=5, stop_token_ids=[end], include_stop=include))
+        world.go(2)
+        draft = world.request.draft()
+        assert draft is not None
+        assert draft.token_ids == known.token_ids[: at + 1]
+        assert draft.text == UNKNOWN * at + (ToyTokenizer().decode([end]) if include else "")
+
+
+def test_held_back_text_is_part_of_the_draft_and_its_ids_of_the_chunk() -> None:
+    """Read together, chunks and the last draft always show all that is known."""
+    device = scripted()
+    text = ToyTokenizer().decode(expected(device, PROMPT, params()))
+    world = Rounds(params(stop=[text[1:20] + "never"]), mean_steps=4.0, variation=0.6)
+    shown, ids, held = "", list[int](), 0
+    while not world.request.finished:
+        world.go()
+        chunk = world.cell.take()
+        if chunk is None:
+            continue
+        shown, ids = shown + chunk.text, ids + chunk.token_ids
+        assert ids == world.request.output_ids
+        decoded = ToyTokenizer().decode(ids)
+        held += len(decoded) > len(shown)
+        if chunk.draft is not None:
+            assert (shown + chunk.draft.text).startswith(decoded)
+            rest = (shown + chunk.draft.text).removeprefix(decoded)
+            assert rest.count(UNKNOWN) == chunk.draft.token_ids.count(None)
+    assert held
+    assert shown == text
+
+
+def _stop_in_mid_block(text: str) -> str:
+    return text[12:14]
+
+
+@pytest.mark.parametrize("algorithm", [MONOTONE, EDITING])
+async def test_records_stay_equally_long_through_retraction_and_stops(
+    make_engine: MakeEngine, algorithm: str
+) -> None:
+    device = scripted(edits=2, num_pages=9)
+    plain = params(algorithm, logprobs=0, max_tokens=40)
+    prompts = [[n, *range(1, n)] for n in range(2, 14)]
+    tight = {"num_pages": 9, "new_token_ratio": 0.0, "min_new_token_ratio": 0.0, "launch_mode": "inline"}
+    async with make_engine(device=device, **tight) as engine:
+
+        async def one(prompt: list[int], number: int) -> None:
+            whole = expected(device, prompt, plain)
+            text = ToyTokenizer().decode(whole)
+            wanted, ids, shown = plain, whole, text
+            if number % 2:
+                stop = _stop_in_mid_block(text)
+                wanted, shown = replace(plain, stop=[stop]), text[: text.find(stop)]
+                lengths = [len(ToyTokenizer().decode(whole[:n])) for n in range(41)]
+                ids = whole[: next(n for n in range(41) if lengths[n] >= len(shown) + len(stop))]
+            _, result = await read(engine.generate(prompt, wanted))
+            assert (result.token_ids, result.text) == (ids, shown)
+            assert result.metrics is not None
+            assert len(result.metrics.token_times) == len(result.logprobs or ()) == len(ids)
+            assert [each.token_id for each in result.logprobs or ()] == ids
+            assert result.finish_reason == ("stop" if number % 2 else "length")
+
+        async with asyncio.TaskGroup() as group:
+            for number, prompt in enumerate(prompts):
+                group.create_task(one(prompt, number))
+        assert engine.stats().retractions > 1
+        await settle(engine)
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("algorithm", [MONOTONE, EDITING])
+async def test_an_end_token_at_either_end_of_a_block_is_the_last(
+    make_engine: MakeEngine, algorithm: str, where: str
+) -> None:
+    device, plain = scripted(edits=2), params(algorithm, logprobs=0)
+    whole = expected(device, PROMPT, plain)
+    position = 0 if where == "first" else SIZE - 1
+    at = next(
+        at
+        for at, token in enumerate(whole)
+        if at and (len(PROMPT) + at) % SIZE == position and token not in whole[:at]
+    )
+    async with make_engine(device=device) as engine:
+        chunks, result = await read(engine.generate(PROMPT, replace(plain, stop_token_ids=[whole[at]])))
+        await settle(engine)
+    assert result.token_ids == whole[: at + 1]
+    assert result.text == ToyTokenizer().decode(whole[:at])
+    assert (result.finish_reason, result.stop_reason) == ("stop", whole[at])
+    assert chunks[-1].draft is None
+
+
+async def test_a_reader_that_lags_parks_its_request_drafts_or_not(make_engine: MakeEngine) -> None:
+    device = scripted()
+    async with make_engine(device=device) as engine:
+        stream = engine.generate(PROMPT, params(), max_lag=4)
+        await until_idle(engine)
+        assert engine.stats().parkings == 1
+        rounds = engine.stats().rounds
+        assert len(stream.result().token_ids) < 40
+        _, result = await read(stream)
+        assert result.token_ids == expected(device, PROMPT, params())
+        assert engine.stats().rounds > rounds
+        await settle(engine)
+
+
+async def test_leaving_in_mid_block_leaves_nothing_behind(make_engine: MakeEngine) -> None:
+    async with make_engine(device=scripted(edits=1)) as engine:
+
+        async def leave(number: int) -> None:
+            wanted = params(EDITING if number % 2 else MONOTONE)
+            async with engine.generate([1 + number % 60, *PROMPT], wanted) as stream:
+                drafts = 0
+                async for chunk in stream:
+                    drafts += chunk.draft is not None
+                    if drafts > number % 4:
+                        return
+                raise AssertionError("the stream ended first")
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(40):
+                group.create_task(leave(number))
+        await settle(engine)
+
+
+async def test_stats_count_rounds_and_what_they_bring(make_engine: MakeEngine) -> None:
+    device = scripted(mean_steps=2.0, variation=0.0)
+    async with make_engine(device=device, fused_commit=False, window=0, max_rounds=4) as engine:
+        assert engine.stats().tokens_per_round == 0
+        await engine.generate([1], params(max_tokens=23))
+        stats = engine.stats()
+    assert stats.output_tokens == 23
+    # Three blocks of two rounds each; the last one is not committed.
+    assert stats.rounds == device.block_rounds == 8
+    assert stats.tokens_per_round == 23 / 8
+
+
+def test_the_synchronous_twin_generates_blocks() -> None:
+    device = scripted()
+    make: Callable[[EngineConfig], Any] = lambda _: device  # noqa: E731
+    with LLM(EngineConfig(model="scripted"), device=make, tokenizer=lambda _: ToyTokenizer()) as llm:
+        results = llm.generate([PROMPT, [9]], params(logprobs=0), progress=False)
+    assert [each.token_ids for each in results] == [expected(device, p, params()) for p in (PROMPT, [9])]
+    assert all(len(each.step_map or ()) == len(each.token_ids) for each in results)
+
+
+async def test_an_engine_without_a_tokenizer_drafts_tokens(make_engine: MakeEngine) -> None:
+    async with make_engine(device=scripted(), tokenizer=None) as engine:
+        chunks, _ = await read(engine.generate(PROMPT, params()))
+    drafts = [chunk.draft for chunk in chunks if chunk.draft]
+    assert drafts
+    assert not any(draft.text for draft in drafts)

@@ -1,0 +1,169 @@
+"""A diffusion model behind the server: what a body may say, drafts and step maps through a real client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from aioinfer import assembly
+from aioinfer.config import EngineConfig
+from aioinfer.params import SamplingParams
+from aioinfer.server.protocol import parse_completion
+from aioinfer.text.output import UNKNOWN
+from aioinfer.twin import ToyTokenizer
+from aioinfer.twin.blocks import ScriptedDevice, scripted_generate
+from tests.server.conftest import Serving
+
+CHAT: Any = [{"role": "user", "content": "Hello there"}]
+ASK: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 30}
+EXTRA: dict[str, Any] = {"ignore_eos": True}
+
+
+def device() -> ScriptedDevice:
+    return ScriptedDevice(num_slots=512, num_pages=512, edits=2)
+
+
+def expected(prompt: list[int]) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    return scripted_generate(device().script, prompt, params)
+
+
+@pytest.mark.parametrize("parser", [None, "qwen3"])
+@pytest.mark.parametrize("algorithm", ["low_confidence", "joint_threshold"])
+async def test_a_strict_client_reads_drafts_between_the_deltas(
+    serving: Serving, algorithm: str, parser: str | None
+) -> None:
+    body = {**EXTRA, "diffusion": {"algorithm": algorithm, "draft": True, "step_map": True}}
+    server = {"reasoning_parser": parser}
+    async with serving(device=device(), server=server) as served, served.client() as client:
+        whole = await client.chat.completions.create(**ASK, messages=CHAT, extra_body=body)
+        stream = await client.chat.completions.create(
+            **ASK, messages=CHAT, stream=True, stream_options={"include_usage": True}, extra_body=body
+        )
+        chunks = [chunk async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    content = whole.choices[0].message.content
+    assert "".join(choice.delta.content or "" for choice in choices) == content
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
+    assert choices[-1].finish_reason
+    steps = [step for choice in choices for step in (choice.model_extra or {}).get("step_map", [])]
+    assert steps == (whole.choices[0].model_extra or {})["step_map"]
+    assert chunks[-1].usage is not None
+    assert len(steps) == chunks[-1].usage.completion_tokens == 30
+    drafts = [choice for choice in choices if "draft" in (choice.model_extra or {})]
+    only = [choice for choice in drafts if choice.delta.content is None]
+    assert only
+    if algorithm == "low_confidence":
+        assert content == ToyTokenizer().decode(expected(ToyTokenizer().encode_chat(CHAT)))
+        assert len(only) < len(drafts), "a token and the draft behind it come in one event"
+    for choice in drafts:
+        draft: Any = (choice.model_extra or {})["draft"]
+        assert draft.keys() == {"start", "token_ids", "text"}
+        assert draft["text"].count(UNKNOWN) == draft["token_ids"].count(None)
+        assert 0 <= draft["start"] <= 30 - len(draft["token_ids"])
+
+
+async def test_completions_have_them_too_and_nobody_who_does_not_ask(serving: Serving) -> None:
+    ask = {**ASK, "prompt": "abc", "extra_body": {**EXTRA, "diffusion": {"draft": True, "step_map": True}}}
+    async with serving(device=device()) as served, served.client(strict=False) as client:
+        whole = await client.completions.create(**ask)
+        chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True, n=2)]
+        plain = {**ask, "extra_body": EXTRA}
+        silent = [chunk async for chunk in await client.completions.create(**plain, stream=True)]
+        said = await client.completions.create(**plain)
+    text = ToyTokenizer().decode(expected(ToyTokenizer().encode("abc")))
+    assert whole.choices[0].text == said.choices[0].text == text
+    assert len((whole.choices[0].model_extra or {})["step_map"]) == 30
+    for index in range(2):
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(choice.text for choice in mine) == text
+        assert sum("draft" in (choice.model_extra or {}) for choice in mine) > 3
+    assert "".join(chunk.choices[0].text for chunk in silent) == text
+    for choice in [*said.choices, *(choice for chunk in silent for choice in chunk.choices)]:
+        assert not {"draft", "step_map"} & (choice.model_extra or {}).keys()
+
+
+BAD: list[tuple[Any, str]] = [
+    (3, "object"),
+    ([], "object"),
+    ({"treshold": 0.9}, "treshold"),
+    ({"threshold": "0.9"}, "threshold"),
+    ({"threshold": 2}, "threshold"),
+    ({"steps": 1.5}, "steps"),
+    ({"draft": 1}, "draft"),
+    ({"step_map": 0}, "step_map"),
+    ({"step_map": "yes"}, "step_map"),
+    ({"algorithm": ["factor"]}, "algorithm"),
+    ({"algorithm": "best"}, "low_confidence"),
+    ({"edit_threshold": 0.5}, "edit_threshold"),
+]
+REFUSED: list[tuple[str, Any, str]] = [
+    ("frequency_penalty", 0.5, "frequency_penalty"),
+    ("presence_penalty", 0.5, "presence_penalty"),
+    ("repetition_penalty", 1.1, "repetition_penalty"),
+    ("logit_bias", {"5": 1}, "logit_bias"),
+    ("allowed_token_ids", [5], "allowed_token_ids"),
+    ("bad_words", ["a"], "bad_words"),
+    ("min_tokens", 2, "min_tokens"),
+    ("response_format", {"type": "json_object"}, "grammar"),
+    ("guided_regex", "(", "grammar"),
+    ("top_logprobs", 2, "logprobs"),
+]
+
+
+async def test_what_cannot_be_done_is_a_400_that_says_so(serving: Serving) -> None:
+    async with serving(device=device()) as served, served.client() as client:
+
+        async def refusal(**body: Any) -> Any:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(
+                    **ASK, messages=CHAT, stream=bool(len(str(body)) % 2), extra_body=body
+                )
+            return caught.value.body
+
+        for value, named in BAD:
+            error = await refusal(diffusion=value)
+            assert (error["param"], named in error["message"]) == ("diffusion", True), error
+        for field, value, param in REFUSED:
+            error = await refusal(**{field: value, "logprobs": field == "top_logprobs"})
+            assert (error["param"], "diffusion model" in error["message"]) == (param, True), error
+        assert served.engine.stats().admitted == 0
+        for nothing in (None, {}, {"threshold": None, "step_map": None}):
+            body = {**EXTRA, "diffusion": nothing, "frequency_penalty": 0, "logprobs": True}
+            answer = await client.chat.completions.create(**ASK, messages=CHAT, extra_body=body)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 30
+            assert answer.choices[0].logprobs is not None
+            assert len(answer.choices[0].logprobs.content or ()) == 30
+
+
+async def test_a_model_that_writes_token_after_token_takes_no_diffusion(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        with pytest.raises(openai.BadRequestError, match="not a diffusion model") as caught:
+            await client.chat.completions.create(**ASK, messages=CHAT, extra_body={"diffusion": {}})
+        assert caught.value.param == "diffusion"
+
+
+def test_a_body_goes_over_the_models_own_parameters() -> None:
+    own = parse_completion(
+        {"prompt": "a", "diffusion": {"algorithm": "factor", "factor": 2}}, SamplingParams(), "toy"
+    ).params
+    assert own.diffusion is not None
+    call = parse_completion({"prompt": "a", "diffusion": {"steps": 3, "step_map": True}}, own, "toy")
+    assert call.params.diffusion is not None
+    assert (call.params.diffusion.algorithm, call.params.diffusion.factor) == ("factor", 2)
+    assert (call.params.diffusion.steps, call.step_map) == (3, True)
+    assert parse_completion({"prompt": "a"}, own, "toy").params.diffusion == own.diffusion
+
+
+def test_what_a_model_recommends_and_cannot_do_refuses_nothing(tmp_path: Path) -> None:
+    stated = {"repetition_penalty": 1.2, "temperature": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    config = EngineConfig(model=str(tmp_path))
+    info = device().open()
+    params = assembly.default_params(config, info)
+    assert (params.repetition_penalty, params.temperature) == (1.0, 0.5)
