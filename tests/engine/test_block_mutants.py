@@ -276,7 +276,12 @@ SYMPTOMS = (AssertionError, RuntimeError, ValueError, IndexError, KeyError, Exce
 WORLDS = {"a_step_map_is_not_cut_with_its_output": (3, 12, 14), "parameters_of_a_former_tenant": (0, 1, 2)}
 
 #: and the settings to begin with, where others do not come upon them
-FIRST = {"lock_step_lets_the_quick_go_on": 3, "lock_step_lets_others_in": 3, "a_third_row_is_launched": 2}
+FIRST = {
+    "a_third_row_is_launched": 2,
+    "lock_step_lets_the_quick_go_on": 3,
+    "lock_step_lets_others_in": 3,
+    "the_second_row_does_not_look_at_the_first": 5,
+}
 
 
 def hunt(name: str) -> Iterator[None]:
