@@ -103,7 +103,8 @@ class Landed:
 
 
 class Device(Protocol):
-    """``open``, ``launch``, ``check`` and ``close`` are called on one thread, the launch thread.
+    """``open``, ``launch`` and ``close`` are called on one thread, the launch thread; ``check``, too, or on
+    the thread that waits for flights, while the other may launch.
 
     ``prepare`` is called on the loop's thread right after planning, in the order of the steps, and must
     neither block nor touch the device.

@@ -316,25 +316,21 @@ class CudaBackend:
 class _Clock:
     """Tells the device's lane when steps ran, on the host's clock.
 
-    How long steps and pauses between them were is what events say; from one to the next and not from one
-    origin, for CUDA counts in floats of milliseconds. When that was lies between the host's own looks.
+    How long a step took is what events say; from one to the next and not from one origin, for CUDA counts in
+    floats of milliseconds. When that was lies between its launch, or the end of the step before, and the
+    host's look at its end. An error there, of a clock or of a host that is late, makes one pause longer by
+    what it takes from another.
     """
 
     def __init__(self, lane: DeviceLane) -> None:
         self._lane = lane
-        self._step, self._end = -1, 0.0
-        self._ended: torch.cuda.Event | None = None
+        self._end = 0.0
 
     def step(self, step: int, launched: float, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         """A step that is over; in the order of their launch. It was launched before it ``began``."""
         duration = 1e-3 * began.elapsed_time(ended)
-        end = launched + duration
-        if self._ended is not None and step == self._step + 1:
-            pause = 0.0 if began is self._ended else 1e-3 * self._ended.elapsed_time(began)
-            end = max(end, self._end + pause + duration)
-        end = min(end, now())
+        self._end = end = min(max(launched, self._end) + duration, now())
         self._lane.step(step, end - duration, end, end, end)
-        self._step, self._end, self._ended = step, end, ended
 
 
 class _CudaFlight:

@@ -434,9 +434,10 @@ def test_the_device_was_busy_for_as_long_as_it_was_whenever_the_host_looked(
     monkeypatch.setattr(streams, "now", lambda: look)
     busy = gap = 0.0
     for step in range(1, 2000):
-        behind = step > 1 and random.random() < 0.7
+        behind = step > 1 and random.random() < (0.7 if seed % 2 else 1.0)
         launched = end - float(random.uniform(0, 0.005)) if behind else end + float(random.exponential(0.002))
-        start, before = max(end, launched), end
+        # The launch thread may lose its turn before the device hears of the step.
+        start, before = max(end, launched if behind else launched + float(random.exponential(0.001))), end
         end = start + float(random.uniform(0.001, 0.01))
         began, last, ended = Moment(start * rate), ended, Moment(end * rate)
         look = end + float(random.exponential(0.02 if random.random() < 0.1 else 0.00005))
@@ -447,4 +448,4 @@ def test_the_device_was_busy_for_as_long_as_it_was_whenever_the_host_looked(
         assert launched <= told_start + 1e-9 or told_end == look
         assert told_end <= look
     assert lane.busy == pytest.approx(busy, rel=2e-4)
-    assert lane.gap == pytest.approx(gap, rel=1e-2)
+    assert lane.gap == pytest.approx(gap, rel=1e-2, abs=5e-4 * busy)
