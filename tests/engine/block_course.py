@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from aioinfer.block_request import BlockRequest
 from aioinfer.config import EngineConfig
 from aioinfer.core import Core
@@ -57,7 +59,11 @@ class Course:
             fault=self._fault,
             late_fault=self._late_fault,
         )
+        #: the next forward has no finite logits for the first block
+        self.next_logits_broken = False
         self.core = Core(self.config, self.device.open(), None, lambda: 0.0)
+        self._whole_forward = self.device._lm.forward
+        self.device._lm.forward = self._forward  # type: ignore[method-assign]
         self.scheduler = watch_core(self.core)
         self.events = 0
         #: what the next computed step raises, before or after
@@ -143,6 +149,13 @@ class Course:
             if key not in _EXPECTED:
                 (_EXPECTED[key],) = decode(self.device, [(prompt, params)], LONGEST)
         return [_EXPECTED[*prompt, params] for prompt, params in self.asked]
+
+    def _forward(self, *arguments: Any) -> torch.Tensor:
+        logits = self._whole_forward(*arguments)
+        if self.next_logits_broken and len(logits):
+            self.next_logits_broken = False
+            logits[:SIZE] = torch.nan
+        return logits
 
     def _fault(self, step: Step) -> None:
         error, self.next_fault = self.next_fault, None
