@@ -1,0 +1,346 @@
+"""The script that trains the bundled diffusion model, and what it has made."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from aioinfer.config import EngineConfig, bundled_models
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import train_diffusion_model as script
+from demo_tasks import OPEN_TASKS, conversation, held_out
+from demo_training import END, IGNORE, MASK, ROLES
+from diffusion_model import DiffusionConfig, DiffusionModel, Experts, load, save, upcycle
+
+BUNDLED = EngineConfig(model="tiny-diffusion").model_path
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "vocab_size": 864,
+}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A random Qwen3 in a directory, whose queries hold nothing in the pairs that lose their rotation."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**SIZES, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    model = Qwen3ForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+        if "q_norm" in name:
+            parameter.data[1::2] = 0
+    directory = tmp_path_factory.mktemp("chat")
+    model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_bytes((BUNDLED / "tokenizer.json").read_bytes())
+    return directory, model
+
+
+def scrambled(model: DiffusionModel) -> DiffusionModel:
+    """All weights random, biases of the routers and routed experts included."""
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in model.state_dict().items():
+        values = torch.randn(tensor.shape, generator=generator) * 0.3
+        tensor.copy_(1 + values if "norm" in name else values)
+    return model
+
+
+def toy(**changes: Any) -> DiffusionModel:
+    return scrambled(DiffusionModel(replace(DiffusionConfig(**SIZES, num_shared_experts=2), **changes)))
+
+
+def block_mask(length: int, size: int) -> Tensor:
+    block = torch.arange(length) // size
+    return (block[:, None] >= block)[None, None]
+
+
+# -- the model -----------------------------------------------------------------------------------------
+
+
+def test_an_upcycled_model_starts_as_the_chat_model_but_for_the_pairs_that_stand_still(
+    chat: tuple[Path, Any],
+) -> None:
+    directory, original = chat
+    model = upcycle(directory, block_size=8)
+    ids = torch.randint(6, 864, (2, 20), generator=torch.Generator().manual_seed(2))
+    causal = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
+    with torch.inference_mode():
+        hidden, _ = model(ids, torch.arange(20).expand(2, -1), causal)
+        torch.testing.assert_close(model.logits(hidden), original(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+def picked(x: Tensor, weights: dict[str, Tensor], config: DiffusionConfig, layer: int) -> Tensor:
+    """The experts of one token as the architecture describes them, from the tensors of a checkpoint."""
+
+    def expert(name: str) -> Tensor:
+        gate, up, down = (
+            weights[f"{start}{name}.{part}_proj.weight"].float() for part in ("gate", "up", "down")
+        )
+        return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+    start = f"model.layers.{layer}.mlp."
+    scores = linear(x, weights[f"{start}gate.weight"].float()).sigmoid().tolist()
+    bias = weights[f"{start}gate.expert_bias"].tolist()
+    ranks = [score + extra for score, extra in zip(scores, bias, strict=True)]
+    width = config.num_experts // config.n_group
+    groups = [range(first, first + width) for first in range(0, config.num_experts, width)]
+    strength = [sum(sorted(ranks[at] for at in group)[-2:]) for group in groups]
+    best = sorted(range(config.n_group), key=strength.__getitem__)[-config.topk_group :]
+    allowed = [at for group in best for at in groups[group]]
+    chosen = sorted(allowed, key=ranks.__getitem__)[-config.num_experts_per_tok :]
+    total = sum(scores[at] for at in chosen)
+    routed = sum(
+        expert(f"experts.{at}") * (scores[at] / total * config.routed_scaling_factor) for at in chosen
+    )
+    return expert("shared_experts") + routed
+
+
+@pytest.mark.parametrize(("experts", "groups", "kept", "picks"), [(8, 2, 1, 2), (12, 4, 2, 5), (4, 1, 1, 1)])
+def test_masked_dense_experts_are_picked_ones(
+    tmp_path: Path, experts: int, groups: int, kept: int, picks: int
+) -> None:
+    model = toy(num_experts=experts, n_group=groups, topk_group=kept, num_experts_per_tok=picks)
+    save(model, tmp_path)
+    weights, stored = load_file(tmp_path / "model.safetensors"), load(tmp_path)
+    x = torch.randn(40, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
+    mlp = stored.layers[1].mlp
+    assert isinstance(mlp, Experts)
+    with torch.inference_mode():
+        out, loads = mlp(x[None])
+        expected = torch.stack([picked(row, weights, stored.config, 1) for row in x])
+    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-4)
+    assert loads.sum() == pytest.approx(picks)
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    model = toy(block_size=32)
+    save(model, tmp_path)
+    again = load(tmp_path)
+    assert again.config == model.config
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), name
+
+
+# -- tasks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", OPEN_TASKS)
+def test_an_open_question_has_many_right_answers_of_one_length(task: str) -> None:
+    items = held_out(task, 30)
+    assert len({item.messages[-1]["content"] for item in items}) > 10
+    for item in items:
+        assert item.check(item.answer)
+        assert item.check(item.answer[::-1])
+        assert not item.check(item.answer[:-1])
+        assert not item.check(item.answer + item.answer[-1])
+        assert not item.check(item.answer.replace(item.answer[0], "?"))
+
+
+# -- training data -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+
+
+def test_an_answers_noised_blocks_hold_what_the_decoder_meets(tokenizer: Tokenizer) -> None:
+    """Before it the conversation so far, after it end tokens, whatever follows in the conversation."""
+    rng = random.Random(0)
+    for size in (8, 16, 32):
+        messages = [
+            {"role": "user", "content": "What is 1 + 2?"},
+            {"role": "assistant", "content": "1 + 2 = 3"},
+            {"role": "user", "content": 'Repeat "abcdef".'},
+            {"role": "assistant", "content": "abcdef"},
+        ]
+        sample = script.make_sample(tokenizer, messages, rng, size)
+        turns = [[ROLES[m["role"]], *tokenizer.encode(m["content"]).ids, END] for m in messages]
+        whole = [*chain(*turns)]
+        met = []
+        for count in (2, 4):
+            text = [*chain(*turns[:count])]
+            met.append((len(text) - len(turns[count - 1]) + 1, text + [END] * (-len(text) % size)))
+        places = range(0, len(sample), size)
+        seen = set()
+        for at in places:
+            block, tokens = sample.blocks[at], sample.ids[at : at + size]
+            labels = sample.labels[at : at + size]
+            first = block * size
+            if sample.clean[at]:
+                assert tokens == whole[first : first + size]
+                assert labels == [IGNORE] * size
+                continue
+            restored = [old if new == IGNORE else new for old, new in zip(tokens, labels, strict=True)]
+            fits = [
+                (start, text)
+                for start, text in met
+                if text[first : first + size] == restored and first + size > start
+            ]
+            assert fits
+            start = fits[0][0]
+            masked = [index for index, token in enumerate(tokens) if token == MASK]
+            assert masked == [index for index, label in enumerate(labels) if label != IGNORE]
+            assert masked
+            assert min(masked) >= start - first
+            seen.add(block)
+        assert seen == {place // size for start, text in met for place in range(start, len(text))}
+        assert [sample.blocks[at] for at in places if sample.clean[at]] == list(range(max(seen)))
+
+
+def test_a_noised_block_computes_what_the_decoder_computes(tokenizer: Tokenizer) -> None:
+    """In a row full of conversations, as if it came alone after clean tokens."""
+    model, size, rng = toy(), 8, random.Random(1)
+    samples = [script.make_sample(tokenizer, conversation(rng), rng, size) for _ in range(3)]
+    while sum(map(len, samples)) > script.ROW:
+        samples.remove(max(samples, key=len))
+    batch = script.make_batch([samples], size)
+    with torch.inference_mode():
+        together, _ = model(batch["ids"], batch["positions"], batch["mask"])
+        start = checked = 0
+        for sample in samples:
+            clean = [token for token, keep in zip(sample.ids, sample.clean, strict=True) if keep]
+            for at in range(0, len(sample), size):
+                ids = clean[: sample.blocks[at] * size] + sample.ids[at : at + size]
+                row = torch.tensor([ids])
+                alone, _ = model(row, torch.arange(len(ids))[None], block_mask(len(ids), size))
+                found = together[:, start + at : start + at + size]
+                torch.testing.assert_close(found, alone[:, -size:], rtol=1e-3, atol=1e-3)
+                checked += 1
+            start += len(sample)
+    assert checked >= 8
+
+
+def test_training_runs_and_makes_a_directory(chat: tuple[Path, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = f"--start {chat[0]} --out {out} --steps 3 --block 8 --processes 1 --rows 2 --no-compile"
+    options += " --threads 1 --count 2 --tasks copy"
+    script.main(options.split())
+    config = json.loads((out / "config.json").read_text())
+    assert (config["block_size"], config["hidden_size"], config["num_shared_experts"]) == (8, 32, 2)
+    names = set(load_file(out / "model.safetensors"))
+    assert {name.replace("layers.1", "layers.5") for name in names if "layers.1" in name} < set(
+        load_file(BUNDLED / "model.safetensors")
+    )
+    before, after = upcycle(chat[0], 8).state_dict(), load(out).state_dict()
+    moved = [name for name in before if not torch.allclose(before[name], after[name], rtol=2e-2, atol=1e-6)]
+    assert any("query_key_value" in name for name in moved)
+    assert any("expert_bias" in name for name in moved)
+
+
+# -- decoding ------------------------------------------------------------------------------------------
+
+
+def test_what_a_forward_reveals() -> None:
+    logits = torch.full((4, 4, 6), -20.0)
+    logits[:, torch.arange(4), torch.arange(4)] = torch.tensor([0.9, 0.6, 0.6, 0.4]).log()
+    logits[:, :, 4] = torch.tensor([0.1, 0.4, 0.4, 0.6]).log()
+    logits[0, 0, MASK] = 30.0  # can be the most likely, cannot be written
+    ids = torch.full((4, 4), MASK)
+    masked = torch.ones(4, 4, dtype=torch.bool)
+    masked[1, 0] = masked[2, :] = False
+    masked[2, 3] = True
+    script.reveal(logits[:3], ids[:3], masked[:3], 0.65, MASK)
+    script.reveal(logits[3:], ids[3:], masked[3:], 0.5, MASK)
+    assert ids.tolist() == [[0, 5, 5, 5], [5, 1, 5, 5], [5, 5, 5, 4], [0, 1, 2, 4]]
+    assert masked.tolist() == [
+        [False, True, True, True],
+        [False, False, True, True],
+        [False] * 4,
+        [False] * 4,
+    ]
+
+
+# -- the bundled model ---------------------------------------------------------------------------------
+
+
+def test_the_name_finds_the_bundled_directory() -> None:
+    assert {"tiny-chat", "tiny-diffusion"} <= set(bundled_models())
+    files = {path.name for path in BUNDLED.iterdir()}
+    assert files == {path.name for path in EngineConfig(model="tiny-chat").model_path.iterdir()}
+    assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 8_000_000
+
+
+def test_its_config_and_weights_are_complete() -> None:
+    config = json.loads((BUNDLED / "config.json").read_text())
+    assert config["architectures"] == ["LLaDA2MoeModelLM"]
+    assert config["model_type"] == "llada2_moe"
+    assert "auto_map" not in config
+    assert (config["block_size"], config["mask_token_id"]) == (16, MASK)
+    weights = load_file(BUNDLED / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert sum(tensor.numel() for tensor in weights.values()) == 3_568_360
+    shape = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    projections = {"gate_proj": (1, 0), "up_proj": (1, 0), "down_proj": (0, 1)}
+    expected = {
+        "model.word_embeddings.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for index in range(config["num_hidden_layers"]):
+        start = f"model.layers.{index}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            expected[f"{start}{name}.weight"] = (hidden,)
+        for name in ("query_layernorm", "key_layernorm"):
+            expected[f"{start}attention.{name}.weight"] = (config["head_dim"],)
+        expected[f"{start}attention.query_key_value.weight"] = (heads * config["head_dim"], hidden)
+        expected[f"{start}attention.dense.weight"] = (
+            hidden,
+            config["num_attention_heads"] * config["head_dim"],
+        )
+        widths = {"": config["intermediate_size"]}
+        if index >= config["first_k_dense_replace"]:
+            expected[f"{start}mlp.gate.weight"] = (config["num_experts"], hidden)
+            expected[f"{start}mlp.gate.expert_bias"] = (config["num_experts"],)
+            widths = {f"experts.{at}.": inner for at in range(config["num_experts"])}
+            widths["shared_experts."] = inner * config["num_shared_experts"]
+        for prefix, width in widths.items():
+            for name, (first, second) in projections.items():
+                sizes = (hidden, width)
+                expected[f"{start}mlp.{prefix}{name}.weight"] = (sizes[first], sizes[second])
+    assert shape == expected
+
+
+def test_its_tokenizer_is_the_chat_models() -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (BUNDLED / name).read_bytes() == (EngineConfig().model_path / name).read_bytes()
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    text = 'JSON: Wade, who is 16, has a "pet". 17 + 25 = 42\n'
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.token_to_id("<|mask|>") == MASK
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_answers_held_out_questions(dtype: torch.dtype) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    model = load(BUNDLED, dtype)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED)
+    items = [item for task in ("add", "copy", "json") for item in held_out(task, 4, seed=5)]
+    replies = script.ask(model, tokenizer, items, 0.95)
+    assert sum(item.check(text) for item, (text, _) in zip(items, replies, strict=True)) >= 11
+    assert all(answer.ended for _, answer in replies)
+    replies = script.ask(model, tokenizer, held_out("letters", 8, seed=5), 0.95)
+    steps = [count for _, answer in replies for count in answer.steps]
+    assert min(steps) < 8 < max(steps) <= model.config.block_size
+    assert all(set(text) <= set("abcdefghijklmnopqrstuvwxyz") for text, _ in replies)
