@@ -287,7 +287,9 @@ def parse_setting(cls: type[Any], name: str, text: str) -> Any:
 def _options(cls: type[Any], name: str) -> tuple[Any, ...]:
     """What a field may hold: types, and the values of a Literal."""
     hint = typing.get_type_hints(cls)[name]
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # A Literal or None is typing's kind of union.
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    parts = typing.get_args(hint) if union else (hint,)
     return tuple(
         option
         for part in parts
