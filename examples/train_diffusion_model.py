@@ -22,6 +22,7 @@ two cores that were busy with other things too. 200 held-out questions per task,
     story      0.775  1.07 (0.32)              13.7
     letters    0.655  7.20 (5.33), from 1 to 16    1.0
     dice       1.000  4.66 (2.67), from 1 to 9     1.6
+    second_turn 0.995 1.11 (0.32)               7.4
     all blocks        1.80 (2.45), from 1 to 16
 """
 
