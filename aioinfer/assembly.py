@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
+    "decide",
     "default_params",
     "encoder",
     "load_tokenizer",
@@ -80,6 +81,22 @@ def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo
     if tokenizer is None:
         return info
     return dataclasses.replace(info, eos_token_ids=info.eos_token_ids | tokenizer.eos_token_ids)
+
+
+def decide(config: EngineConfig, info: DeviceInfo, *, asynchronous: bool) -> EngineConfig:
+    """The config with what it leaves open until model and device are known.
+
+    A round that is launched before the one before it was read costs a forward now and then. A device that
+    computes while Python does something else has that back; a CPU, whose forwards want the interpreter
+    themselves, does not (``python -m bench diffusion``).
+    """
+    window = config.window
+    if window is None:
+        window = 0 if info.block_size is not None and not asynchronous else 1
+    rounds = config.max_rounds
+    if rounds is None:
+        rounds = 1 if window else 4
+    return dataclasses.replace(config, window=window, max_rounds=rounds)
 
 
 def timeout(field: str, value: float | None, default: float | None) -> float | None:

@@ -81,6 +81,11 @@ class BlockRequest(Request):
         return self.known < self.max_length
 
     @property
+    def progress(self) -> int:
+        rounds = 0 if self.block is None or self.block.done else self.block.rounds
+        return (self.known << 32) + rounds
+
+    @property
     def reusable(self) -> int:
         return self.block_start
 

@@ -105,7 +105,10 @@ class EngineConfig:
     min_new_token_ratio: float = _option(0.1, "what the ratio decays to; it rises with every retraction")
     new_token_ratio_decay: float = _option(0.002, "decay of the ratio per step")
     clip_new_tokens: int = _option(4096, "possible output of one request counted at most")
-    window: Literal[0, 1, 2] = _option(1, "steps launched ahead of the one being read; 0 is sequential")
+    window: Literal[0, 1, 2] | None = _option(
+        None,
+        "steps launched ahead of the one being read; 0 is sequential; default: 1, 0 for diffusion on a CPU",
+    )
     max_overlapped_prefill: int = _option(
         256, "prefill tokens of a step behind which more prefill is launched before its result was read"
     )
@@ -119,8 +122,10 @@ class EngineConfig:
     fused_commit: bool = _option(
         True, "the last forward over a block is the first over the one behind it; diffusion models"
     )
-    max_rounds: int = _option(
-        1, "rounds computed in one step while no block gets done and nobody wants in; diffusion models"
+    max_rounds: int | None = _option(
+        None,
+        "diffusion models: rounds computed in one step while no block gets done and nobody wants in; "
+        "default: 4 with window 0, else 1",
     )
     fast_forward: bool = _option(True, "take tokens that a grammar forces without computing them one by one")
     grammar_patience: float = _option(
@@ -187,7 +192,7 @@ class EngineConfig:
     @property
     def num_slots(self) -> int:
         """Slots besides the junk slot 0: enough that fenced ones never hold up an admission."""
-        return self.max_running_requests * (self.window + 1)
+        return self.max_running_requests * (2 if self.window is None else self.window + 1)
 
     @property
     def graph_rows(self) -> int:
@@ -289,7 +294,9 @@ def parse_setting(cls: type[Any], name: str, text: str) -> Any:
 def _options(cls: type[Any], name: str) -> tuple[Any, ...]:
     """What a field may hold: types, and the values of a Literal."""
     hint = typing.get_type_hints(cls)[name]
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # A Literal or None is typing's kind of union.
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    parts = typing.get_args(hint) if union else (hint,)
     return tuple(
         option
         for part in parts

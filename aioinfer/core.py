@@ -110,7 +110,9 @@ class Core:
 
         # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
         # must be more than these would have brought.
-        least_forced = self._config.window + 2 if self._config.fast_forward and params.logprobs is None else 0
+        least_forced = (
+            (self._config.window or 0) + 2 if self._config.fast_forward and params.logprobs is None else 0
+        )
         rest = len(prompt_ids), self.info.vocab_size, least_forced
         backend, matcher = self._matcher(params)
         try:

@@ -109,6 +109,9 @@ def _plan(config: EngineConfig) -> list[Finding]:
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
         blocks = [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
+    window = config.window
+    if window is None:
+        window = 0 if model.blocks is not None and device.type == "cpu" else 1
     obstacle = graph_obstacle(device, choice.kernels, model.own, expert_kernels)
     if config.decode_graph_rows == 0:
         obstacle = "asked for"
@@ -124,5 +127,5 @@ def _plan(config: EngineConfig) -> list[Finding]:
         *experts,
         Finding("sampling", f"{sampling.kernels}: {sampling.reason}"),
         Finding("decode graphs", f"none: {obstacle}" if obstacle else f"up to {captured}"),
-        Finding("launching", f"{config.launch_mode}, window {config.window}"),
+        Finding("launching", f"{config.launch_mode}, window {window}"),
     ]

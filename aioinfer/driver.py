@@ -97,10 +97,14 @@ class Driver:
 
     def wake(self) -> None:
         """Something changed that may allow a plan. On the loop's thread only."""
+        self._interrupt()
+        self._again()
+
+    def _interrupt(self) -> None:
+        """Steps in flight compute no more rounds than the one they are in."""
         for step, _ in self._flights:
             if step.horizon is not None:
                 step.horizon.interrupted = True
-        self._again()
 
     def _again(self) -> None:
         if not self._due:
@@ -123,6 +127,7 @@ class Driver:
     async def pause(self) -> None:
         """Launch no more steps; returns when those in flight have resolved, or after :meth:`stop`."""
         self.paused = True
+        self._interrupt()
         while self.paused and self._flights and not self._stopping:
             if self._quiet is None or self._quiet.done():
                 self._quiet = self._loop.create_future()

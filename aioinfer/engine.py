@@ -130,7 +130,8 @@ class Engine:
             self._reset(EngineState.CLOSED)
             raise
         self.default_params = defaults
-        self._core = Core(self.config, info, tokenizer, loop.time)
+        config = assembly.decide(self.config, info, asynchronous=self._launcher.asynchronous)
+        self._core = Core(config, info, tokenizer, loop.time)
         self._tuning = Tuning.of(
             self.config.switch_interval,
             self.config.garbage,
@@ -140,7 +141,7 @@ class Engine:
         self._driver = Driver(
             self._core,
             self._launcher,
-            self.config.window,
+            config.window or 0,
             admitted=self._admitted,
             moved=self._moved,
             lost=self._lost,

@@ -54,7 +54,9 @@ class LLM:
         loaded = tokenizer(self.config)
         info = assembly.with_end_tokens(self._device.open(), loaded)
         self.default_params = assembly.default_params(self.config, info)
-        self._core = Core(self.config, info, loaded, time.monotonic)
+        decided = assembly.decide(self.config, info, asynchronous=not self._device.synchronous)
+        self._window = decided.window or 0
+        self._core = Core(decided, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()
         self._finished: dict[int, Result] = {}
 
@@ -106,7 +108,7 @@ class LLM:
         """
         if self._device is None:
             raise EngineClosed("the LLM is closed")
-        while len(self._flights) <= self.config.window:
+        while len(self._flights) <= self._window:
             step = self._core.plan(self._flights[-1][0] if self._flights else None)
             if step is None:
                 break

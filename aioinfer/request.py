@@ -170,7 +170,7 @@ class Request:
         self.void_until = 0
         #: and those up to this one computed from nothing, for a step before them failed
         self.junk_until = 0
-        #: tokens that were known when a step of this request last ran out of memory
+        #: its ``progress`` when a step of this request last ran out of memory
         self.ran_out_at = -1
         #: the decode batch and the row there, while it decodes
         self.batch: Columns | None = None
@@ -218,6 +218,11 @@ class Request:
     def known(self) -> int:
         """Tokens of the sequence that the host has read."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def progress(self) -> int:
+        """Rises with all that the host has read of it."""
+        return self.known
 
     @property
     def reusable(self) -> int:

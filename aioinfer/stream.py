@@ -137,7 +137,9 @@ class StreamCell:
         if request is None:
             return None
         ids, finished = request.output_ids, request.finished
-        redrafted = request.draft_version > self.taken_draft
+        # The newest draft may be gone with its block: then there is nothing to tell of it.
+        draft = request.draft()
+        redrafted = draft is not None and request.draft_version > self.taken_draft
         if len(ids) == self.taken_ids and not (finished or redrafted):
             return None
         pieces = request.text.pieces
@@ -146,7 +148,7 @@ class StreamCell:
         ended = finished and request.error is None
         if not (ended or text or redrafted or (token_ids and (finished or not request.text.enabled))):
             return None
-        chunk = Chunk(text, token_ids, draft=request.draft())
+        chunk = Chunk(text, token_ids, draft=draft)
         if request.params.logprobs is not None:
             chunk.logprobs = request.logprobs[self.taken_ids :]
         if request.step_map is not None:

@@ -303,7 +303,7 @@ TASKS: Tasks = {
 
 #: Tasks whose tokens nobody can foresee: a diffusion model takes about one step for each. They have many
 #: right answers, and the chat model has not learnt them.
-OPEN_TASKS: Tasks = {"letters": (letters, 0.03), "dice": (dice, 0.02)}
+OPEN_TASKS: Tasks = {"letters": (letters, 0.07), "dice": (dice, 0.05)}
 
 
 def conversation(rng: random.Random, test: bool = False, tasks: Tasks = TASKS) -> list[Message]:

@@ -1,7 +1,29 @@
 """Train and evaluate the bundled tiny-diffusion: a small LLaDA2 that does the demo model's tasks in blocks.
 
-python examples/train_diffusion_model.py            # starts from the bundled tiny-chat
-python examples/train_diffusion_model.py --eval     # exact match and steps per block, by task
+    python examples/train_diffusion_model.py            # starts from the bundled tiny-chat
+    python examples/train_diffusion_model.py --eval     # exact match and steps per block, by task
+
+A conversation is cut into blocks of 16 tokens. A row of the training holds its clean blocks and, beside
+them, blocks of its answers in which some tokens are masked; a block sees itself and the clean blocks before
+it, so one forward teaches what decoding meets, block by block. The loss is the plain cross-entropy of the
+masked tokens. An answer ends with end tokens up to the end of its block.
+
+The bundled weights, 3.57 million parameters, 7.2 MB: 985 steps from tiny-chat on the tasks with one right
+answer, then 807 on all tasks from there (``--start ... --peak 1e-3``); 31 and 28 minutes (``--minutes``) on
+two cores that were busy with other things too. 200 held-out questions per task, threshold 0.95, bf16:
+
+    task       exact  forwards per block (sd)  tokens per forward
+    add        1.000  1.07 (0.26)               8.4
+    copy       1.000  1.00 (0.00)               4.2
+    reverse    1.000  1.00 (0.00)               5.6
+    key_value  0.980  1.08 (0.29)               7.4
+    json       0.990  1.17 (0.38)              10.0
+    chat       1.000  1.00 (0.00)               7.8
+    story      0.775  1.07 (0.32)              13.7
+    letters    0.655  7.20 (5.33), from 1 to 16    1.0
+    dice       1.000  4.66 (2.67), from 1 to 9     1.6
+    second_turn 0.995 1.11 (0.32)               7.4
+    all blocks        1.80 (2.45), from 1 to 16
 """
 
 from __future__ import annotations
@@ -367,10 +389,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--eval", action="store_true", help="evaluate instead of training")
     parser.add_argument("--model", type=Path, default=BUNDLED / "tiny-diffusion", help="what to evaluate")
-    parser.add_argument("--start", type=Path, default=BUNDLED / "tiny-chat", help="weights to start from")
+    parser.add_argument(
+        "--start", type=Path, default=BUNDLED / "tiny-chat", help="a chat or diffusion model to start from"
+    )
     parser.add_argument("--out", type=Path, default=BUNDLED / "tiny-diffusion", help="directory to write")
-    parser.add_argument("--block", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--block", type=int, default=16, help="block size, when a chat model is the start")
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--minutes", type=float, default=60.0, help="end earlier if that takes longer")
     parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)

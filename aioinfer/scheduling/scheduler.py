@@ -410,21 +410,21 @@ class Scheduler(Places):
     def run_out(self, step: Step, error: BaseException) -> list[Request]:
         """The memory did not suffice for a step: its requests start over, in smaller steps.
 
-        Of those to which that happened before, and which gained no token since, one ends with ``error``: the
+        Of those to which that happened before, and which came no further since, one ends with ``error``: the
         longest, and of several who came last. Returns whoever ended.
         """
         self.memory.resolved(step.id)
         self.cap.ran_out(step, self.last_step)
         self._junk_until = self.last_step
         requests = struck(step)
-        again = [request for request in requests if request.ran_out_at == request.known]
+        again = [request for request in requests if request.ran_out_at == request.progress]
         failed = sorted(again, key=lambda request: (request.known, request.key))[-1:]
         for request in failed:
             self.finish(request, "abort", error)
         for request in requests:
             if request.finished:
                 continue
-            request.ran_out_at = request.known
+            request.ran_out_at = request.progress
             self.counters.out_of_memory_retries += 1
             self._start_over(request)
         return failed

@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from demo_tasks import Item, held_out
 
-TASKS = ("add", "copy", "reverse", "key_value", "json", "story")
+TASKS = ("add", "copy", "reverse", "key_value", "json", "story", "letters", "dice")
 
 
 @dataclass

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from aioinfer.block_request import BlockRequest
 from aioinfer.config import EngineConfig
 from aioinfer.core import Core
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.scheduling.audit import audit, check, check_idle
-from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.step import Step
 from aioinfer.twin.blocks import ScriptedDevice
 from tests.engine.block_worlds import Plain, decode
+from tests.engine.laws import watch_core
 from tests.engine.worlds import VOCAB, Injected
 
 SIZE, LONGEST = 4, 40
@@ -27,6 +30,8 @@ Asked = tuple[list[int], SamplingParams]
 def ask(prompt: list[int], algorithm: str = "low_confidence", max_tokens: int = 10, **sampling: Any) -> Asked:
     """A greedy request, to be ended by its length only."""
     diffusion = DiffusionParams(algorithm=algorithm, threshold=0.9)
+    if algorithm == "joint_threshold":
+        diffusion = replace(diffusion, max_post_edits=2)
     options = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0, **sampling}
     return prompt, SamplingParams(max_tokens=max_tokens, diffusion=diffusion, **options)
 
@@ -49,13 +54,17 @@ class Course:
             vocab_size=VOCAB,
             mask_token_id=7,
             mean_steps=2.5,
-            edits=2,
+            # Nearly every token of an answer that may be edited is.
+            edits=12,
             fault=self._fault,
             late_fault=self._late_fault,
         )
+        #: the next forward has no finite logits for the first block
+        self.next_logits_broken = False
         self.core = Core(self.config, self.device.open(), None, lambda: 0.0)
-        assert isinstance(self.core.scheduler, BlockScheduler)
-        self.scheduler = self.core.scheduler
+        self._whole_forward = self.device._lm.forward
+        self.device._lm.forward = self._forward  # type: ignore[method-assign]
+        self.scheduler = watch_core(self.core)
         self.events = 0
         #: what the next computed step raises, before or after
         self.next_fault: Exception | None = None
@@ -76,6 +85,12 @@ class Course:
         self.asked.append(asked)
         self.requests.append(self.submit(asked, **options))
 
+    def take_away(self, request: BlockRequest) -> None:
+        """Its slot and its pages, be it the eldest."""
+        self.scheduler.running_out = True
+        self.scheduler._retract(request)
+        self.scheduler.running_out = False
+
     def run(self, at: int = -1, action: Callable[[Course], None] | None = None) -> None:
         """To the end, with an action before event ``at``."""
         while True:
@@ -89,9 +104,8 @@ class Course:
             if not self._event() and not self.parked_until:
                 break
             self.events += 1
-            check(self.scheduler)
-            audit(self.scheduler)
-            assert self.events < 1000, "it does not end"
+            self.scheduler.check()
+            assert self.events < 400, "it does not end"
         assert not self.scheduler.has_unfinished
         check_idle(self.scheduler)
 
@@ -135,6 +149,13 @@ class Course:
             if key not in _EXPECTED:
                 (_EXPECTED[key],) = decode(self.device, [(prompt, params)], LONGEST)
         return [_EXPECTED[*prompt, params] for prompt, params in self.asked]
+
+    def _forward(self, *arguments: Any) -> torch.Tensor:
+        logits = self._whole_forward(*arguments)
+        if self.next_logits_broken and len(logits):
+            self.next_logits_broken = False
+            logits[:SIZE] = torch.nan
+        return logits
 
     def _fault(self, step: Step) -> None:
         error, self.next_fault = self.next_fault, None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioinfer.block_request import BlockRequest
+from aioinfer.core import Core
 from aioinfer.diffusion.state import BlockState
 from aioinfer.engine import Engine
 from aioinfer.request import Request
@@ -165,6 +166,8 @@ class BlockLaws(LawChecker):
         self.horizons = 0
         #: keys of those that were in the batch when the step was planned
         self.decoding: set[int] = set()
+        #: by key, where the newest block that was read begins, and its rounds
+        self.reached: dict[int, tuple[int, int]] = {}
 
     @property
     def __class__(self) -> Any:
@@ -193,11 +196,29 @@ class BlockLaws(LawChecker):
             blocks = sum(row.blocks for row in rounds if row.request.key in self.decoding)
             assert blocks <= limits.max_decode_rows
         assert limits.mixed or not (rounds and chunks), "a mixed step, and mixing is off"
+        if limits.diffusion_mode == "sync":
+            assert self.launched == self.resolved + 1, "lock-step is one step after the other"
+            decoding = [row for row in step.prefills if row.request.key in self.decoding]
+            if any(self.goes_on(row) for row in decoding):
+                assert not chunks, "somebody is let in before all are done"
+                assert not any(self.comes_to_the_next(row) for row in decoding), "not in step"
         if step.horizon is not None:
             self.horizons += 1
             assert all(row.blocks == 1 for row in rounds)
             assert not chunks
             assert not self.scheduler.waiting
+
+    def goes_on(self, row: Row) -> bool:
+        """A row is for a block of which some is known."""
+        assert isinstance(row.request, BlockRequest)
+        block = row.request.block
+        return block is not None and not block.done
+
+    def comes_to_the_next(self, row: Row) -> bool:
+        """A row is for another block than the one that was last read."""
+        assert isinstance(row.request, BlockRequest)
+        block = row.request.block
+        return block is not None and block.done and row.kv_length - self.size > block.start
 
     def check_row(self, step: Step, row: Row) -> None:
         super().check_row(step, row)
@@ -222,6 +243,10 @@ class BlockLaws(LawChecker):
             assert request.output_ids[: len(before)] == before, "a token that was read has changed"
             assert isinstance(request, BlockRequest)
             assert len(request.step_map) == len(request.output_ids)
+            if request.block is not None:
+                reached = request.block.start, request.block.rounds
+                assert reached >= self.reached.get(request.key, (0, 0)), "a block has begun again"
+                self.reached[request.key] = reached
         self.check()
         return moved
 
@@ -235,8 +260,11 @@ class BlockLaws(LawChecker):
 
 def watch(engine: Engine) -> LawChecker:
     """Put a checker between the engine's core and its scheduler."""
-    core = engine._core
-    assert core is not None
+    assert engine._core is not None
+    return watch_core(engine._core)
+
+
+def watch_core(core: Core) -> LawChecker:
     senior = core.scheduler
     checker = BlockLaws(senior) if isinstance(senior, BlockScheduler) else LawChecker(senior)
 

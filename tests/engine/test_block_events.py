@@ -31,12 +31,12 @@ def cancel(course: Course) -> None:
 
 def retract(course: Course) -> None:
     for request in running(course):
-        course.scheduler._retract(request)
+        course.take_away(request)
 
 
 def retract_last(course: Course) -> None:
     for request in running(course)[-1:]:
-        course.scheduler._retract(request)
+        course.take_away(request)
 
 
 def park(course: Course) -> None:
@@ -64,6 +64,10 @@ def fail_late(course: Course) -> None:
     course.next_late_fault = Injected("the step fails when all is computed")
 
 
+def break_logits(course: Course) -> None:
+    course.next_logits_broken = True
+
+
 def run_out(course: Course) -> None:
     course.next_fault = StepOutOfMemory("too much")
 
@@ -83,11 +87,11 @@ def arrive_urgently(course: Course) -> None:
 
 ACTIONS: tuple[Action, ...] = (
     *(cancel, retract, retract_last, park, park_and_retract, flush, fail, fail_late),
-    *(run_out, run_out_late, arrive, arrive_urgently),
+    *(break_logits, run_out, run_out_late, arrive, arrive_urgently),
 )
 
 #: who may be ended by what happens
-ENDS = (cancel, fail, fail_late)
+ENDS = (cancel, fail, fail_late, break_logits)
 #: two at a time differ in how far they are; a third waits, or does not
 ASKED = [
     ask([1, 2, 3, 4, 5, 6, 8, 9, 7, 11], "joint_threshold"),
@@ -110,6 +114,8 @@ def course(settings: dict[str, Any], at: int, action: Action) -> None:
     taken = Course(ASKED, **settings)
     taken.run(at, action)
     taken.verify(may_fail=action in ENDS)
+    if action in (cancel, break_logits):
+        assert sum(request.finish_reason == "abort" for request in taken.requests) <= 1, "and nobody else"
 
 
 def moments(settings: dict[str, Any]) -> int:

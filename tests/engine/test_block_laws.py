@@ -21,7 +21,7 @@ from tests.engine.laws import BlockLaws, watch
 from tests.engine.simulation import retract_one, settle, simulate
 from tests.engine.worlds import VOCAB
 
-LIFETIMES = 40
+LIFETIMES = 24
 #: every combination of mode, fused commit, mixing, horizon and cache, once
 WORLDS = len(COMBINATIONS)
 

@@ -48,15 +48,17 @@ class Model:
     diffusion: dict[str, dict[str, Any]]
     #: its description, if that is short
     plain: Plain | None = None
+    #: every so many of the requests are enough
+    thin: int = 1
 
     def config(self, **settings: Any) -> EngineConfig:
         options = {"page_size": self.size, "num_pages": 800, "max_model_len": 12 * self.size, **settings}
         return EngineConfig(model=self.path, dtype="float32", device="cpu", threads=1, **options)
 
     def requests(self, algorithm: str) -> list[Asked]:
-        return edge_requests(
-            algorithm, self.size, self.vocab_size, self.mask_id, **self.diffusion.get(algorithm, {})
-        )
+        given = self.diffusion.get(algorithm, {})
+        requests = edge_requests(algorithm, self.size, self.vocab_size, self.mask_id, **given)
+        return requests[:: self.thin]
 
 
 @pytest.fixture(scope="module", params=["llada2", "sdar", *BUNDLED])
@@ -67,7 +69,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             info = llm._core.info
         assert info.block_size is not None
         assert info.mask_token_id is not None
-        return Model(name, info.block_size, info.mask_token_id, info.vocab_size, {})
+        return Model(name, info.block_size, info.mask_token_id, info.vocab_size, {}, thin=5)
     size = {"llada2": 8, "sdar": 4}[name]
     config = block_config(name, num_hidden_layers=2, block_size=size)
     path = tmp_path_factory.mktemp(name)
@@ -85,7 +87,8 @@ def ask(model: Model, asked: Sequence[Asked], **settings: Any) -> list[Result]:
 @pytest.fixture(scope="module")
 def alone(model: Model) -> list[tuple[Asked, Result]]:
     """Requests of all algorithms, each by itself in the plainest way."""
-    longest = [each for algorithm in algorithm_names() for each in model.requests(algorithm)[3::4]]
+    every = [each for algorithm in algorithm_names() for each in model.requests(algorithm)]
+    longest = [each for each in every if each[1].max_tokens == model.size + 1]
     first = [result.token_ids for result in ask(model, longest, max_running_requests=48)]
     asked = ending_requests(longest, first, model.size)[::2] + model.requests("low_confidence")
     # Of other algorithms, short outputs say nothing new.

@@ -1,0 +1,91 @@
+"""Rounds in place: who wants in does not wait for the block."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from aioinfer.config import EngineConfig
+from aioinfer.driver import Driver
+from aioinfer.engine import Engine
+from aioinfer.errors import StepFailed
+from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.outputs import Chunk
+from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.scheduling.step import Step
+from aioinfer.twin import TimedLauncher, VirtualLoop
+from aioinfer.twin.blocks import ScriptedDevice
+from tests.engine.conftest import Gate
+
+SIZE = 8
+PARAMS = SamplingParams(
+    temperature=0.0, max_tokens=SIZE, ignore_eos=True, diffusion=DiffusionParams(threshold=0.9)
+)
+
+
+async def first_forwards(gate: Gate, what: str) -> int:
+    """Forwards of a step of two requests, if that happens after its launch."""
+    config = EngineConfig(
+        model="scripted", page_size=SIZE, max_running_requests=4, max_rounds=50, window=0, prefix_cache=False
+    )
+    forwards = []
+
+    def held(step: Step) -> None:
+        forwards.append(device.forwards)
+        gate(step)
+
+    device = ScriptedDevice(num_slots=config.num_slots, mean_steps=6.0, variation=0.0, fault=held)
+    async with Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: None) as engine:
+        streams = [engine.generate([number], PARAMS) for number in (1, 2)]
+        await asyncio.to_thread(gate.arrived.acquire)
+        if what == "arrival":
+            streams.append(engine.generate([3], PARAMS))
+        elif what == "cancel":
+            await streams.pop().aclose()
+        gate.release()
+        await asyncio.gather(*streams)
+    return forwards[1] - forwards[0] if len(forwards) > 1 else device.forwards
+
+
+@pytest.mark.parametrize(("what", "forwards"), [("nothing", 5), ("arrival", 1), ("cancel", 1)])
+async def test_rounds_go_on_in_place_until_somebody_wants_something(
+    gate: Gate, what: str, forwards: int
+) -> None:
+    assert await first_forwards(gate, what) == forwards
+
+
+async def test_a_driver_that_does_not_interrupt_is_found(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "wake", Driver._again)
+    assert await first_forwards(gate, "arrival") > 1
+
+
+def test_a_draft_that_is_gone_when_it_is_asked_for_is_no_chunk() -> None:
+    """The step behind it failed; the reader gets the error, and nothing empty before."""
+    config = EngineConfig(model="scripted", page_size=SIZE, max_running_requests=4, window=0)
+    faults: list[Exception] = []
+
+    def fault(step: Step) -> None:
+        if faults:
+            raise faults.pop()
+
+    device = ScriptedDevice(num_slots=config.num_slots, mean_steps=6.0, variation=0.0, fault=fault)
+    launcher = TimedLauncher(device, lambda _: 0.01)
+    params = replace(PARAMS, diffusion=DiffusionParams(threshold=0.9, draft=True))
+
+    async def run() -> list[Chunk]:
+        chunks = []
+        async with Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: None) as engine:
+            stream = engine.generate([1], params)
+            await asyncio.sleep(0.015)
+            faults.append(ValueError("injected"))
+            await asyncio.sleep(0.02)
+            assert stream.done
+            with pytest.raises(StepFailed):
+                async for chunk in stream:
+                    chunks.append(chunk)
+        return chunks
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert all(chunk.token_ids for chunk in runner.run(run()))
