@@ -70,7 +70,8 @@ class Core:
             prefix_cache=config.prefix_cache,
         )
         policy = POLICIES[config.policy](memory, config.seed or 0)
-        limits = Limits(**{item.name: getattr(config, item.name) for item in dataclasses.fields(Limits)})
+        settings = {item.name: getattr(config, item.name) for item in dataclasses.fields(Limits)}
+        limits = Limits(**{**settings, "max_rounds": config.max_rounds or 1})
         self.scheduler = (
             Scheduler(memory, limits, policy)
             if info.block_size is None

@@ -209,7 +209,7 @@ async def settle(engine: Engine) -> None:
     scheduler = engine._core.scheduler
     await asyncio.sleep(0)
     in_flight = engine.stats().steps_in_flight
-    assert in_flight <= engine.config.window + 1
+    assert in_flight <= (1 if engine.config.window is None else engine.config.window) + 1
     while engine.stats().steps_in_flight:
         await asyncio.sleep(0.001)
     stats = engine.stats()
