@@ -46,6 +46,23 @@ def test_the_diffusion_example_shows_a_block_filling_up() -> None:
     assert wrong.stderr == "threshold: is not a parameter of factor\n"
 
 
+def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Path) -> None:
+    options = (
+        "--shape tiny --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1 --max-tokens 20"
+    )
+    file = tmp_path / "lines.jsonl"
+    command = [sys.executable, "-m", "bench", "diffusion", *options.split(), "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [sorted(line["cells"]) for line in lines] == [["1x0", "2x0"], ["1x1", "2x1"]]
+    for cell in (cell for line in lines for cell in line["cells"].values()):
+        assert list(cell) == ["sync", "sync+", "fdfo", "reuse", "mixed", "fused", "overlap"]
+        assert all(way["tokens_per_s"] > 0 and way["ttft_ms"] > 0 for way in cell.values())
+        # The last forward over a block is the first over the next.
+        assert cell["fused"]["forwards_per_token"] <= cell["mixed"]["forwards_per_token"]
+
+
 async def test_the_aiohttp_example_answers_on_its_own_route_and_on_openais() -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     from aiohttp_app import make_app

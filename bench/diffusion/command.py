@@ -127,7 +127,7 @@ async def measure(
     }
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
+async def run(options: argparse.Namespace) -> None:
     """Every way at every concurrency and number of fresh blocks, in turns."""
     params = SamplingParams(
         temperature=0,
@@ -157,7 +157,11 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 key = f"{concurrency}x{fresh}"
                 result[key] = await _cell(engines, options, params, concurrency, fresh)
                 _print_cell(concurrency, fresh, result[key])
-        return result
+            # A line for each: who ends a long run has what was measured so far.
+            cells = {key: cell for key, cell in result.items() if key.endswith(f"x{fresh}")}
+            settings = {key: value for key, value in vars(options).items() if key != "json"}
+            line = {"bench": "diffusion", "fresh": fresh, "cells": cells, "options": settings}
+            write_line({**line, "environment": environment()}, options.json)
 
 
 async def _cell(
@@ -228,19 +232,14 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--per-client", type=int, default=3, help="requests per client at least")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load-seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        result = runner.run(run(options))
-    settings = {key: value for key, value in vars(options).items() if key != "json"}
-    write_line(
-        {"bench": "diffusion", "cells": result, "options": settings, "environment": environment()},
-        options.json,
-    )
+        runner.run(run(options))
     return 0
 
 
