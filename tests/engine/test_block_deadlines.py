@@ -39,7 +39,12 @@ def test_who_lost_its_place_before_its_first_row_has_waited_until_it_gets_one(ph
     async def run() -> None:
         async with Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: None) as engine:
             long = engine.generate([3] * 3 * SIZE, params(1))
-            short = engine.generate([2], params(12), **{f"{phase}_timeout": 20 * STEP})
+            deadlines = {name: 20 * STEP if name == phase else None for name in ("waiting", "running")}
+            short = engine.generate(
+                *([2], params(12)),
+                waiting_timeout=deadlines["waiting"],
+                running_timeout=deadlines["running"],
+            )
             await asyncio.sleep(STEP / 2)
             assert not short.admitted
             urgent = engine.generate([4], params(1), priority=1)
