@@ -47,6 +47,7 @@ class Core:
         "_config",
         "_next_key",
         "_seeds",
+        "admitted",
         "info",
         "output_tokens",
         "scheduler",
@@ -64,6 +65,8 @@ class Core:
         self.tokenizer = tokenizer
         #: of all requests since the start
         self.output_tokens = 0
+        #: who has their first row in the step that was planned last
+        self.admitted: list[Request] = []
         memory = Memory(
             PageAllocator(info.num_pages, info.page_size or config.page_size),
             SlotPool(config.num_slots),
@@ -237,9 +240,11 @@ class Core:
         step = self.scheduler.plan()
         if step is not None:
             now = self._clock()
-            for row in step.prefills:
-                if row.admission is not None and row.request.admitted_at is None:
-                    row.request.admitted_at = now
+            # Who was retracted may be among them: somebody let in without a row can lose the place again.
+            first = (row.request for row in step.prefills if row.admission is not None)
+            self.admitted = [request for request in first if request.admitted_at is None]
+            for request in self.admitted:
+                request.admitted_at = now
         return step
 
     def resolve(self, step: Step, result: StepResult) -> list[Request]:

@@ -211,9 +211,8 @@ class Driver:
         self._flights.append((step, landing))
         if self._garbage is not None:
             self._garbage.launched()
-        for row in step.prefills:
-            if row.admission is not None and not row.request.retractions:
-                self._admitted(row.request)
+        for request in self._core.admitted:
+            self._admitted(request)
 
     def _resolve(self, step: Step, landing: Landing) -> None:
         """Commit a landed flight and tell of it."""

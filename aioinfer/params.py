@@ -129,7 +129,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+            # None of them is the same as not to ask, also for models that know no biases.
+            object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias) or None)
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, _MAX_ALLOWED_IDS)
             if not allowed:

@@ -32,7 +32,7 @@ class PoolSize:
 def fit_blocks(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """The config with pages of whole blocks if this is a diffusion model, else as it is.
 
-    Raises ConfigError where not even two blocks fit into a step.
+    Raises ConfigError where not even two blocks fit into a step, or one into the longest sequence.
     """
     size = spec.block_size
     if size is None:
@@ -41,6 +41,8 @@ def fit_blocks(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         raise ConfigError(
             f"max_step_tokens is {config.max_step_tokens}; two blocks of {size} positions must fit"
         )
+    if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size:
+        raise ConfigError(f"max_model_len is less than a block of {size} positions")
     return replace(config, page_size=-(-config.page_size // size) * size)
 
 
@@ -73,8 +75,6 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
     wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
     block = spec.block_size or 1
     wanted_len -= wanted_len % block
-    if not wanted_len:
-        raise ConfigError(f"max_model_len is less than a block of {block} positions")
     num_pages = config.num_pages
     if num_pages is None:
         # Never more than every running request could use at its longest.

@@ -290,7 +290,7 @@ class BlockScheduler(Scheduler):
         """The known blocks of a row are computed."""
         assert row.ids is not None
         computed = max(request.committed, row.start + len(row.ids))
-        request.commit_prefill(computed, last=request.key not in self.prefilling)
+        request.commit_prefill(computed, last=computed >= request.block_start)
         if request.state is RequestState.RUNNING:
             self._share(request)
 

@@ -36,6 +36,16 @@ def test_prompts_that_arrive_together_compute_their_common_beginning_once(settin
     assert [request.cached_tokens for request in course.requests] == [0, 4 * SIZE, 4 * SIZE]
 
 
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_the_last_chunk_of_a_common_beginning_is_waited_for_while_it_is_in_flight(window: int) -> None:
+    common = tokens(6 * SIZE)
+    asked = [ask([*common, *tokens(3, number)], max_tokens=6) for number in range(3)]
+    course = Course(asked, share_prefix_tokens=2 * SIZE, chunk_size=4 * SIZE, window=window)
+    course.run()
+    course.verify()
+    assert [request.cached_tokens for request in course.requests] == [0, 6 * SIZE, 6 * SIZE]
+
+
 @pytest.mark.parametrize("algorithm", ["low_confidence", "joint_threshold"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_next_turn_of_a_chat_finds_what_was_generated(settings: dict[str, Any], algorithm: str) -> None:

@@ -133,7 +133,7 @@ async def test_what_cannot_be_done_is_a_400_that_says_so(serving: Serving) -> No
             assert (error["param"], "diffusion model" in error["message"]) == (param, True), error
         assert served.engine.stats().admitted == 0
         for nothing in (None, {}, {"threshold": None, "step_map": None}):
-            body = {**EXTRA, "diffusion": nothing, "frequency_penalty": 0, "logprobs": True}
+            body = {**EXTRA, "diffusion": nothing, "frequency_penalty": 0, "logit_bias": {}, "logprobs": True}
             answer = await client.chat.completions.create(**ASK, messages=CHAT, extra_body=body)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 30
