@@ -1,6 +1,6 @@
 """Watch a diffusion language model write: a block fills up in any order, each round of it in its own colour.
 
-python examples/diffusion_stream.py "What is 17 + 25?" --algorithm joint_threshold --threshold 0.5
+python examples/diffusion_stream.py "What is 17 + 25?" --algorithm factor
 """
 
 import argparse
