@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 _MAX_LABEL = 256
+#: prefill tokens in a step of a diffusion model on a CPU
+_CPU_PREFILL = 256
 
 
 def make_device(config: EngineConfig) -> Device:
@@ -88,7 +90,8 @@ def decide(config: EngineConfig, info: DeviceInfo, *, asynchronous: bool) -> Eng
 
     A round that is launched before the one before it was read costs a forward now and then. A device that
     computes while Python does something else has that back; a CPU, whose forwards want the interpreter
-    themselves, does not (``python -m bench diffusion``).
+    themselves, does not; and where many prompts arrive at once, its long steps cost more per token than short
+    ones, and keep the rounds of all others waiting (``python -m bench diffusion``).
     """
     window = config.window
     if window is None:
@@ -96,7 +99,10 @@ def decide(config: EngineConfig, info: DeviceInfo, *, asynchronous: bool) -> Eng
     rounds = config.max_rounds
     if rounds is None:
         rounds = 1 if window else 4
-    return dataclasses.replace(config, window=window, max_rounds=rounds)
+    prefill = config.max_prefill_tokens
+    if prefill is None and info.block_size is not None and not asynchronous:
+        prefill = max(_CPU_PREFILL, info.block_size)
+    return dataclasses.replace(config, window=window, max_rounds=rounds, max_prefill_tokens=prefill)
 
 
 def timeout(field: str, value: float | None, default: float | None) -> float | None:

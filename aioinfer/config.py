@@ -82,7 +82,9 @@ class EngineConfig:
     max_step_tokens: int = _option(2048, "tokens of one step, prefill and decode together")
     chunk_size: int = _option(512, "longest prefill chunk of one request in one step")
     max_prefill_tokens: int | None = _option(
-        None, "prefill tokens of one step; a single chunk may exceed it when it is alone"
+        None,
+        "prefill tokens of one step; a single chunk may exceed it when it is alone; "
+        "default: 256 for diffusion on a CPU, else no limit of their own",
     )
     max_decode_rows: int | None = _option(None, "requests that decode in one step; others take turns")
     mixed: bool = _option(True, "decodes and prefill chunks share steps")
