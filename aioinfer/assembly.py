@@ -85,23 +85,27 @@ def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo
     return dataclasses.replace(info, eos_token_ids=info.eos_token_ids | tokenizer.eos_token_ids)
 
 
-def decide(config: EngineConfig, info: DeviceInfo, *, asynchronous: bool) -> EngineConfig:
+def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) -> EngineConfig:
     """The config with what it leaves open until model and device are known.
 
-    A round that is launched before the one before it was read costs a forward now and then. A device that
-    computes while Python does something else has that back; a CPU, whose forwards want the interpreter
-    themselves, does not; and where many prompts arrive at once, its long steps cost more per token than short
-    ones, and keep the rounds of all others waiting (``python -m bench diffusion``).
+    ``block_size`` is that of a diffusion model, None for others; an ``asynchronous`` device computes while
+    Python does something else.
+
+    A round that is launched before the one before it was read costs a forward now and then. An asynchronous
+    device has that back; a CPU, whose forwards want the interpreter themselves, does not; and where many
+    prompts arrive at once, its long steps cost more per token than short ones, and keep the rounds of all
+    others waiting (``python -m bench diffusion``).
     """
     window = config.window
+    diffusion_on_cpu = block_size is not None and not asynchronous
     if window is None:
-        window = 0 if info.block_size is not None and not asynchronous else 1
+        window = 0 if diffusion_on_cpu else 1
     rounds = config.max_rounds
     if rounds is None:
         rounds = 1 if window else 4
     prefill = config.max_prefill_tokens
-    if prefill is None and info.block_size is not None and not asynchronous:
-        prefill = max(_CPU_PREFILL, info.block_size)
+    if prefill is None and diffusion_on_cpu:
+        prefill = _CPU_PREFILL
     return dataclasses.replace(config, window=window, max_rounds=rounds, max_prefill_tokens=prefill)
 
 

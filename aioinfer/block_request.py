@@ -183,15 +183,12 @@ class BlockRequest(Request):
             if not (block.done or (self.monotone and block.known[at])):
                 return None
             token = block.ids[at]
-            self.output_ids.append(token)
+            reason = self.append(token)
             self.step_map.append(block.written_in[at])
             if self.params.logprobs is not None:
                 self.logprobs.append(TokenLogprob(token, block.logprobs[at]))
-            if token in self.stop_ids:
-                self.stop_reason = token
-                return "stop"
-            if self.known >= self.max_length:
-                return "length"
+            if reason is not None:
+                return reason
         return None
 
     # -- what came of it ------------------------------------------------------------------------

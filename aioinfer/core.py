@@ -109,7 +109,7 @@ class Core:
         """
         if not params.masked:
             return None
-        self._request_class(params)
+        self._request_class(params)  # refuses what need not be compiled
         from aioinfer.text.grammar import GrammarState
 
         # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
@@ -250,12 +250,7 @@ class Core:
     def resolve(self, step: Step, result: StepResult) -> list[Request]:
         """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
         now = self._clock()
-        if isinstance(self.scheduler, BlockScheduler):
-            # Those that the device added by itself.
-            self.scheduler.counters.rounds += (result.rounds - 1) * len(result.blocks)
-            advanced = self.scheduler.resolve_blocks(step, result.blocks, result.rounds)
-        else:
-            advanced = self.scheduler.resolve(step, result.tokens, result.forced)
+        advanced = self.scheduler.land(step, result)
         if result.logprobs or result.prompt_logprobs:
             _record_logprobs(step, result)
         for request in advanced:

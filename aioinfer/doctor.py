@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from aioinfer import __version__
+from aioinfer import __version__, assembly
 from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError
 
@@ -109,9 +109,8 @@ def _plan(config: EngineConfig) -> list[Finding]:
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
         blocks = [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
-    window = config.window
-    if window is None:
-        window = 0 if model.blocks is not None and device.type == "cpu" else 1
+    size = None if model.blocks is None else model.blocks.size
+    window = assembly.decide(config, size, asynchronous=device.type != "cpu").window
     obstacle = graph_obstacle(device, choice.kernels, model.own, expert_kernels)
     if config.decode_graph_rows == 0:
         obstacle = "asked for"

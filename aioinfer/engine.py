@@ -130,7 +130,7 @@ class Engine:
             self._reset(EngineState.CLOSED)
             raise
         self.default_params = defaults
-        config = assembly.decide(self.config, info, asynchronous=self._launcher.asynchronous)
+        config = assembly.decide(self.config, info.block_size, asynchronous=self._launcher.asynchronous)
         self._core = Core(config, info, tokenizer, loop.time)
         self._tuning = Tuning.of(
             self.config.switch_interval,

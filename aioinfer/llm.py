@@ -54,7 +54,7 @@ class LLM:
         loaded = tokenizer(self.config)
         info = assembly.with_end_tokens(self._device.open(), loaded)
         self.default_params = assembly.default_params(self.config, info)
-        decided = assembly.decide(self.config, info, asynchronous=not self._device.synchronous)
+        decided = assembly.decide(self.config, info.block_size, asynchronous=not self._device.synchronous)
         self._window = decided.window or 0
         self._core = Core(decided, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()

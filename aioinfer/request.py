@@ -282,6 +282,14 @@ class Request:
             key += token_key(self.output_ids[max(0, start - len(self.prompt_ids)) : over])
         return key
 
+    def append(self, token: int) -> FinishReason | None:
+        """One more token of the output; why that ends with it, if it does."""
+        self.output_ids.append(token)
+        if token in self.stop_ids:
+            self.stop_reason = token
+            return "stop"
+        return "length" if self.known >= self.max_length else None
+
     def trim(self, count: int) -> None:
         """Forget all but the first ``count`` output tokens, of a request that has ended."""
         del self.output_ids[count:]

@@ -33,7 +33,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
+            pytest.skip("needs a CUDA device; its twin on the CPU has run, where it can have one")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import pytest
 
 import aioinfer
 from aioinfer import errors
+from aioinfer.assembly import decide
 from aioinfer.config import EngineConfig, ServerConfig, bundled_models, load_settings, parse_setting
 from aioinfer.params import SamplingParams
 
@@ -200,3 +201,25 @@ def test_a_bad_parameter_is_refused_by_name(field: str, values: list[object]) ->
 def test_min_tokens_cannot_exceed_max_tokens() -> None:
     with pytest.raises(errors.InvalidRequest, match="min_tokens"):
         SamplingParams(min_tokens=5, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "asynchronous", "decided"),
+    [
+        (None, False, (1, 1, None)),
+        (None, True, (1, 1, None)),
+        (16, True, (1, 1, None)),
+        (16, False, (0, 4, 256)),
+    ],
+)
+def test_what_a_config_leaves_open_is_decided_with_the_model(
+    block_size: int | None, asynchronous: bool, decided: tuple[int, int, int | None]
+) -> None:
+    def settings(config: EngineConfig) -> tuple[int | None, int | None, int | None]:
+        found = decide(config, block_size, asynchronous=asynchronous)
+        return found.window, found.max_rounds, found.max_prefill_tokens
+
+    assert settings(EngineConfig()) == decided
+    asked = EngineConfig(window=2, max_rounds=7, max_prefill_tokens=64)
+    assert settings(asked) == (2, 7, 64)
+    assert settings(EngineConfig(window=0))[1] == 4

@@ -18,14 +18,14 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.recovery import StepCap
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Horizon, Row, Step, introduction
+from aioinfer.scheduling.step import Horizon, Outcome, Row, Step, introduction
 
 __all__ = ["BlockScheduler"]
 
 #: rows of one request that may be in flight: what the second computes follows from the first, whatever the
 #: first brings; of a third it could not be said which block it is for
 _MOST_FLIGHTS = 2
-#: how much a block that is done counts in the tokens per round of all
+#: how much a round counts in the tokens per round of all
 _NEWEST = 0.05
 
 
@@ -260,6 +260,9 @@ class BlockScheduler(Scheduler):
 
     # -- resolve --------------------------------------------------------------------------------
 
+    def land(self, step: Step, outcome: Outcome) -> list[Request]:
+        return self.resolve_blocks(step, outcome.blocks, outcome.rounds)
+
     def resolve_blocks(
         self, step: Step, blocks: Mapping[int, BlockState], forwards: int = 1
     ) -> list[Request]:
@@ -269,6 +272,8 @@ class BlockScheduler(Scheduler):
         """
         self.memory.resolved(step.id)
         self.counters.forwards += forwards
+        # Those that the device added by itself.
+        self.counters.rounds += (forwards - 1) * len(blocks)
         self.cap.fitted()
         moved: list[Request] = []
         for index, row in enumerate(step.prefills):

@@ -19,7 +19,7 @@ from aioinfer.scheduling.places import Places
 from aioinfer.scheduling.policy import Fcfs, Policy
 from aioinfer.scheduling.recovery import StepCap, struck, without_junk
 from aioinfer.scheduling.retraction import victims
-from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Row, Step, introduction
+from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Outcome, Row, Step, introduction
 
 __all__ = ["Scheduler"]
 
@@ -294,6 +294,10 @@ class Scheduler(Places):
 
     # -- resolve --------------------------------------------------------------------------------
 
+    def land(self, step: Step, outcome: Outcome) -> list[Request]:
+        """Commit what came of a step; returns the requests that moved, in row order."""
+        return self.resolve(step, outcome.tokens, outcome.forced)
+
     def resolve(
         self, step: Step, tokens: Sequence[int], forced: Mapping[int, Sequence[int]] = _NOTHING
     ) -> list[Request]:
@@ -388,14 +392,7 @@ class Scheduler(Places):
 
     def _append(self, request: Request, tokens: Sequence[int]) -> FinishReason | None:
         """Tokens that nobody sampled, up to the one that ends the output, if one does."""
-        for token in tokens:
-            request.output_ids.append(token)
-            if token in request.stop_ids:
-                request.stop_reason = token
-                return "stop"
-            if request.known >= request.max_length:
-                return "length"
-        return None
+        return next((reason for token in tokens if (reason := request.append(token)) is not None), None)
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         """A step raised: its own requests end with ``error``, all others go on."""

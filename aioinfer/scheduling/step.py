@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.scheduling.decodes import Decodes
 
@@ -22,6 +22,7 @@ __all__ = [
     "NO_TOKEN",
     "Admission",
     "Horizon",
+    "Outcome",
     "Row",
     "Step",
 ]
@@ -175,3 +176,23 @@ class Step:
             first, pages = tables.get(slot, (0, []))
             rows.append(Row(request, slot, start, 1, None, True, pages, first, None))
         return [*rows, *self.prefills]
+
+
+class Outcome(Protocol):
+    """What a scheduler is told of a step that was computed; the devices' StepResult tells more."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """One entry per row: the sampled token, or one of the negative values above."""
+
+    @property
+    def forced(self) -> Mapping[int, Sequence[int]]:
+        """By row, the tokens that follow without having been sampled."""
+
+    @property
+    def blocks(self) -> Mapping[int, BlockState]:
+        """By row, of those that denoise."""
+
+    @property
+    def rounds(self) -> int:
+        """Forwards that it took."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from aioinfer.block_request import BlockRequest
 from aioinfer.core import Core
-from aioinfer.diffusion.state import BlockState
 from aioinfer.engine import Engine
 from aioinfer.request import Request
 from aioinfer.scheduling.audit import audit, check
 from aioinfer.scheduling.blocks import BlockScheduler
-from aioinfer.scheduling.step import Row, Step
+from aioinfer.scheduling.step import Outcome, Row, Step
 
 
 class LawChecker:
@@ -96,6 +95,9 @@ class LawChecker:
         """Positions that a request may ever have."""
         return request.max_length
 
+    def land(self, step: Step, outcome: Outcome) -> list[Request]:
+        return self.resolve(step, outcome.tokens, outcome.forced)
+
     def resolve(self, step: Step, tokens: Sequence[int], forced: Any = ()) -> list[Request]:
         self._land(step)
         advanced: list[Request] = self.scheduler.resolve(step, tokens, dict(forced))
@@ -169,11 +171,6 @@ class BlockLaws(LawChecker):
         #: by key, where the newest block that was read begins, and its rounds
         self.reached: dict[int, tuple[int, int]] = {}
 
-    @property
-    def __class__(self) -> Any:
-        # The core asks which scheduler it has.
-        return type(self.scheduler)
-
     def plan(self) -> Step | None:
         self.decoding = {request.key for request in self.scheduler.batch.requests}
         return super().plan()
@@ -233,10 +230,10 @@ class BlockLaws(LawChecker):
             flights.append(step.id)
             assert len(flights) <= 2, "of a third row it cannot be said which block it is for"
 
-    def resolve_blocks(self, step: Step, blocks: Mapping[int, BlockState], forwards: int) -> list[Request]:
+    def land(self, step: Step, outcome: Outcome) -> list[Request]:
         self._land(step)
         known = {row.request.key: list(row.request.output_ids) for row in step.prefills}
-        moved: list[Request] = self.scheduler.resolve_blocks(step, blocks, forwards)
+        moved: list[Request] = self.scheduler.land(step, outcome)
         for row in step.prefills:
             request = row.request
             before = known[request.key]
