@@ -62,8 +62,10 @@ class EngineConfig:
         "auto", "auto reads the checkpoint; random makes weights up: a config.json is all that it needs"
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto takes cuda where there is one")
-    attention: Literal["auto", "triton", "sdpa"] = _option(
-        "auto", "attention kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"
+    attention: Literal["auto", "triton", "native", "sdpa"] = _option(
+        "auto",
+        "kernels of the layers; auto takes Triton on cuda and native ones on a CPU where they can run, "
+        "else torch's own (sdpa)",
     )
     experts: Literal["auto", "triton", "grouped", "loop"] = _option(
         "auto", "kernels of a mixture of experts; auto takes Triton on cuda where it can, else torch's"

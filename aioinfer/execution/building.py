@@ -56,7 +56,16 @@ class Parts:
     def runner(self, num_pages: int) -> StepRunner:
         """Runs steps over a new pool."""
         spec, config = self.model.spec, self.config
-        attention = make_attention(self._pool(num_pages), self.attention)
+        attention = make_attention(
+            self.attention,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            dtype=spec.dtype,
+            device=self.device,
+        )
         if spec.block_size is not None:
             return BlockRunner(
                 self.model,
@@ -73,18 +82,6 @@ class Parts:
             Relay(config.num_slots, self.device),
             self.masks,
             self.lane,
-        )
-
-    def _pool(self, num_pages: int) -> KVPool:
-        spec, config = self.model.spec, self.config
-        return KVPool(
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            dtype=spec.dtype,
-            device=self.device,
         )
 
     def largest_steps(self, max_len: int) -> Iterator[PackedStep]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from aioinfer.model.attention.base import Attention, Scoring
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.rope import Rope, Rotary
@@ -28,13 +29,11 @@ class Layer:
     """One layer's weights and what they mean."""
 
     attention_norm: torch.Tensor
-    #: queries, keys and values of all heads in one matrix
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    #: to queries, keys and values of all heads
+    qkv: Linear
     qk_norm: HeadNorm | None
     scoring: Scoring
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
+    out: Linear
     mlp_norm: torch.Tensor
     mlp: FeedForward
 
@@ -51,13 +50,13 @@ class Decoder:
         *,
         embedding: torch.Tensor,
         norm: torch.Tensor,
-        head: torch.Tensor,
+        head: Linear,
         eps: float,
         rope: Rope,
         operations: Operations,
     ) -> None:
-        """``embedding`` and ``head`` are [vocab_size, hidden], ``norm`` [hidden] is the last one, and ``eps``
-        that of all norms between layers."""
+        """``embedding`` is [vocab_size, hidden], ``norm`` [hidden] the last one, ``eps`` that of all norms
+        between layers."""
         self.spec = spec
         self._layers = layers
         self._embedding = embedding
@@ -80,7 +79,7 @@ class Decoder:
             delta = layer.mlp(normed)
         rows = batch.logits_rows
         _, normed = norm(hidden[rows], None if delta is None else delta[rows], self._norm, eps)
-        return F.linear(normed, self._head)
+        return self._head(normed)
 
     def _attend(
         self,
@@ -93,6 +92,6 @@ class Decoder:
     ) -> torch.Tensor:
         spec = self.spec
         shape = len(normed), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(shape)
+        qkv = layer.qkv(normed).view(shape)
         mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.scoring)
-        return F.linear(mixed.flatten(1), layer.out, layer.out_bias)
+        return layer.out(mixed.flatten(1))

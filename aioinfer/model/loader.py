@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.choice import choose_attention, make_operations
+from aioinfer.model.attention.choice import Kernels, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
+from aioinfer.model.layers import make_layers
 from aioinfer.model.moe.choice import Wanted
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
@@ -30,7 +31,7 @@ def load_model(
     device: torch.device,
     load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
-    kernels: Literal["auto", "triton", "sdpa"] = "auto",
+    kernels: Literal["auto"] | Kernels = "auto",
     experts: Wanted = "auto",
     block_size: int | None = None,
     progress: Progress | None = None,
@@ -55,7 +56,7 @@ def load_model(
         from aioinfer.model.transformers_model import TransformersLM
 
         return TransformersLM(path, config, chosen, device, progress, made_up)
-    operations = make_operations(choose_attention(device, _head_dim(config), chosen, kernels))
+    choice = choose_attention(device, _head_dim(config), chosen, kernels, progress)
     weights = made_up or Weights(path, dtype=chosen, device=device, progress=progress)
     return build_decoder(
         path,
@@ -64,7 +65,7 @@ def load_model(
         weights,
         dtype=chosen,
         device=device,
-        operations=operations,
+        kernels=make_layers(choice, device, chosen, _inner_sizes(config)),
         experts=experts,
         blocks=blocks,
     )
@@ -157,6 +158,13 @@ def _head_dim(config: Any) -> int:
     text = config.get_text_config()
     size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return size
+
+
+def _inner_sizes(config: Any) -> list[int]:
+    """Sizes that layers multiply over."""
+    names = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    sizes = [getattr(config, name, None) for name in names]
+    return [size for size in sizes if size is not None]
 
 
 def _choose_dtype(config: Any, wanted: str) -> torch.dtype:

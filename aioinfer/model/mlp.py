@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from aioinfer.model.linear import Linear
 from aioinfer.model.operations.base import Operations
 
 __all__ = ["FeedForward", "SwiGLU"]
@@ -24,15 +24,11 @@ class FeedForward(Protocol):
 class SwiGLU:
     """``down(silu(gate(x)) * up(x))``, gate and up in one matrix."""
 
-    #: [2 * intermediate, hidden]
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    #: [hidden, intermediate]
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    #: to [T, 2 * intermediate]
+    gate_up: Linear
+    down: Linear
     operations: Operations
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See :class:`FeedForward`."""
-        gate_up = F.linear(hidden, self.gate_up, self.gate_up_bias)
-        return F.linear(self.operations.silu_mul(gate_up), self.down, self.down_bias)
+        return self.down(self.operations.silu_mul(self.gate_up(hidden)))

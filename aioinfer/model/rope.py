@@ -55,6 +55,11 @@ class Rope:
         sin[:, : sin.shape[1] // 2] *= -1
         self._sin = sin.to(dtype).unsqueeze(1).to(device)
 
+    @property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all positions, [positions, 1, rotary_dim] each; see :class:`Rotary`."""
+        return self._cos, self._sin
+
     def at(self, positions: torch.Tensor) -> Rotary:
         """Factors for tokens at these positions [T]."""
         return Rotary(self._cos[positions], self._sin[positions])

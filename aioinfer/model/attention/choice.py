@@ -4,6 +4,7 @@ where that is decided."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,10 +16,16 @@ from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import TorchOperations
+from aioinfer.model.spec import Progress
 
-__all__ = ["Choice", "choose_attention", "make_attention", "make_operations", "type_obstacle"]
+__all__ = ["Choice", "Kernels", "choose_attention", "make_attention", "make_operations", "type_obstacle"]
+
+#: who computes the layers of a model
+Kernels = Literal["triton", "native", "sdpa"]
 
 _LARGEST_HEAD = 256
+#: dimensions of a head that native kernels compute at a time
+_HEAD_MULTIPLE = 16
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,7 +33,7 @@ _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Choice:
     """The kernels that run, and the reason in words for people."""
 
-    kernels: Literal["triton", "sdpa"]
+    kernels: Kernels
     reason: str
 
 
@@ -34,27 +41,53 @@ def choose_attention(
     device: torch.device,
     head_dim: int,
     dtype: torch.dtype,
-    wanted: Literal["auto", "triton", "sdpa"] = "auto",
+    wanted: Literal["auto"] | Kernels = "auto",
+    progress: Progress | None = None,
 ) -> Choice:
-    """``auto`` is Triton on a CUDA device that it compiles for, else torch's own kernels.
+    """``auto`` is Triton on a CUDA device that it compiles for, native kernels on a CPU where there is a
+    compiler for them, else torch's own kernels. ``progress`` hears of native kernels being compiled.
 
-    Raises ConfigError if Triton is wanted where it cannot run. On a CPU it can if its interpreter was
+    Raises ConfigError if kernels are wanted where they cannot run. Triton can on a CPU if its interpreter was
     chosen, which is for tests: it is about a thousand times slower.
     """
     if wanted == "sdpa":
         return Choice("sdpa", "asked for")
-    if wanted == "auto" and device.type != "cuda":
+    here: Kernels = "triton" if device.type == "cuda" else "native"
+    if wanted == "auto" and device.type not in ("cuda", "cpu"):
         return Choice("sdpa", f"the device is a {device.type}")
-    obstacle = _obstacle(device, head_dim, dtype)
+    asked = here if wanted == "auto" else wanted
+    if asked == "triton":
+        obstacle = _obstacle(device, head_dim, dtype)
+    else:
+        obstacle = _native_obstacle(device, head_dim, dtype, progress)
     if obstacle is None:
-        return Choice("triton", "asked for" if wanted == "triton" else "the device is CUDA")
-    if wanted == "triton":
-        raise ConfigError(f"attention: triton was asked for, and {obstacle}")
+        why = "the device is CUDA" if device.type == "cuda" else f"the device is a {device.type}"
+        return Choice(asked, why if wanted == "auto" else "asked for")
+    if wanted != "auto":
+        raise ConfigError(f"attention: {wanted} was asked for, and {obstacle}")
     return Choice("sdpa", obstacle)
 
 
-def make_attention(pool: KVPool, choice: Choice) -> Attention:
-    """The kernels of ``choice`` over ``pool``."""
+def make_attention(
+    choice: Choice,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention:
+    """The kernels of ``choice`` over a new pool, sized as :class:`~aioinfer.model.attention.pool.KVPool`."""
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes |= {"num_pages": num_pages, "page_size": page_size}
+    if choice.kernels == "native":
+        from aioinfer.model.attention.native_attention import NativeAttention
+        from aioinfer.native.library import shared_team
+
+        return NativeAttention(shared_team(torch.get_num_threads()), dtype=dtype, **sizes)
+    pool = KVPool(dtype=dtype, device=device, **sizes)
     if choice.kernels == "sdpa":
         return SDPAAttention(pool)
     from aioinfer.model.attention.triton_attention import TritonAttention
@@ -64,7 +97,7 @@ def make_attention(pool: KVPool, choice: Choice) -> Attention:
 
 def make_operations(choice: Choice) -> Operations:
     """The operations that go with ``choice``."""
-    if choice.kernels == "sdpa":
+    if choice.kernels != "triton":
         return TorchOperations()
     from aioinfer.model.operations.triton_operations import TritonOperations
 
@@ -76,6 +109,21 @@ def _obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | 
     if head_dim > _LARGEST_HEAD:
         return f"heads of size {head_dim} are larger than {_LARGEST_HEAD}"
     return type_obstacle(dtype) or triton_obstacle(device)
+
+
+def _native_obstacle(
+    device: torch.device, head_dim: int, dtype: torch.dtype, progress: Progress | None
+) -> str | None:
+    """What keeps native kernels from running there, if anything does. Compiles them."""
+    from aioinfer.native.library import native_obstacle
+
+    if device.type != "cpu":
+        return "the device is no CPU"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"there are no native kernels for {str(dtype).removeprefix('torch.')}"
+    if head_dim % _HEAD_MULTIPLE:
+        return f"heads of size {head_dim} are no multiple of {_HEAD_MULTIPLE}"
+    return native_obstacle(progress and partial(progress, "kernels"))
 
 
 def type_obstacle(dtype: torch.dtype) -> str | None:

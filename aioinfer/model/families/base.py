@@ -9,13 +9,14 @@ from typing import Any, Protocol
 import torch
 
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.decoder import Decoder, Layer
+from aioinfer.model.decoder import Layer
 from aioinfer.model.heads import HeadNorm
-from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.layers import LayerKernels
+from aioinfer.model.linear import Linear
+from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.choice import Choice, Wanted, choose_experts
-from aioinfer.model.operations.base import Operations
 from aioinfer.model.rope import Rope
-from aioinfer.model.spec import ModelSpec, eos_token_ids
+from aioinfer.model.spec import CausalLM, ModelSpec, eos_token_ids
 from aioinfer.model.weights import Weights
 
 __all__ = ["Family", "Source", "build_decoder", "expert_shape", "head_dim", "kv_heads"]
@@ -27,7 +28,7 @@ class Source:
 
     config: Any
     weights: Weights
-    operations: Operations
+    kernels: LayerKernels
     #: of the experts; None in a model without
     experts: Choice | None
     #: see :class:`~aioinfer.model.attention.base.Scoring`
@@ -40,13 +41,17 @@ class Source:
         weight = self.weights.fused([f"{name}.weight" for name in names], rows, width)
         return weight, self.weights.fused([f"{name}.bias" for name in names], rows) if bias else None
 
-    def swiglu(self, prefix: str, middle: int, *, bias: bool = False) -> SwiGLU:
+    def linear(self, names: list[str], rows: list[int], width: int, *, bias: bool) -> Linear:
+        """Projections of ``names``, [rows, width] each, as one."""
+        return self.kernels.linear(*self.fused(names, rows, width, bias=bias))
+
+    def swiglu(self, prefix: str, middle: int, *, bias: bool = False) -> FeedForward:
         """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions."""
         hidden = self.config.hidden_size
         both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         gate_up, gate_up_bias = self.fused(both, [middle, middle], hidden, bias=bias)
         down, down_bias = self.fused([f"{prefix}.down_proj"], [hidden], middle, bias=bias)
-        return SwiGLU(gate_up, gate_up_bias, down, down_bias, self.operations)
+        return self.kernels.swiglu(gate_up, gate_up_bias, down, down_bias)
 
     def head_norm(self, query: str, key: str) -> HeadNorm:
         """The norms of each head's query and key, of these names."""
@@ -87,14 +92,14 @@ def build_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    operations: Operations,
+    kernels: LayerKernels,
     experts: Wanted,
     blocks: Blocks | None,
-) -> Decoder:
+) -> CausalLM:
     """The model in a directory. Raises ConfigError."""
     shape = expert_shape(family, config)
     choice = choose_experts(device, *shape, dtype, experts) if shape else None
-    source = Source(config, weights, operations, choice, blocks.size if blocks else 1)
+    source = Source(config, weights, kernels, choice, blocks.size if blocks else 1)
     words = config.vocab_size, config.hidden_size
     embedding = weights.take(family.embedding, words)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
@@ -119,15 +124,14 @@ def build_decoder(
         block_size=blocks.size if blocks else None,
         mask_token_id=blocks.mask_token_id if blocks else None,
     )
-    return Decoder(
+    return kernels.decoder(
         spec,
         layers,
         embedding=embedding,
         norm=norm,
-        head=head,
+        head=kernels.linear(head, None),
         eps=config.rms_norm_eps,
         rope=Rope(config, size, positions, dtype, device),
-        operations=operations,
     )
 
 

@@ -54,17 +54,15 @@ class LLaDA2:
         q_rows = config.num_attention_heads * size
         at = f"{prefix}.attention"
         rows = q_rows + 2 * kv_heads(config) * size
-        qkv, qkv_bias = source.fused([f"{at}.query_key_value"], [rows], hidden, bias=config.use_qkv_bias)
-        out, out_bias = source.fused([f"{at}.dense"], [hidden], q_rows, bias=config.use_bias)
+        qkv = source.linear([f"{at}.query_key_value"], [rows], hidden, bias=config.use_qkv_bias)
+        out = source.linear([f"{at}.dense"], [hidden], q_rows, bias=config.use_bias)
         norms = f"{at}.query_layernorm", f"{at}.key_layernorm"
         return Layer(
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=qkv,
-            qkv_bias=qkv_bias,
             qk_norm=source.head_norm(*norms) if config.use_qk_norm else None,
             scoring=Scoring(scale=size**-0.5, block=source.block),
             out=out,
-            out_bias=out_bias,
             mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._mlp(source, index),
         )

@@ -67,21 +67,19 @@ class LlamaLike:
         q_rows, kv_rows = config.num_attention_heads * size, kv_heads(config) * size
         at = f"{prefix}.self_attn"
         every = self.attention_bias == "config" and config.attention_bias
-        qkv, qkv_bias = source.fused(
+        qkv = source.linear(
             [f"{at}.{name}_proj" for name in "qkv"],
             [q_rows, kv_rows, kv_rows],
             hidden,
             bias=every or self.attention_bias == "qkv",
         )
-        out, out_bias = source.fused([f"{at}.o_proj"], [hidden], q_rows, bias=every)
+        out = source.linear([f"{at}.o_proj"], [hidden], q_rows, bias=every)
         return Layer(
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=qkv,
-            qkv_bias=qkv_bias,
             qk_norm=source.head_norm(f"{at}.q_norm", f"{at}.k_norm") if self.qk_norm else None,
             scoring=Scoring(scale=size**-0.5, window=self._window(config, index), block=source.block),
             out=out,
-            out_bias=out_bias,
             mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._mlp(source, index),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import Experts, ExpertWeights
 from aioinfer.model.moe.routing import Router
 from aioinfer.model.weights import Weights
@@ -21,7 +21,7 @@ class SparseMLP:
     router: Router
     experts: Experts
     #: experts that all tokens pass, put together as one; None if there are none
-    shared: SwiGLU | None = None
+    shared: FeedForward | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.model.mlp.FeedForward`."""

@@ -1,0 +1,79 @@
+"""LayerKernels: what the layers of a model are made of, by the kernels chosen for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from aioinfer.model.attention.choice import Choice, make_operations
+from aioinfer.model.decoder import Decoder, Layer
+from aioinfer.model.linear import Linear, MakeLinear, packed_or_torch
+from aioinfer.model.mlp import FeedForward, SwiGLU
+from aioinfer.model.operations.base import Operations
+from aioinfer.model.spec import CausalLM, ModelSpec
+
+__all__ = ["LayerKernels", "TorchLayers", "make_layers"]
+
+_NATIVE_MULTIPLE = 16
+
+
+class LayerKernels(Protocol):
+    """Makes the parts of a model that compute. What it is given, it may copy and drop."""
+
+    @property
+    def operations(self) -> Operations:
+        """What a layer computes between its products, where it does so one by one."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """From a weight [outputs, inner] and a bias [outputs]."""
+
+    def swiglu(
+        self,
+        gate_up: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down: torch.Tensor,
+        down_bias: torch.Tensor | None,
+    ) -> FeedForward:
+        """The dense feed-forward part, from [2 * middle, hidden], gates first, and [hidden, middle]."""
+
+    def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
+        """The model; ``parts`` as :class:`~aioinfer.model.decoder.Decoder` takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayers:
+    """See :class:`LayerKernels`: torch's products, and operations between them in torch or Triton."""
+
+    operations: Operations
+    make_linear: MakeLinear
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return self.make_linear(weight, bias)
+
+    def swiglu(
+        self,
+        gate_up: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down: torch.Tensor,
+        down_bias: torch.Tensor | None,
+    ) -> FeedForward:
+        return SwiGLU(self.linear(gate_up, gate_up_bias), self.linear(down, down_bias), self.operations)
+
+    def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
+        return Decoder(spec, layers, operations=self.operations, **parts)
+
+
+def make_layers(
+    choice: Choice, device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = ()
+) -> LayerKernels:
+    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers; native kernels
+    compute 16 at a time, and where they cannot, torch does everything but attention."""
+    if choice.kernels == "native" and not any(size % _NATIVE_MULTIPLE for size in sizes):
+        from aioinfer.model.native import NativeLayers
+        from aioinfer.native.library import shared_team
+
+        return NativeLayers(shared_team(torch.get_num_threads()))
+    return TorchLayers(make_operations(choice), packed_or_torch(device, dtype))

@@ -1,0 +1,153 @@
+"""Build: the C++ sources to a shared library in the user's cache.
+
+No more than a C++20 compiler is needed: the library knows nothing of Python's or torch's headers. That makes
+it quick to compile, and one library serves every version of both. It is compiled for the very processor it
+will run on, under a name made of all that it depends on: a changed source, compiler, flag or processor
+makes another library beside the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["BuildFailed", "build", "cache_directory"]
+
+_SOURCE = Path(__file__).parent / "source"
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
+#: (source, further flags) of every object
+_UNITS = (
+    ("models.cpp", ("-DNUMBER=bfloat16", "-DNAME=bfloat16")),
+    ("models.cpp", ("-DNUMBER=float", "-DNAME=float32")),
+    ("common.cpp", ()),
+)
+#: seconds that a compiler may take
+_PATIENCE = 600
+
+
+class BuildFailed(Exception):
+    """There is no library, for a reason in words."""
+
+
+def cache_directory() -> Path:
+    """Where compiled libraries are kept: AIOINFER_CACHE, or ``aioinfer`` in the user's cache directory."""
+    own = os.environ.get("AIOINFER_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "aioinfer"
+
+
+def build(progress: Callable[[int, int], None] | None = None) -> Path:
+    """The library for this machine, compiled if that has not been done yet; half a minute, then.
+
+    Several processes may do so at once: the last one to finish wins, and nobody sees half a file.
+    AIOINFER_CXX names another compiler than the first of ``$CXX``, ``c++``, ``g++`` and ``clang++``, and
+    AIOINFER_CXXFLAGS other flags than those for the processor at hand.
+
+    Args:
+        progress: called with how many of how many files have been compiled.
+
+    Raises:
+        BuildFailed: there is no compiler, or it does not succeed.
+    """
+    compiler = _compiler()
+    flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split()]
+    path = cache_directory() / f"kernels-{_fingerprint(compiler, flags)}.so"
+    if path.is_file():
+        return path
+    try:
+        # Nobody else may put a library there.
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            made = _compile(compiler, flags, Path(directory), progress)
+            os.replace(made, path)
+    except OSError as error:
+        raise BuildFailed(f"{path.parent} cannot be written: {error}") from error
+    return path
+
+
+def _compiler() -> str:
+    named = os.environ.get("AIOINFER_CXX") or os.environ.get("CXX")
+    for name in (named,) if named else ("c++", "g++", "clang++"):
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildFailed(
+        f"there is no compiler {named}" if named else "there is no C++ compiler (c++, g++, clang++)"
+    )
+
+
+def _fingerprint(compiler: str, flags: list[str]) -> str:
+    digest = hashlib.sha256()
+    for part in (_version(compiler), *flags, platform.machine(), _processor()):
+        digest.update(part.encode() + b"\0")
+    for file in sorted(_SOURCE.iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildFailed(f"{compiler} does not run: {error}") from error
+
+
+def _processor() -> str:
+    """What instructions the processor has, where the system says."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _compile(
+    compiler: str, flags: list[str], directory: Path, progress: Callable[[int, int], None] | None
+) -> Path:
+    """All units side by side, and then together."""
+    objects = [directory / f"{at}.o" for at in range(len(_UNITS))]
+    running = [
+        _start(compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
+        for (source, further), target in zip(_UNITS, objects, strict=True)
+    ]
+    try:
+        # The smallest last: whatever order they end in, the count is right when it is complete.
+        for done, process in enumerate(running):
+            if progress is not None:
+                progress(done, len(running))
+            _finish(process)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    library = directory / "library.so"
+    _finish(_start(compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
+    if progress is not None:
+        progress(len(running), len(running))
+    return library
+
+
+def _start(*command: str) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise BuildFailed(f"{command[0]} does not run: {error}") from error
+
+
+def _finish(process: subprocess.Popen[str]) -> None:
+    try:
+        _, said = process.communicate(timeout=_PATIENCE)
+    except subprocess.TimeoutExpired as error:
+        raise BuildFailed(f"the compiler did not end within {_PATIENCE} seconds") from error
+    if process.returncode:
+        first = next((line for line in said.splitlines() if "error" in line), said.strip()[:300])
+        raise BuildFailed(f"the compiler failed: {first}")

@@ -1,0 +1,212 @@
+"""Library: the compiled kernels, as functions and handles of Python.
+
+Everything is counted in elements and handed over as addresses; who calls keeps the memory alive. Every call
+releases the interpreter's lock for as long as it computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from aioinfer.native.build import BuildFailed, build
+
+__all__ = [
+    "Kernels", "Number", "PackedWeights", "Stack", "Team", "kernels", "native_obstacle", "shared_team",
+]  # fmt: skip
+
+#: types of models that there are kernels for
+Number = Literal["float32", "bfloat16"]
+_NUMBERS = ("float32", "bfloat16")
+#: parts of a forward's time, in the order of the C++ side
+PARTS = ("linear", "attention", "rest")
+
+_log = logging.getLogger("aioinfer")
+_pointer, _int, _float, _bool = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
+_CHECKED = "checked"
+#: what a function returns (CHECKED: whether it succeeded) and takes
+_COMMON: dict[str, tuple[Any, list[Any]]] = {
+    "team": (_pointer, [ctypes.c_int]),
+    "free_team": (None, [_pointer]),
+    "lanes": (ctypes.c_int, []),
+    "error": (ctypes.c_char_p, []),
+    "huge_pages": (_bool, [_pointer, _int]),
+    "argmax": (_bool, [_pointer, _pointer, _int, _int, _pointer]),
+}
+_ROWS = [_int, _pointer, _pointer, _pointer, _int]
+_SCORING = [_float, _float, _int, _int]
+_BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
+    "weights": (_pointer, [_pointer] * 3 + [_int, _int, _bool]),
+    "free_weights": (None, [_pointer]),
+    "linear": (_bool, [_pointer, _pointer, _pointer, _int, _int, _pointer]),
+    "attend": (
+        _bool,
+        [_pointer] * 4 + [_int] * 5 + [_pointer, _float, _pointer, _pointer, _int, _pointer, _int]
+        + [*_SCORING, _int, _pointer, *_ROWS, _pointer],
+    ),
+    "decoder": (_pointer, [_pointer] * 3 + [_int] * 3 + [_float, _pointer, _pointer, *[_int] * 3, _float]),
+    "free_decoder": (None, [_pointer]),
+    "add_layer": (_bool, [_pointer] * 8 + _SCORING),
+    "forward": (
+        _bool,
+        [_pointer] * 3 + [_int, _int] + [_pointer] * 3 + _ROWS + [_int] + [_pointer] * 3,
+    ),
+}  # fmt: skip
+
+
+class Kernels:
+    """The loaded library."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError if it cannot be loaded."""
+        self._library = ctypes.CDLL(path)
+        self._functions = {name: self._declare(name, *signature) for name, signature in _COMMON.items()}
+        for number in _NUMBERS:
+            for name, signature in _BY_NUMBER.items():
+                self._functions[f"{name}_{number}"] = self._declare(f"{name}_{number}", *signature)
+
+    def _declare(self, name: str, result: Any, arguments: list[Any]) -> Callable[..., Any]:
+        function = getattr(self._library, f"aioinfer_{name}")
+        function.restype, function.argtypes = result, arguments
+        return function  # type: ignore[no-any-return]
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the library. Raises MemoryError if it says that it failed: nothing but memory
+        can be short in there."""
+        result = self._functions[name](*arguments)
+        if not result and result is not None:
+            raise MemoryError(f"{name}: {self._functions['error']().decode()}")
+        return result
+
+    def release(self, name: str, handle: int) -> None:
+        """Free a handle."""
+        self._functions[name](handle)
+
+
+def _release(owner: object, kernels: Kernels, name: str, handle: int) -> None:
+    """Have a handle freed with its owner, but not when the interpreter exits: a launch thread that was left
+    behind may be computing with it."""
+    weakref.finalize(owner, kernels.release, name, handle).atexit = False
+
+
+_lock = threading.Lock()
+_loaded: Kernels | str | None = None
+_teams: weakref.WeakValueDictionary[int, Team] = weakref.WeakValueDictionary()
+
+
+def native_obstacle(progress: Callable[[int, int], None] | None = None) -> str | None:
+    """What keeps native kernels from running on this machine, in words; None if nothing does.
+
+    Compiles them if that has not been done yet. What it comes to is settled once per process.
+    """
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            try:
+                _loaded = Kernels(str(build(progress)))
+            except (BuildFailed, OSError, AttributeError) as error:
+                _loaded = str(error)
+                _log.warning("no native kernels, the CPU will be slower than it could be: %s", error)
+        return _loaded if isinstance(_loaded, str) else None
+
+
+def kernels() -> Kernels:
+    """The library. Raises RuntimeError where there is an obstacle."""
+    obstacle = native_obstacle()
+    if obstacle is not None or not isinstance(_loaded, Kernels):
+        raise RuntimeError(f"no native kernels: {obstacle}")
+    return _loaded
+
+
+class Team:
+    """Threads that compute together; see ``team.hpp``. They end when nobody holds the team any more."""
+
+    __slots__ = ("__weakref__", "handle", "kernels", "threads")
+
+    def __init__(self, threads: int) -> None:
+        self.kernels = kernels()
+        self.threads = threads
+        self.handle: int = self.kernels.call("team", threads)
+        _release(self, self.kernels, "free_team", self.handle)
+
+    def argmax(self, values: int, rows: int, width: int, out: int) -> None:
+        """The first of the largest of each row of float32 [rows, width], into int64 [rows]."""
+        self.kernels.call("argmax", self.handle, values, rows, width, out)
+
+
+def shared_team(threads: int) -> Team:
+    """The one team of so many threads: a process's engines take turns rather than be in each other's way."""
+    with _lock:
+        team = _teams.get(threads)
+    if team is None:
+        team = Team(threads)
+        with _lock:
+            team = _teams.setdefault(threads, team)
+    return team
+
+
+class PackedWeights:
+    """Weights of a linear layer in the layout of the kernels; the original is not needed any more."""
+
+    __slots__ = ("__weakref__", "gated", "handle", "inner", "number", "outputs", "team")
+
+    def __init__(
+        self,
+        team: Team,
+        number: Number,
+        rows: int,
+        bias: int | None,
+        outputs: int,
+        inner: int,
+        *,
+        gated: bool = False,
+    ) -> None:
+        """``rows``: address of [outputs, inner], or, gated, of [2 * outputs, inner], gates first. ``bias``:
+        address of as many elements as there are rows, or None."""
+        self.team, self.number, self.outputs, self.inner, self.gated = team, number, outputs, inner, gated
+        call = team.kernels.call
+        self.handle: int = call(f"weights_{number}", team.handle, rows, bias, outputs, inner, gated)
+        _release(self, team.kernels, f"free_weights_{number}", self.handle)
+
+    def apply(self, values: int, count: int, out: int) -> None:
+        """[count, inner] to [count, outputs]; gated: ``silu(gate) * up``."""
+        call = self.team.kernels.call
+        call(f"linear_{self.number}", self.team.handle, self.handle, values, count, self.inner, out)
+
+
+class Stack:
+    """All layers of a decoder, computed by one call."""
+
+    __slots__ = ("__weakref__", "_forward", "_kept", "handle", "number", "team")
+
+    def __init__(self, team: Team, number: Number, head: PackedWeights, *arguments: Any) -> None:
+        """See ``decoder`` in ``models.cpp`` for the arguments: embedding, norm, then those behind head."""
+        self.team, self.number = team, number
+        embedding, norm, *rest = arguments
+        self.handle: int = team.kernels.call(f"decoder_{number}", embedding, norm, head.handle, *rest)
+        self._kept: list[PackedWeights] = [head]
+        self._forward = f"forward_{number}"
+        _release(self, team.kernels, f"free_decoder_{number}", self.handle)
+
+    def add_layer(
+        self,
+        norms: tuple[int, int | None, int],
+        weights: Sequence[PackedWeights],
+        scoring: tuple[float, float, int, int],
+    ) -> None:
+        """Norms of attention, heads and feed-forward part; weights qkv, out, gate_up and down; scale, soft
+        cap (0: none), window (0: all) and block."""
+        qkv, out, gate_up, down = (packed.handle for packed in weights)
+        attention, heads, mlp = norms
+        self.team.kernels.call(
+            f"add_layer_{self.number}", self.handle, attention, qkv, heads, out, mlp, gate_up, down, *scoring
+        )
+        self._kept += weights
+
+    def forward(self, *arguments: int) -> None:
+        """See ``forward`` in ``models.cpp`` for the arguments behind team."""
+        self.team.kernels.call(self._forward, self.handle, self.team.handle, *arguments)

@@ -1,0 +1,320 @@
+// Attention over paged keys and values, with a softmax that streams (Milakov and Gimelshein, 2018; Dao et al., 2022).
+//
+// A task is some queries of one row that share a KV head. It goes through the context in stretches of SPAN
+// positions counted from the start of the sequence: scores, their exponentials, weighted values. What a query
+// gets depends on the positions that it sees and on nothing else, to the last bit: neither on the queries beside
+// it, nor on how its prompt was cut, nor on whose pages its context lies in.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "heads.hpp"
+#include "linear.hpp"
+#include "pool.hpp"
+
+namespace aioinfer {
+
+constexpr int SPAN = 128;
+
+// What a layer's queries see and how they weigh it.
+struct Scoring {
+  float scale;
+  float soft_cap;  // 0: none
+  int64_t window;  // positions up to a query's own; 0: all
+  int64_t block;   // a query sees up to the end of its block of so many positions; 1: causal
+
+  int64_t first_visible(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
+  int64_t behind_visible(int64_t position, int64_t length) const {
+    return std::min((position / block + 1) * block, length);
+  }
+};
+
+// The rows of a step; see aioinfer.model.batch.Batch.
+struct Rows {
+  int64_t count;
+  const int64_t* starts;   // [count + 1] first token of each
+  const int64_t* lengths;  // [count] positions of its sequence
+  const int64_t* tables;   // [count, width] pages of its sequence
+  int64_t width;
+};
+
+// Some queries of a row that share a KV head. Query i is that of token i / group, of its head i % group.
+struct AttentionTask {
+  int64_t row, head, first;
+  int queries;
+};
+
+inline std::vector<AttentionTask> divide(const Rows& rows, int64_t kv_heads, int64_t group) {
+  std::vector<AttentionTask> tasks;
+  for (int64_t row = 0; row < rows.count; row++) {
+    const Blocks blocks((rows.starts[row + 1] - rows.starts[row]) * group);
+    for (int64_t head = 0; head < kv_heads; head++)
+      // Later queries see more: the long tasks come first.
+      for (int64_t b = blocks.count - 1; b >= 0; b--) {
+        const int64_t first = b * blocks.height;
+        tasks.push_back({row, head, first, static_cast<int>(std::min<int64_t>(blocks.height, blocks.rows - first))});
+      }
+  }
+  return tasks;
+}
+
+// What a member of a team needs to attend; one at a time.
+template <class T>
+struct AttentionScratch {
+  explicit AttentionScratch(int64_t head_dim)
+      : queries(MAX_ROWS * head_dim), weights(MAX_ROWS * SPAN), scores(MAX_ROWS * SPAN), sums(MAX_ROWS * head_dim),
+        tile(2 * TILE * head_dim) {}
+  std::vector<uint32_t> queries, weights;
+  std::vector<float> scores, sums;
+  std::vector<T> tile;
+};
+
+// One task's way through its context, for QUERIES queries.
+template <class T, int QUERIES>
+class Attending {
+ public:
+  static constexpr int PER_UNIT = Number<T>::PER_UNIT;
+  static constexpr int PER_TILE = TILE / LANES;
+
+  // ``position``: those of the queries.
+  Attending(const Context<T>& context, int64_t head_dim, const Scoring& scoring, const int64_t (&position)[QUERIES],
+            int64_t length, AttentionScratch<T>& scratch)
+      : context_(context), head_dim_(head_dim), scoring_(scoring), length_(length), scratch_(scratch) {
+    for (int q = 0; q < QUERIES; q++) {
+      from_[q] = scoring.first_visible(position[q]);
+      to_[q] = scoring.behind_visible(position[q], length);
+      best_[q] = -INFINITY;
+      total_[q] = 0;
+    }
+  }
+
+  void run() {
+    std::fill_n(scratch_.sums.begin(), QUERIES * head_dim_, 0.0f);
+    const int64_t first = *std::min_element(from_, from_ + QUERIES) / SPAN * SPAN;
+    const int64_t behind = *std::max_element(to_, to_ + QUERIES);
+    for (int64_t at = first; at < behind; at += SPAN) {
+      const int count = static_cast<int>(std::min<int64_t>(SPAN, behind - at));
+      score(at, (count + TILE - 1) / TILE);
+      weigh(at, (count + TILE - 1) / TILE);
+      add_values(at, count, behind);
+    }
+  }
+
+  // put(query, dimension, LANES results)
+  template <class Put>
+  void finish(Put&& put) const {
+    for (int q = 0; q < QUERIES; q++)
+      for (int64_t d = 0; d < head_dim_; d += LANES)
+        put(q, d, load<Floats>(&scratch_.sums[q * head_dim_ + d]) / total_[q]);
+  }
+
+ private:
+  // So few queries that memory, not arithmetic, is what they wait for.
+  static constexpr bool LEAN = QUERIES <= MAX_ROWS / 2;
+
+  // Raw scores of all queries and of ``tiles`` tiles from position ``at`` on.
+  void score(int64_t at, int tiles) {
+    constexpr int WIDE = context_vectors();
+    const int vectors = tiles * PER_TILE;
+    int v = 0;
+    if (!context_.one_by_one())
+      for (; v + WIDE <= vectors; v += WIDE) score_vectors<WIDE>(at, v);
+    for (; v < vectors; v++) score_vectors<1>(at, v);
+  }
+
+  template <int COUNT>
+  AIOINFER_INLINE void score_vectors(int64_t at, int first) {
+    const uint32_t *keys[COUNT], *values[COUNT];
+    Floats sums[QUERIES][COUNT];
+    AIOINFER_UNROLL
+    for (int v = 0; v < COUNT; v++) {
+      keys[v] = context_.keys(at / TILE + (first + v) / PER_TILE) + (first + v) % PER_TILE * LANES;
+      values[v] = keys[v] + TILE * head_dim_ / PER_UNIT;
+    }
+    clear(sums);
+    accumulate<T, LEAN>(sums, scratch_.queries.data(), keys, TILE, head_dim_ / PER_UNIT, values);
+    AIOINFER_UNROLL
+    for (int q = 0; q < QUERIES; q++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++) store(&scratch_.scores[q * SPAN + (first + v) * LANES], sums[q][v]);
+  }
+
+  // From scores to weights, exponentials relative to the best score so far; sums shrink when a better one comes.
+  void weigh(int64_t at, int tiles) {
+    const int vectors = tiles * PER_TILE;
+    for (int q = 0; q < QUERIES; q++) {
+      float* scores = &scratch_.scores[q * SPAN];
+      Floats best = spread(-INFINITY);
+      for (int v = 0; v < vectors; v++) {
+        const Floats value = visible(q, at + v * LANES, scaled(load<Floats>(scores + v * LANES)));
+        store(scores + v * LANES, value);
+        best = larger(best, value);
+      }
+      const float now = std::max(best_[q], largest(best));
+      // Nothing seen yet: every difference is to be minus infinity, not NaN.
+      const float base = now == -INFINITY ? 0.0f : now;
+      shrink_[q] = exponential(spread(best_[q] - base))[0];
+      best_[q] = now;
+      Floats total{};
+      for (int v = 0; v < vectors; v++) {
+        const Floats weight = exponential(load<Floats>(scores + v * LANES) - base);
+        total += weight;
+        put_weights(q, v * LANES, weight);
+      }
+      total_[q] = total_[q] * shrink_[q] + sum(total);
+    }
+  }
+
+  AIOINFER_INLINE Floats scaled(Floats score) const {
+    score *= scoring_.scale;
+    if (scoring_.soft_cap == 0) return score;
+    float values[LANES];
+    store(values, score);
+    for (float& value : values) value = scoring_.soft_cap * std::tanh(value / scoring_.soft_cap);
+    return load<Floats>(values);
+  }
+
+  // Minus infinity for positions from ``at`` on that a query does not see, whatever lies there.
+  AIOINFER_INLINE Floats visible(int q, int64_t at, Floats scores) const {
+    if (at >= from_[q] && at + LANES <= to_[q]) return scores;
+    Ints lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const int32_t from = static_cast<int32_t>(std::clamp<int64_t>(from_[q] - at, 0, LANES));
+    const int32_t to = static_cast<int32_t>(std::clamp<int64_t>(to_[q] - at, 0, LANES));
+    scores = lane < from ? spread(-INFINITY) : scores;
+    return lane >= to ? spread(-INFINITY) : scores;
+  }
+
+  AIOINFER_INLINE void put_weights(int q, int at, Floats weight) {
+    constexpr int COUNT = LANES / PER_UNIT;
+    T numbers[LANES];
+    Number<T>::store_lanes(numbers, weight);
+    uint32_t units[COUNT];
+    std::memcpy(units, numbers, sizeof units);
+    AIOINFER_UNROLL
+    for (int i = 0; i < COUNT; i++) scratch_.weights[(at / PER_UNIT + i) * QUERIES + q] = units[i];
+  }
+
+  // sums = sums * shrink + weights * values of ``count`` positions from ``at`` on. Cells behind them may hold
+  // anything and are not touched.
+  void add_values(int64_t at, int count, int64_t behind) {
+    constexpr int WIDE = context_vectors();
+    const int vectors = static_cast<int>(head_dim_ / LANES);
+    int v = 0;
+    for (; v + WIDE <= vectors; v += WIDE) add_vectors<WIDE>(at, count, v, behind);
+    for (; v < vectors; v++) add_vectors<1>(at, count, v, behind);
+  }
+
+  template <int COUNT>
+  AIOINFER_INLINE void add_vectors(int64_t at, int count, int first, int64_t behind) {
+    Floats sums[QUERIES][COUNT];
+    AIOINFER_UNROLL
+    for (int q = 0; q < QUERIES; q++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++)
+        sums[q][v] = load<Floats>(&scratch_.sums[q * head_dim_ + (first + v) * LANES]) * shrink_[q];
+    for (int done = 0; done < count; done += TILE) {
+      const int64_t tile = (at + done) / TILE, later = tile + SPAN / TILE;
+      const uint32_t* values = context_.values(tile) + first * LANES;
+      const uint32_t* weights = &scratch_.weights[done / PER_UNIT * QUERIES];
+      const int whole = std::min(TILE, count - done) / PER_UNIT;
+      const uint32_t *vectors[COUNT], *ahead[COUNT];
+      const bool fetch = LEAN && later * TILE < behind && !context_.one_by_one();
+      const uint32_t* keys = fetch ? context_.keys(later) + first * LANES : values;
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++) vectors[v] = values + v * LANES, ahead[v] = keys + v * LANES;
+      if (fetch)
+        accumulate<T, true>(sums, weights, vectors, head_dim_, whole, ahead);
+      else
+        accumulate<T, false>(sums, weights, vectors, head_dim_, whole, ahead);
+      if (count - done < TILE && count % PER_UNIT) add_last<COUNT>(sums, weights + whole * QUERIES, values + whole * head_dim_);
+    }
+    AIOINFER_UNROLL
+    for (int q = 0; q < QUERIES; q++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++) store(&scratch_.sums[q * head_dim_ + (first + v) * LANES], sums[q][v]);
+  }
+
+  // A unit of which only the first half exists.
+  template <int COUNT>
+  AIOINFER_INLINE void add_last(Floats (&sums)[QUERIES][COUNT], const uint32_t* weights, const uint32_t* values) const {
+    AIOINFER_UNROLL
+    for (int v = 0; v < COUNT; v++) {
+      const Ints value = load<Ints>(values + v * LANES) & 0xffff;
+      AIOINFER_UNROLL
+      for (int q = 0; q < QUERIES; q++)
+        sums[q][v] = Number<T>::multiply_add(sums[q][v], Ints{} + static_cast<int32_t>(weights[q]), value);
+    }
+  }
+
+  template <int COUNT>
+  static AIOINFER_INLINE void clear(Floats (&sums)[QUERIES][COUNT]) {
+    AIOINFER_UNROLL
+    for (int q = 0; q < QUERIES; q++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++) sums[q][v] = Floats{};
+  }
+
+  // As many vectors at once as give every unit of the processor something to add.
+  static constexpr int context_vectors() { return LANES < 16 ? 2 : 2 * panels_at_once(QUERIES); }
+
+  const Context<T>& context_;
+  const int64_t head_dim_;
+  const Scoring& scoring_;
+  const int64_t length_;
+  AttentionScratch<T>& scratch_;
+  int64_t from_[QUERIES], to_[QUERIES];
+  float best_[QUERIES], total_[QUERIES], shrink_[QUERIES];
+};
+
+// One task. put(token, index, LANES results), the index counting through all query heads.
+template <class T, class Put>
+void attend_task(const AttentionTask& task, const Rows& rows, const Pool<T>& pool, const Scoring& scoring,
+                 const Projected<T>& projected, int64_t group, AttentionScratch<T>& scratch, Put& put) {
+  constexpr int PER_UNIT = Number<T>::PER_UNIT;
+  const int64_t head_dim = pool.head_dim, begin = rows.starts[task.row], length = rows.lengths[task.row];
+  const int64_t start = length - (rows.starts[task.row + 1] - begin);
+  const Context<T> context(pool, rows.tables + task.row * rows.width, length, task.head, scratch.tile.data());
+  with_height(task.queries, [&](auto height) {
+    constexpr int QUERIES = decltype(height)::value;
+    int64_t token[QUERIES], head[QUERIES], position[QUERIES];
+    for (int q = 0; q < QUERIES; q++) {
+      token[q] = begin + (task.first + q) / group;
+      head[q] = task.head * group + (task.first + q) % group;
+      position[q] = start + token[q] - begin;
+      const T* from = projected.queries + token[q] * projected.query_stride + head[q] * head_dim;
+      for (int64_t d = 0; d < head_dim; d += PER_UNIT)
+        std::memcpy(&scratch.queries[d / PER_UNIT * QUERIES + q], from + d, sizeof(uint32_t));
+    }
+    Attending<T, QUERIES> attending(context, head_dim, scoring, position, length, scratch);
+    attending.run();
+    attending.finish([&](int q, int64_t d, Floats values) { put(token[q], head[q] * head_dim + d, values); });
+  });
+}
+
+// What a step asks of attention in every layer.
+struct AttentionInput {
+  int64_t tokens;
+  const int64_t* cells;   // [tokens] where each key and value goes
+  const int64_t* rotary;  // [tokens] rows of the rotary table, or null for the tokens' own order
+  Rows rows;
+};
+
+// A layer's attention: keys and values of all tokens are stored, then every query attends. put(token, index, LANES
+// results), the index counting through all query heads.
+template <class T, class Put>
+void attend(Member& member, const std::vector<AttentionTask>& tasks, const AttentionInput& input,
+            const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, const Pool<T>& pool,
+            const Scoring& scoring, AttentionScratch<T>& scratch, Put&& put) {
+  member.parallel_in_runs(input.tokens * shape.kv_heads, [&](int64_t i) {
+    const int64_t token = i / shape.kv_heads, at = input.rotary == nullptr ? token : input.rotary[token];
+    prepare_token(projected, shape, rotary, token, at, i % shape.kv_heads, input.cells[token], pool,
+                  scratch.sums.data());
+  });
+  member.parallel(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
+    attend_task(tasks[index], input.rows, pool, scoring, projected, shape.group(), scratch, put);
+  });
+}
+
+}  // namespace aioinfer

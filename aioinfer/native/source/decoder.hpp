@@ -1,0 +1,185 @@
+// Decoder: all layers of a step as one program of a team; see aioinfer.model.decoder.
+//
+//   embedding ─► ┌ norm ─► qkv ─► heads, cells ─► attention ─► out ─┐ + ─► ┌ norm ─► gate, up ─► down ─┐ + ─► norm ─► head
+//                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
+//
+// Each arrow is a phase that the team shares out and ends with a barrier. What is stored in between has the
+// model's type; what a phase computes is float.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "attention.hpp"
+#include "heads.hpp"
+
+namespace aioinfer {
+
+template <class T>
+struct Layer {
+  const T* attention_norm;
+  const Weights<T>* qkv;
+  const T* head_norm;
+  const Weights<T>* out;
+  const T* mlp_norm;
+  const Weights<T>* gate_up;
+  const Weights<T>* down;
+  Scoring scoring;
+};
+
+// What a step brings; see aioinfer.model.batch.Batch.
+template <class T>
+struct StepInput {
+  const int64_t* ids;  // [tokens]
+  AttentionInput attention;
+  T* const* pools;  // [layers] keys and values of each
+  int64_t page_size;
+  int64_t num_logits;
+  const int64_t* logits_rows;
+  float* logits;  // [num_logits, vocabulary]
+};
+
+// Where a step's time goes, as the calling thread sees it.
+enum Part { LINEAR, ATTENTION, REST, PARTS };
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(double* seconds) : seconds_(seconds), last_(Clock::now()) {}
+  void add(Part part) {
+    const auto now = Clock::now();
+    seconds_[part] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double* seconds_;
+  Clock::time_point last_;
+};
+
+template <class T>
+class Decoder {
+ public:
+  Decoder(const T* embedding, const T* norm, const Weights<T>* head, HeadShape<T> shape, Rotary<T> rotary,
+          int64_t hidden, int64_t middle, float eps)
+      : embedding_(embedding), norm_(norm), head_(head), shape_(shape), rotary_(rotary), hidden_(hidden),
+        middle_(middle), eps_(eps) {}
+
+  void add(const Layer<T>& layer) { layers_.push_back(layer); }
+
+  void forward(Team& team, const StepInput<T>& step, double* seconds) {
+    reserve(step, team.size());
+    const int64_t tokens = step.attention.tokens;
+    const auto tasks = divide(step.attention.rows, shape_.kv_heads, shape_.group());
+    double unused[PARTS];
+    team.run([&](Member& member) {
+      Stopwatch watch(member.index() == 0 ? seconds : unused);
+      member.parallel_in_runs(tokens, [&](int64_t t) {
+        std::memcpy(residual(t), embedding_ + step.ids[t] * hidden_, sizeof(T) * hidden_);
+      });
+      for (size_t index = 0; index < layers_.size(); index++) {
+        attention_part(member, index, step, tasks, watch);
+        mlp_part(member, layers_[index], tokens, watch);
+      }
+      logits(member, step, watch);
+    });
+  }
+
+ private:
+  T* residual(int64_t token) { return residual_.data() + token * hidden_; }
+
+  void attention_part(Member& member, size_t index, const StepInput<T>& step, const std::vector<AttentionTask>& tasks,
+                      Stopwatch& watch) {
+    const Layer<T>& layer = layers_[index];
+    const Pool<T> pool{step.pools[index], step.page_size, shape_.kv_heads, shape_.head_dim};
+    const int64_t tokens = step.attention.tokens, width = shape_.width();
+    HeadShape<T> shape = shape_;
+    shape.norm = layer.head_norm;
+    const Activations<T> normed = norm_rows(member, layer.attention_norm, tokens, nullptr);
+    watch.add(REST);
+    multiply(member, normed, *layer.qkv, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      put_pair(projected_.data() + place.row * width, panel, width, one, other);
+    });
+    watch.add(LINEAR);
+    const Activations<T> mixed(wide_.data(), tokens, shape_.heads * shape_.head_dim);
+    attend(member, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, rotary_, pool,
+           layer.scoring, *scratch_[member.index()],
+           [&](int64_t token, int64_t at, Floats values) { mixed.put(mixed.row(token), at, values); });
+    watch.add(ATTENTION);
+    multiply(member, mixed, *layer.out, add_to_residual());
+    watch.add(LINEAR);
+  }
+
+  void mlp_part(Member& member, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+    const Activations<T> normed = norm_rows(member, layer.mlp_norm, tokens, nullptr);
+    watch.add(REST);
+    const Activations<T> gated(wide_.data(), tokens, middle_);
+    multiply(member, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
+      gated.put(gated.row(place), panel * LANES, silu(gate) * up);
+    });
+    multiply(member, gated, *layer.down, add_to_residual());
+    watch.add(LINEAR);
+  }
+
+  void logits(Member& member, const StepInput<T>& step, Stopwatch& watch) {
+    const int64_t vocabulary = head_->outputs;
+    const Activations<T> normed = norm_rows(member, norm_, step.num_logits, step.logits_rows);
+    watch.add(REST);
+    multiply(member, normed, *head_, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      put_pair(step.logits + place.row * vocabulary, panel, vocabulary, one, other);
+    });
+    watch.add(LINEAR);
+  }
+
+  // Root mean square norm of the residual of all tokens, or of those that ``chosen`` names.
+  Activations<T> norm_rows(Member& member, const T* weight, int64_t count, const int64_t* chosen) {
+    const Activations<T> normed(narrow_.data(), count, hidden_);
+    member.parallel_in_runs(count, [&](int64_t row) {
+      const T* from = residual(chosen == nullptr ? row : chosen[row]);
+      const float factor = inverse_rms(from, hidden_, eps_);
+      uint32_t* to = normed.row(row);
+      for (int64_t i = 0; i < hidden_; i += LANES)
+        normed.put(to, i, Number<T>::load_lanes(from + i) * factor * Number<T>::load_lanes(weight + i));
+    });
+    return normed;
+  }
+
+  auto add_to_residual() {
+    return [this](const Place& place, int64_t panel, Floats one, Floats other) {
+      T* to = residual(place.row) + panel * PANEL;
+      Number<T>::store_lanes(to, Number<T>::load_lanes(to) + one);
+      if (panel * PANEL + LANES < hidden_) Number<T>::store_lanes(to + LANES, Number<T>::load_lanes(to + LANES) + other);
+    };
+  }
+
+  void reserve(const StepInput<T>& step, int members) {
+    const int64_t tokens = step.attention.tokens, wide = std::max(shape_.heads * shape_.head_dim, middle_);
+    const int64_t rows = std::max(tokens, step.num_logits);
+    grow(residual_, tokens * hidden_);
+    grow(projected_, tokens * shape_.width());
+    grow(narrow_, Activations<T>::units(rows, hidden_));
+    grow(wide_, Activations<T>::units(tokens, wide));
+    while (static_cast<int>(scratch_.size()) < members)
+      scratch_.push_back(std::make_unique<AttentionScratch<T>>(shape_.head_dim));
+  }
+
+  template <class V>
+  static void grow(std::vector<V>& buffer, int64_t size) {
+    if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
+  }
+
+  const T* embedding_;
+  const T* norm_;
+  const Weights<T>* head_;
+  HeadShape<T> shape_;
+  Rotary<T> rotary_;
+  int64_t hidden_, middle_;
+  float eps_;
+  std::vector<Layer<T>> layers_;
+  std::vector<T> residual_, projected_;
+  std::vector<uint32_t> narrow_, wide_;
+  std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
+};
+
+}  // namespace aioinfer

@@ -1,0 +1,99 @@
+// Heads: from a layer's projection to queries in place and keys and values in their cells.
+#pragma once
+
+#include <cmath>
+
+#include "pool.hpp"
+
+namespace aioinfer {
+
+// Sum of squares of ``size`` numbers, a multiple of LANES.
+template <class T>
+AIOINFER_INLINE float sum_of_squares(const T* from, int64_t size) {
+  Floats total{};
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Floats value = Number<T>::load_lanes(from + i);
+    total += value * value;
+  }
+  return sum(total);
+}
+
+template <class T>
+AIOINFER_INLINE float inverse_rms(const T* from, int64_t size, float eps) {
+  return 1.0f / std::sqrt(sum_of_squares(from, size) / static_cast<float>(size) + eps);
+}
+
+// How the first ``size`` dimensions of a head turn with the position, dimension d together with d + size / 2.
+template <class T>
+struct Rotary {
+  const T* cos;  // [positions, size]
+  const T* sin;  // [positions, size], the first half negated
+  int64_t size;
+};
+
+template <class T>
+struct HeadShape {
+  int64_t heads, kv_heads, head_dim;
+  const T* norm;  // [heads + kv_heads, head_dim], or null
+  float eps;
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
+};
+
+// Queries, keys and values of all tokens, each with its heads side by side, and how far tokens are apart.
+template <class T>
+struct Projected {
+  T *queries, *keys, *values;
+  int64_t query_stride, kv_stride;
+
+  // Of one matrix [tokens, heads + 2 * kv_heads, head_dim].
+  static Projected of(T* all, const HeadShape<T>& shape) {
+    T* keys = all + shape.heads * shape.head_dim;
+    return {all, keys, keys + shape.kv_heads * shape.head_dim, shape.width(), shape.width()};
+  }
+};
+
+// Norm and rotate a head where it lies. ``at``: row of the rotary table.
+template <class T>
+void prepare_head(T* head, int64_t size, const T* norm, float eps, const Rotary<T>& rotary, int64_t at, float* scratch) {
+  const float factor = norm == nullptr ? 1.0f : inverse_rms(head, size, eps);
+  for (int64_t d = 0; d < size; d += LANES) {
+    Floats value = Number<T>::load_lanes(head + d) * factor;
+    if (norm != nullptr) value *= Number<T>::load_lanes(norm + d);
+    store(scratch + d, value);
+  }
+  const T *cos = rotary.cos + at * rotary.size, *sin = rotary.sin + at * rotary.size;
+  const int64_t half = rotary.size / 2;
+  if (half % LANES) {
+    for (int64_t d = 0; d < rotary.size; d++) {
+      const float other = scratch[d < half ? d + half : d - half];
+      head[d] = Number<T>::make(scratch[d] * Number<T>::read(cos[d]) + other * Number<T>::read(sin[d]));
+    }
+  } else {
+    for (int64_t d = 0; d < rotary.size; d += LANES) {
+      const Floats value = load<Floats>(scratch + d), other = load<Floats>(scratch + (d < half ? d + half : d - half));
+      Number<T>::store_lanes(head + d, value * Number<T>::load_lanes(cos + d) + other * Number<T>::load_lanes(sin + d));
+    }
+  }
+  for (int64_t d = rotary.size; d < size; d++) head[d] = Number<T>::make(scratch[d]);
+}
+
+// One token's heads that share a KV head: queries prepared in place, key and value stored. Heads that come with
+// nothing left to be done have no norm and a rotary of size 0.
+template <class T>
+void prepare_token(const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, int64_t token,
+                   int64_t at, int64_t kv_head, int64_t cell, const Pool<T>& pool, float* scratch) {
+  const int64_t size = shape.head_dim, group = shape.group();
+  T* queries = projected.queries + token * projected.query_stride + kv_head * group * size;
+  T* key = projected.keys + token * projected.kv_stride + kv_head * size;
+  if (shape.norm != nullptr || rotary.size != 0) {
+    auto norm = [&](int64_t head) { return shape.norm == nullptr ? nullptr : shape.norm + head * size; };
+    for (int64_t i = 0; i < group; i++)
+      prepare_head(queries + i * size, size, norm(kv_head * group + i), shape.eps, rotary, at, scratch);
+    prepare_head(key, size, norm(shape.heads + kv_head), shape.eps, rotary, at, scratch);
+  }
+  pool.write(cell, kv_head, key, projected.values + token * projected.kv_stride + kv_head * size);
+}
+
+}  // namespace aioinfer

@@ -1,0 +1,96 @@
+// Pool: keys and values of one layer by page, laid out for the products of attention.
+//
+// A *tile* is 16 positions of one head, keys and then values. Its keys are [unit of the head's dimensions][position],
+// so that one vector holds a dimension of all positions; its values are [unit of positions][dimension]. A page holds
+// all tiles of a head, then those of the next head. Pages that are no multiple of a tile are stored cell by cell,
+// [cell][head][key and value][dimension], and made into tiles whenever they are read: slower, with the same bits.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.hpp"
+
+namespace aioinfer {
+
+constexpr int TILE = 16;
+
+template <class T>
+struct Pool {
+  static constexpr int PER_UNIT = Number<T>::PER_UNIT;
+
+  T* data;
+  int64_t page_size, heads, head_dim;
+
+  bool tiled() const { return page_size % TILE == 0; }
+
+  // Elements of the keys of a tile, behind which lie its values.
+  int64_t half() const { return TILE * head_dim; }
+
+  // A tile of a page that holds whole tiles.
+  AIOINFER_INLINE T* tile(int64_t page, int64_t head, int64_t index) const {
+    return data + ((page * heads + head) * (page_size / TILE) + index) * 2 * half();
+  }
+
+  // Key, and behind it value, of one head at a KV cell, of pages that do not.
+  T* cell(int64_t index, int64_t head) const { return data + (index * heads + head) * 2 * head_dim; }
+
+  // Store the key and the value [head_dim] of one head at a KV cell.
+  void write(int64_t index, int64_t head, const T* key, const T* value) const {
+    if (tiled()) {
+      const int64_t offset = index % page_size;
+      write_to_tile(tile(index / page_size, head, offset / TILE), static_cast<int>(offset % TILE), key, value);
+    } else {
+      std::memcpy(cell(index, head), key, sizeof(T) * head_dim);
+      std::memcpy(cell(index, head) + head_dim, value, sizeof(T) * head_dim);
+    }
+  }
+
+  void write_to_tile(T* tile, int at, const T* key, const T* value) const {
+    for (int64_t d = 0; d < head_dim; d += PER_UNIT)
+      std::memcpy(tile + (d / PER_UNIT * TILE + at) * PER_UNIT, key + d, sizeof(uint32_t));
+    T* to = tile + half() + at / PER_UNIT * head_dim * PER_UNIT + at % PER_UNIT;
+    for (int64_t d = 0; d < head_dim; d++) to[d * PER_UNIT] = value[d];
+  }
+};
+
+// What one sequence has in a pool, for one head.
+template <class T>
+class Context {
+ public:
+  // ``pages`` is the sequence's page table, ``length`` how many positions of it exist. ``scratch`` has room for a
+  // tile; what is read lies there where pages hold no tiles.
+  Context(const Pool<T>& pool, const int64_t* pages, int64_t length, int64_t head, T* scratch)
+      : pool_(pool), pages_(pages), length_(length), head_(head), scratch_(scratch) {}
+
+  // A tile's keys; if one_by_one(), until the next call of these two.
+  AIOINFER_INLINE const uint32_t* keys(int64_t index) const { return reinterpret_cast<const uint32_t*>(tile(index)); }
+  AIOINFER_INLINE const uint32_t* values(int64_t index) const {
+    return reinterpret_cast<const uint32_t*>(tile(index) + pool_.half());
+  }
+
+  bool one_by_one() const { return !pool_.tiled(); }
+
+ private:
+  AIOINFER_INLINE const T* tile(int64_t index) const {
+    if (!pool_.tiled()) return assembled(index);
+    const int64_t first = index * TILE;
+    return pool_.tile(pages_[first / pool_.page_size], head_, first % pool_.page_size / TILE);
+  }
+
+  const T* assembled(int64_t index) const {
+    for (int i = 0; i < TILE; i++) {
+      const int64_t position = std::min(index * TILE + i, length_ - 1);
+      const int64_t cell = pages_[position / pool_.page_size] * pool_.page_size + position % pool_.page_size;
+      const T* key = pool_.cell(cell, head_);
+      pool_.write_to_tile(scratch_, i, key, key + pool_.head_dim);
+    }
+    return scratch_;
+  }
+
+  const Pool<T>& pool_;
+  const int64_t* pages_;
+  int64_t length_, head_;
+  T* scratch_;
+};
+
+}  // namespace aioinfer

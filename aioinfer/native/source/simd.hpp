@@ -1,0 +1,172 @@
+// Vectors of floats, the two types of a model, and the one product that everything is made of.
+//
+// Written with the compilers' vector types, so that one source serves AVX-512, AVX2 and others; intrinsics
+// stand only where there is an instruction that no compiler finds by itself.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define AIOINFER_INLINE inline __attribute__((always_inline))
+// Loops over registers must be unrolled, or the registers become memory.
+#define AIOINFER_UNROLL _Pragma("GCC unroll 16")
+
+namespace aioinfer {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+AIOINFER_INLINE To cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <class V, class P>
+AIOINFER_INLINE V load(const P* from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class V, class P>
+AIOINFER_INLINE void store(P* to, const V& value) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+AIOINFER_INLINE Floats spread(float value) { return Floats{} + value; }
+
+AIOINFER_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// Halves are folded onto each other: an order that depends on nothing.
+AIOINFER_INLINE float sum(Floats v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+AIOINFER_INLINE float largest(Floats v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
+}
+
+// 2^n * p for whole n, with infinity and 0 where that does not fit.
+AIOINFER_INLINE Floats scale_by_power(Floats p, Floats n) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(0xffff, p, n);
+#else
+  const Ints half = __builtin_convertvector(n, Ints) >> 1, rest = __builtin_convertvector(n, Ints) - half;
+  return p * cast<Floats>((half + 127) << 23) * cast<Floats>((rest + 127) << 23);
+#endif
+}
+
+// e^x to 2 ulp (Cephes' polynomial); NaN for NaN.
+AIOINFER_INLINE Floats exponential(Floats x) {
+  // Beyond these the result is 0 and infinity. Written so that NaN stays.
+  x = x < -104.0f ? spread(-104.0f) : x;
+  x = x > 89.0f ? spread(89.0f) : x;
+  const Floats magic = spread(12582912.0f);  // adding it rounds to the nearest integer
+  const Floats n = (x * 1.44269504088896341f + magic) - magic;
+  Floats r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = spread(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return scale_by_power(p, n);
+}
+
+AIOINFER_INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
+
+// Nearest, ties to even; NaN stays NaN.
+AIOINFER_INLINE uint16_t rounded_bits(float value) {
+  uint32_t word = cast<uint32_t>(value);
+  if ((word & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+}
+
+AIOINFER_INLINE Words rounded_words(Floats value) {
+  Words word = cast<Words>(value);
+  Words rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+  return (word & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
+}
+
+// What a model's numbers are. A *unit* is what one lane of a product takes: 4 bytes, one float or two bfloat16.
+template <class T>
+struct Number;
+
+template <>
+struct Number<float> {
+  static constexpr int PER_UNIT = 1;
+  static AIOINFER_INLINE float read(float v) { return v; }
+  static AIOINFER_INLINE float make(float v) { return v; }
+  static AIOINFER_INLINE Floats load_lanes(const float* from) { return load<Floats>(from); }
+  static AIOINFER_INLINE void store_lanes(float* to, Floats v) { store(to, v); }
+  // sum + a * b
+  static AIOINFER_INLINE Floats multiply_add(Floats sum, Ints a, Ints b) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(cast<Floats>(a), cast<Floats>(b), sum);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(cast<Floats>(a), cast<Floats>(b), sum);
+#else
+    return sum + cast<Floats>(a) * cast<Floats>(b);
+#endif
+  }
+};
+
+template <>
+struct Number<bfloat16> {
+  static constexpr int PER_UNIT = 2;
+  static AIOINFER_INLINE float read(bfloat16 v) { return cast<float>(static_cast<uint32_t>(v.bits) << 16); }
+  static AIOINFER_INLINE bfloat16 make(float v) { return {rounded_bits(v)}; }
+  static AIOINFER_INLINE Floats load_lanes(const bfloat16* from) {
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+    return cast<Floats>(__builtin_convertvector(load<Halves>(from), Words) << 16);
+  }
+  static AIOINFER_INLINE void store_lanes(bfloat16* to, Floats v) {
+#if defined(__AVX512BF16__)
+    store(to, _mm512_cvtneps_pbh(v));
+#else
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+    store(to, __builtin_convertvector(rounded_words(v), Halves));
+#endif
+  }
+  // sum + a.low * b.low + a.high * b.high
+  static AIOINFER_INLINE Floats multiply_add(Floats sum, Ints a, Ints b) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(sum, cast<__m512bh>(a), cast<__m512bh>(b));
+#else
+    const Ints high = Ints{} + static_cast<int32_t>(0xffff0000u);
+    sum = Number<float>::multiply_add(sum, a << 16, b << 16);
+    return Number<float>::multiply_add(sum, a & high, b & high);
+#endif
+  }
+};
+
+}  // namespace aioinfer
