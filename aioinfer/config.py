@@ -73,6 +73,11 @@ class EngineConfig:
     sampling: Literal["auto", "triton", "torch"] = _option(
         "auto", "sampling kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"
     )
+    deterministic: bool = _option(
+        False,
+        "ids and logprobs of a request have the same bits in any company, with any window, chunks, cache and "
+        "retractions; an error where the kernels cannot promise it, as native ones do",
+    )
     max_model_len: int | None = _option(None, "longest prompt plus output in tokens")
     page_size: int = _option(
         16, "KV positions per page; with a diffusion model at least, and a multiple of, a block"

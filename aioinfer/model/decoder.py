@@ -42,6 +42,7 @@ class Decoder:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
     capturable = True
+    invariant = False
 
     def __init__(
         self,

@@ -76,6 +76,7 @@ class NativeDecoder:
     """
 
     capturable = False
+    invariant = True
 
     def __init__(
         self,

@@ -53,6 +53,9 @@ class CausalLM(Protocol):
     spec: ModelSpec
     #: its forward asks the host for nothing that differs from step to step: a CUDA graph can hold it
     capturable: bool
+    #: a token's logits have the same bits in any batch, however its sequence was cut into rows and whoever
+    #: computed what its cache holds
+    invariant: bool
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """Logits of ``batch.logits_rows``, [S, vocab_size] in the model's type; KV is written on the way."""

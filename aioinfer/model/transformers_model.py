@@ -39,6 +39,7 @@ class TransformersLM:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
     capturable = False
+    invariant = False
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ class ReplayedLM(ScriptedLM):
     """The scripted model as a kernel that can be captured: looks at its batch when it is launched."""
 
     capturable = True
+    invariant = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
