@@ -68,6 +68,7 @@ class TorchDevice:
             if not lacks_memory(error):
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
+        self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = _packer(config, spec, size.max_model_len, self._backend.graph_rows)
         return DeviceInfo(
@@ -116,6 +117,7 @@ class TorchDevice:
         self._backend = None
         self._packer = None
         self._masks.close()
+        self.lane.parts = dict
         if self._threads_before is not None:
             import torch
 

@@ -6,8 +6,9 @@ windows, blocks, experts. The forward is one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ class Decoder:
 
     capturable = True
     invariant = False
+    seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,

@@ -111,6 +111,9 @@ async def mix(seed: int, model: str = "tiny-chat", dtype: str = "auto", size: in
     base = {"model": model, "dtype": dtype, "deterministic": True}
     expected = await alone(EngineConfig(**base, window=0, prefix_cache=False, threads=2), wanted)
     settings = company(dice)
+    if seed % 2 == 0:
+        # Everybody at once, and too little memory for that.
+        settings |= {"max_running_requests": 16, "num_pages": 224, "max_step_tokens": 512}
     settings["num_pages"] //= settings["page_size"]
     got, retractions = await together(EngineConfig(**base, **settings), wanted, dice)
     for ask, one, other in zip(wanted, expected, got, strict=True):
@@ -124,7 +127,7 @@ needs_kernels = pytest.mark.skipif(native_obstacle() is not None, reason=f"{nati
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_company_changes_no_bit(dtype: str) -> None:
-    retractions = [await mix(seed, dtype=dtype) for seed in range(3)]
+    retractions = [await mix(seed, dtype=dtype) for seed in range(2)]
     assert sum(retractions), "the pools were to be too small"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -192,6 +192,7 @@ class Model:
 
     capturable = True
     invariant = True
+    seconds: Mapping[str, float] = MappingProxyType({})
     spec: Any = SimpleNamespace(vocab_size=64)
 
     def forward(self, batch: Batch, attention: Any) -> torch.Tensor:

@@ -105,7 +105,9 @@ class Decoder {
     const Activations<T> mixed(wide_.data(), tokens, shape_.heads * shape_.head_dim);
     attend(member, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, rotary_, pool,
            layer.scoring, *scratch_[member.index()],
-           [&](int64_t token, int64_t at, Floats values) { mixed.put(mixed.row(token), at, values); });
+           [&](int64_t token) {
+             return [&mixed, to = mixed.row(token)](int64_t at, Floats values) { mixed.put(to, at, values); };
+           });
     watch.add(ATTENTION);
     multiply(member, mixed, *layer.out, add_to_residual());
     watch.add(LINEAR);

@@ -67,8 +67,10 @@ bool NAMED(attend)(void* team, T* queries, T* keys, T* values, int64_t query_str
       attend(member, tasks, input, Projected<T>{queries, keys, values, query_stride, kv_stride}, shape,
              Rotary<T>{cos, sin, rotary_dim}, Pool<T>{pool, page_size, kv_heads, head_dim},
              Scoring{scale, soft_cap, window, block}, scratch[member.index()],
-             [&](int64_t token, int64_t at, Floats values) {
-               Number<T>::store_lanes(out + token * heads * head_dim + at, values);
+             [&](int64_t token) {
+               return [to = out + token * heads * head_dim](int64_t at, Floats values) {
+                 Number<T>::store_lanes(to + at, values);
+               };
              });
     });
     return true;

@@ -56,22 +56,29 @@ AIOINFER_INLINE Floats spread(float value) { return Floats{} + value; }
 
 AIOINFER_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// Halves are folded onto each other: an order that depends on nothing.
-AIOINFER_INLINE float sum(Floats v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+// Lanes are folded by halves onto each other: an order that depends on nothing.
+#define AIOINFER_FOLD(v, RESULT)                                      \
+  typedef float Eight __attribute__((vector_size(32)));               \
+  typedef float Four __attribute__((vector_size(16)));                \
+  float lanes[LANES];                                                 \
+  store(lanes, v);                                                    \
+  for (int half = LANES / 2; half >= 8; half /= 2) {                  \
+    const Eight a = load<Eight>(lanes), b = load<Eight>(lanes + half); \
+    store(lanes, RESULT);                                             \
+  }                                                                   \
+  {                                                                   \
+    const Four a = load<Four>(lanes), b = load<Four>(lanes + 4);      \
+    store(lanes, RESULT);                                             \
+  }                                                                   \
+  for (int half = 2; half; half /= 2)                                 \
+    for (int i = 0; i < half; i++) {                                  \
+      const float a = lanes[i], b = lanes[i + half];                  \
+      lanes[i] = RESULT;                                              \
+    }                                                                 \
   return lanes[0];
-}
 
-AIOINFER_INLINE float largest(Floats v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
-}
+AIOINFER_INLINE float sum(Floats v) { AIOINFER_FOLD(v, a + b) }
+AIOINFER_INLINE float largest(Floats v) { AIOINFER_FOLD(v, a > b ? a : b) }
 
 // 2^n * p for whole n, with infinity and 0 where that does not fit.
 AIOINFER_INLINE Floats scale_by_power(Floats p, Floats n) {
