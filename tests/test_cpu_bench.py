@@ -1,0 +1,174 @@
+"""The CPU bench takes turns, goes on without engines that fail, and computes figures as they are defined."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import bench.cpu
+from bench.cpu.cells import Cell, agreement, figures, prompts, ratio, schedule
+from bench.cpu.command import own_settings
+from bench.cpu.contest import Contest, Contestant, Limits
+from bench.cpu.serving import Server, measure, pooled
+from bench.cpu.tables import summary
+from bench.load import make_load
+from bench.serving import summarise
+from tests.fake_peer import SETTINGS, command_of
+from tests.server.conftest import Serving, serving
+
+__all__ = ["serving"]
+
+ROOT = Path(__file__).parents[1]
+CELLS = [Cell(1, 5, 8), Cell(2, 5, 8), Cell(1, 30, 1)]
+
+
+# -- turns ---------------------------------------------------------------------------------------------
+
+
+def contestant(mode: str, tmp_path: Path) -> Contestant:
+    return Contestant(mode, command_of(mode), ROOT, tmp_path / f"{mode}.log", dict(SETTINGS))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_contest_goes_on_without_those_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    modes = ["well", "tells", "raises", "dies", "hangs", "refuses to load"] if together else ["well", "dies"]
+    engines = [contestant(mode, tmp_path) for mode in modes]
+    engines.append(Contestant("missing", ["/no/such/python"], ROOT, tmp_path / "none.log", dict(SETTINGS)))
+    contest = Contest(engines, CELLS, 50, Limits(load=20, run=0.5), seed=0)
+    assert contest.run(2, together) is together
+    found = {engine.name: engine for engine in engines}
+    for name in {"well", "tells"} & set(found):
+        assert {cell: len(rows) for cell, rows in found[name].samples.items()} == {
+            "c=1": 2, "c=2": 2, "prefill 1x30": 2
+        }  # fmt: skip
+        assert all(row["agreement"]["prefix"] == 1 for rows in found[name].samples.values() for row in rows)
+        assert found[name].peak.resident > 5
+        assert found[name].failed is None
+    assert len(found["well"].load_seconds) == (1 if together else 2)
+    assert "it ended with 3" in str(found["dies"].failed)
+    assert "cannot be started" in str(found["missing"].failed)
+    if together:
+        assert found["tells"].samples["c=2"][0]["breakdown"] == {"linear": 3.0, "attention": 1.0}
+        assert "not answer in time" in str(found["hangs"].failed)
+        assert "too large" in str(found["refuses to load"].failed)
+        # It is asked for the others, though already its warm-up said what it cannot do.
+        assert found["raises"].failed is None
+        assert set(found["raises"].samples) == {"c=1", "prefill 1x30"}
+        assert list(found["raises"].errors) == ["c=2"]
+    assert all(engine.process is None or engine.process.exit_code is not None for engine in engines)
+    json.dumps([engine.result() for engine in engines])
+    assert summary(engines, CELLS)["medians"]["missing"] == {cell.name: {} for cell in CELLS}
+
+
+def test_turns_alternate_and_everybody_begins_once() -> None:
+    turns = [(turn.engine, turn.cells[0].name) for turn in schedule("ab", CELLS[:2], 2, together=True)]
+    assert turns == [
+        ("a", "c=1"), ("b", "c=1"), ("a", "c=2"), ("b", "c=2"),
+        ("b", "c=1"), ("a", "c=1"), ("b", "c=2"), ("a", "c=2"),
+    ]  # fmt: skip
+    alone = list(schedule("ab", CELLS, 2, together=False))
+    assert [turn.engine for turn in alone] == ["a", "b", "b", "a"]
+    assert all(turn.cells == tuple(CELLS) for turn in alone)
+
+
+def test_prompts_are_new_in_every_run_and_the_same_for_everybody() -> None:
+    seeds = [(cell, round, part) for cell in CELLS for round in range(3) for part in ("first", "whole")]
+    made = [prompts(cell, 1000, *seed) for cell, *seed in seeds]
+    flat = [tuple(prompt) for run in made for prompt in run]
+    assert len(set(flat)) == len(flat)
+    assert made == [prompts(cell, 1000, *seed) for cell, *seed in seeds]
+    assert all(0 <= token < 1000 for prompt in flat for token in prompt)
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------
+
+
+def test_rates_follow_their_definitions() -> None:
+    found = figures(Cell(8, 128, 64), 1.5, 4.5)
+    assert found["decode_tokens_per_s"] == pytest.approx(8 * 63 / 3.0)
+    assert found["end_to_end_tokens_per_s"] == pytest.approx(8 * 64 / 4.5)
+    assert found["prefill_tokens_per_s"] == pytest.approx(8 * 128 / 1.5)
+    assert figures(Cell(1, 1024, 1), 2.0, None) == {"t1": 2.0, "prefill_tokens_per_s": 512.0}
+    # More tokens that took no longer are no rate.
+    assert "decode_tokens_per_s" not in figures(Cell(8, 128, 64), 1.5, 1.5)
+
+
+def test_the_ratio_is_taken_round_by_round_over_the_best() -> None:
+    found = ratio({0: 10.0, 1: 30.0}, {"a": {0: 5.0, 1: 30.0}, "b": {0: 8.0, 1: 8.0}, "c": {}})
+    assert found == {"best": "a", "median": 1.5, "min": 1.0, "max": 2.0}
+    assert ratio({}, {"a": {0: 5.0}}) is None
+    assert ratio({0: 10.0}, {}) is None
+    assert ratio({0: 10.0}, {"a": {1: 5.0}}) is None
+
+
+def test_agreement_counts_up_to_the_first_difference() -> None:
+    assert agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [6, 6, 7, 8]]) == {
+        "first": 0.5,
+        "prefix": 2 / 8,
+    }
+
+
+# -- the command line ----------------------------------------------------------------------------------
+
+
+def test_settings_belong_to_a_peer() -> None:
+    assert own_settings(["vllm.enforce_eager=true", "aioinfer.window=0", "aioinfer.seed="]) == {
+        "vllm": {"enforce_eager": "true"},
+        "aioinfer": {"window": "0", "seed": ""},
+    }
+    for text in ("window=0", "nobody.window=0", "vllm.eager"):
+        with pytest.raises(ValueError, match=r"PEER\.NAME=VALUE"):
+            own_settings([text])
+
+
+def test_the_bench_runs_with_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "cpu --peers aioinfer vllm --model tiny --rounds 1 --concurrency 1 2 --prompt-tokens 9"
+    options += (
+        f" --output-tokens 4 --prefill-tokens 40 --threads 1 --kv-gib 0.01 --place {tmp_path / 'place'}"
+    )
+    file = tmp_path / "lines.jsonl"
+    monkeypatch.setattr(sys, "argv", [*options.split(), "--json", str(file)])
+    assert bench.cpu.main() == 0
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert list(line["engines"]) == ["aioinfer"]
+    assert list(line["engines"]["aioinfer"]["samples"]) == ["c=1", "c=2", "prefill 1x40"]
+    assert line["medians"]["aioinfer"]["prefill 1x40"]["prefill_tokens_per_s"]["median"] > 0
+    assert str(tmp_path) not in json.dumps(line["options"])
+    said = capsys.readouterr().out
+    assert "vllm: left out, not installed (python -m bench peers install vllm)" in said
+    assert "end to end tokens/s" in said
+
+
+# -- servers -------------------------------------------------------------------------------------------
+
+
+async def test_a_load_on_a_server_counts_all_of_its_tokens(serving: Serving) -> None:
+    load = make_load(
+        count=12, rate=100, concurrency=None, burstiness=1, prompt_tokens="5", output_tokens="7",
+        distinct_prompts=None, vocab=(1, 60), seed=0,
+    )  # fmt: skip
+    async with serving() as served:
+        here: Any = SimpleNamespace(pid=os.getpid(), exit_code=None)
+        server = Server("toy", [], {}, served.url, process=here)
+        records, seconds, noise = await measure(server, load, 30)
+    result = summarise(records, seconds)
+    assert (result["requests"], result["failed"], result["output_tokens"]) == (12, 0, 84)
+    assert seconds >= load.requests[-1].at
+    assert noise["client_cores"] > 0
+    server.rounds[1.0] = [{"seconds": seconds, "output_tokens_per_s": 1.0}] * 2
+    server.records[1.0] = records + records
+    both = pooled(server, 1.0)
+    assert both["output_tokens_per_s"] == pytest.approx(result["output_tokens_per_s"])
+    assert both["ttft_ms"]["max"] == result["ttft_ms"]["max"]
+    assert pooled(server, 2.0) == {"tokens_per_s_by_round": {}}
