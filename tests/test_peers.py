@@ -129,22 +129,20 @@ def test_stopping_and_ending_reach_the_whole_family(start: Start) -> None:
     peer.kill()
 
 
-def test_peers_that_are_stopped_end_with_a_harness_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["stopped", "idle"])
+def test_peers_end_with_a_harness_that_was_killed(tmp_path: Path, state: str) -> None:
     script = (
         "import sys; from pathlib import Path; from bench.peers.process import PeerProcess\n"
         f"peer = PeerProcess({command_of('well')!r}, log=Path({str(tmp_path / 'log')!r}), cwd=Path('.'))\n"
-        f"peer.ask('load', 20, settings={SETTINGS!r}); peer.pause(); print(peer.pid, flush=True)\n"
-        "sys.stdin.read()"
+        f"peer.ask('load', 20, settings={SETTINGS!r})\n"
+        f"{'peer.pause()' if state == 'stopped' else ''}\n"
+        "print(peer.pid, flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    harness = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with harness:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe
+    ) as harness:
         assert harness.stdout is not None
         pid = int(harness.stdout.readline())
         harness.kill()

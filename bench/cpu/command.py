@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from bench.cpu.cells import Cell
@@ -21,7 +25,7 @@ from bench.report import environment, write_line
 __all__ = ["main"]
 
 #: who is measured unless told otherwise, as far as installed
-_DEFAULT = ["aioinfer", "openvino", "vllm", "llamacpp", "hf-generate"]
+_DEFAULT = ["aioinfer", "openvino", "vllm", "llamacpp"]
 _SERVERS = ["aioinfer", "vllm"]
 
 
@@ -128,9 +132,32 @@ def contestants(options: argparse.Namespace, peers: list[Peer], model: Path) -> 
     return found
 
 
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM unwinds, as Ctrl-C does, so that no process is left behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main() -> int:
-    options = parse()
-    model = find_model(options.model, options.place)
+    with ended_in_order():
+        return run(parse())
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and report; returns the exit status."""
+    try:
+        model = find_model(options.model, options.place)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
     peers = available(options.peers, options.place)
     if options.serve:
         from bench.cpu.serving import main as serve

@@ -49,6 +49,8 @@ class Contestant:
     peak: Memory = field(default_factory=Memory)
     #: what every cell was like, round by round
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    #: what it said, by round and cell
+    tokens: dict[tuple[int, str], list[list[int]]] = field(default_factory=dict)
     #: cells that it could not do, and why
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -84,15 +86,16 @@ class Contest:
         self._limits = limits
         self._seed = seed
         self._lock = lock
-        #: tokens of the first engine, to compare those of the others with
-        self._tokens: dict[tuple[int, str], list[list[int]]] = {}
 
     def run(self, rounds: int, together: bool | None = None) -> bool:
         """All rounds; ``together`` says whether all engines stay loaded, None lets memory decide. Returns how
         it was."""
         engines = list(self._engines.values())
         if together is None:
-            together = sum(engine.need for engine in engines) < _SHARE * available_gib()
+            wanted, free = sum(engine.need for engine in engines), available_gib()
+            together = wanted < _SHARE * free
+            how = "all stay loaded" if together else "one at a time is loaded"
+            print(f"{how}: about {wanted:.1f} GiB wanted for all, {free:.1f} free", flush=True)
         try:
             if together:
                 for engine in engines:
@@ -109,7 +112,18 @@ class Contest:
             for engine in engines:
                 if engine.process is not None:
                     engine.process.kill()
+        self._compare()
         return together
+
+    def _compare(self) -> None:
+        """Hold everybody's tokens against those of the first engine, where it has some."""
+        reference, *_ = self._engines.values()
+        for engine in self._engines.values():
+            for name, samples in engine.samples.items():
+                for sample in samples:
+                    ours = reference.tokens.get((sample["round"], name))
+                    if ours is not None:
+                        sample["agreement"] = agreement(ours, engine.tokens[sample["round"], name])
 
     def _wake(self, engine: Contestant) -> None:
         if engine.process is not None:
@@ -193,8 +207,7 @@ class Contest:
         }
         if "breakdown" in last:
             sample["breakdown"] = last["breakdown"]
-        reference = self._tokens.setdefault((round, cell.name), last["tokens"])
-        sample["agreement"] = agreement(reference, last["tokens"])
+        engine.tokens[round, cell.name] = last["tokens"]
         engine.samples.setdefault(cell.name, []).append(sample)
         rate = sample.get(cell.metric)
         _say(

@@ -79,10 +79,13 @@ def server_command(
     if peer.name == "vllm":
         from bench.peers.adapters.vllm_offline import environment as variables
 
+        # What ``vllm serve`` runs; that itself asks for the version of a package named vllm, and this one
+        # is named otherwise.
         command = [
-            str(python.with_name("vllm")), "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
-            "--dtype", "bfloat16", "--max-model-len", str(max_len), "--max-num-seqs", most,
-            "--no-enable-prefix-caching", "--seed", "0",
+            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+            "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
+            "--max-model-len", str(max_len), "--max-num-seqs", most, "--no-enable-prefix-caching",
+            "--seed", "0",
         ]  # fmt: skip
         return command + own, variables(options.threads, options.kv_gib)
     raise ValueError(f"{peer.name} has no server here")

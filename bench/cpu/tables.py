@@ -94,8 +94,8 @@ def _noise(samples: Sequence[dict[str, Any]]) -> str:
     if not samples:
         return "-"
     cores = max(sample["others_cores"] for sample in samples)
-    firsts = sum(sample["agreement"]["first"] for sample in samples) / len(samples)
-    return f"{cores:.2f}, {100 * firsts:.0f} %"
+    firsts = [sample["agreement"]["first"] for sample in samples if "agreement" in sample]
+    return f"{cores:.2f}, " + (f"{100 * sum(firsts) / len(firsts):.0f} %" if firsts else "-")
 
 
 def _line(name: str, texts: Sequence[str]) -> None:

@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,8 @@ __all__ = ["PeerFailed", "PeerProcess", "Process", "end_of"]
 _LONGEST = 64 * 2**20
 #: seconds that a peer may take to end when it is asked to
 _GRACE = 5.0
+#: becomes the command, to be killed (9) when its parent dies (PR_SET_PDEATHSIG, 1)
+_MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class PeerFailed(Exception):
@@ -31,19 +35,22 @@ class PeerFailed(Exception):
 class Process:
     """Some command with all that it starts, its stderr in a file.
 
-    It is a process group of this session, and not a session of its own: should this process be killed, the
-    kernel wakes a stopped group and hangs it up, so that none is left behind stopped.
+    Should this process be killed, the kernel kills the command. What it has started is in its process group,
+    and that in this session, not in one of its own: a group that is stopped then is woken and hung up.
     """
 
     def __init__(
         self, command: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str], pipes: bool
     ) -> None:
         """Raises OSError if there is no such command."""
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(f"there is no {command[0]}")
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                command, cwd=cwd, env={**os.environ, **environment}, process_group=0, stderr=file,
+                [sys.executable, "-c", _MORTAL, *command], cwd=cwd, env={**os.environ, **environment},
+                process_group=0, stderr=file,
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else file, bufsize=0,
             )  # fmt: skip

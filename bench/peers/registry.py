@@ -41,7 +41,7 @@ class Peer:
     environment: str | None
     checkpoint: Literal["safetensors", "openvino", "gguf"] = "safetensors"
     #: memory besides the KV budget, in sizes of the checkpoint; for deciding who fits side by side
-    copies: float = 2.0
+    copies: float = 1.5
     #: settings that differ from the library's defaults
     options: dict[str, str] = field(default_factory=dict)
 
@@ -82,10 +82,10 @@ PEERS = {
         Peer("aioinfer", "aioinfer_engine", None),
         Peer("aioinfer-llm", "aioinfer_engine", None, options={"synchronous": "true"}),
         Peer("openvino", "openvino_batching", "openvino", "openvino"),
-        Peer("vllm", "vllm_offline", "vllm", copies=4.0),
-        Peer("llamacpp", "llamacpp_batches", "llamacpp", "gguf"),
+        Peer("vllm", "vllm_offline", "vllm", copies=3.5),
+        Peer("llamacpp", "llamacpp_batches", "llamacpp", "gguf", copies=1.0),
         Peer("hf-generate", "hf_generate", "hf"),
-        Peer("hf-batching", "hf_batching", "hf", copies=3.0),
+        Peer("hf-batching", "hf_batching", "hf", copies=2.5),
     )
 }
 
