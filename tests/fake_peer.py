@@ -49,7 +49,10 @@ class FakePeer:
             raise RuntimeError("one at a time, please")
         if MODE == "stops early":
             new_tokens -= 1
-        sums = [sum(prompt) for prompt in prompts]
+        if MODE == "terminates":
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(600)
+        sums = [sum(prompt) + (MODE == "differs") for prompt in prompts]
         return [[(begin + at) % 50 for at in range(new_tokens)] for begin in sums]
 
     def breakdown(self) -> dict[str, float] | None:

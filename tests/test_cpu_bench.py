@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 import bench.cpu
 from bench.cpu.cells import Cell, agreement, figures, prompts, ratio, schedule
-from bench.cpu.command import own_settings
+from bench.cpu.command import ended_in_order, own_settings
 from bench.cpu.contest import Contest, Contestant, Limits
 from bench.cpu.serving import Server, measure, pooled
 from bench.cpu.tables import summary
@@ -40,10 +41,12 @@ def test_a_contest_goes_on_without_those_that_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    modes = ["well", "tells", "raises", "dies", "hangs", "refuses to load"] if together else ["well", "dies"]
+    modes = (
+        ["well", "differs", "tells", "raises", "dies", "refuses to load"] if together else ["well", "dies"]
+    )
     engines = [contestant(mode, tmp_path) for mode in modes]
     engines.append(Contestant("missing", ["/no/such/python"], ROOT, tmp_path / "none.log", dict(SETTINGS)))
-    contest = Contest(engines, CELLS, 50, Limits(load=20, run=0.5), seed=0)
+    contest = Contest(engines, CELLS, 50, Limits(load=60, run=60))
     assert contest.run(2, together) is together
     found = {engine.name: engine for engine in engines}
     for name in {"well", "tells"} & set(found):
@@ -57,8 +60,9 @@ def test_a_contest_goes_on_without_those_that_fail(
     assert "it ended with 3" in str(found["dies"].failed)
     assert "cannot be started" in str(found["missing"].failed)
     if together:
+        shares = [row["agreement"]["first"] for rows in found["differs"].samples.values() for row in rows]
+        assert shares == [0] * 6
         assert found["tells"].samples["c=2"][0]["breakdown"] == {"linear": 3.0, "attention": 1.0}
-        assert "not answer in time" in str(found["hangs"].failed)
         assert "too large" in str(found["refuses to load"].failed)
         # It is asked for the others, though already its warm-up said what it cannot do.
         assert found["raises"].failed is None
@@ -128,6 +132,17 @@ def test_settings_belong_to_a_peer() -> None:
     for text in ("window=0", "nobody.window=0", "vllm.eager"):
         with pytest.raises(ValueError, match=r"PEER\.NAME=VALUE"):
             own_settings([text])
+
+
+def test_a_bench_that_is_terminated_ends_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    engine = contestant("terminates", tmp_path)
+    contest = Contest([engine], CELLS, 50, Limits(load=60, run=60))
+    with pytest.raises(SystemExit) as leaving, ended_in_order():
+        contest.run(1, together=True)
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert engine.process is not None
+    assert engine.process.exit_code == -signal.SIGKILL
 
 
 def test_the_bench_runs_with_what_is_there(

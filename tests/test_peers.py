@@ -101,10 +101,8 @@ def test_a_peer_that_hangs_or_never_ends_its_line_is_killed(
     peer = start(mode)
     if mode == "hangs":
         peer.ask("load", 20, settings=SETTINGS)
-    began = time.monotonic()
     with pytest.raises(PeerFailed, match=why):
         peer.ask("run", 0.2, prompts=[[1]], new_tokens=9)
-    assert time.monotonic() - began < 10
     assert peer.exit_code == -9
 
 
@@ -166,14 +164,19 @@ def _wait_for(condition: Callable[[], bool]) -> bool:
 
 
 def test_watching_tells_a_process_from_the_others(tmp_path: Path) -> None:
-    busy = "x = bytearray(50 << 20); import time; end = time.process_time() + 0.3\n"
-    busy += "while time.process_time() < end: pass\nprint(); import sys; sys.stdin.read()"
+    busy = (
+        "import sys, time; x = bytearray(50 << 20); sys.stdin.readline(); end = time.process_time() + 0.3\n"
+    )
+    busy += "while time.process_time() < end: pass\nprint(flush=True); sys.stdin.read()"
     with Process(
         [sys.executable, "-c", busy], log=tmp_path / "log", cwd=ROOT, environment={}, pipes=True
     ) as process:
-        assert process._process.stdout is not None
+        requests, answers = process._process.stdin, process._process.stdout
+        assert requests is not None
+        assert answers is not None
         with Watch(process.pid) as use:
-            process._process.stdout.read(1)
+            requests.write(b"\n")
+            answers.read(1)
         with Watch(process.pid) as idle:
             sum(range(3_000_000))
     assert use.cpu >= 0.25
