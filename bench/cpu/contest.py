@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,7 @@ class Contest:
         self._limits = limits
         self._seed = seed
         self._lock = lock
+        self._wakes = itertools.count()
 
     def run(self, rounds: int, together: bool | None = None) -> bool:
         """All rounds; ``together`` says whether all engines stay loaded, None lets memory decide. Returns how
@@ -131,7 +133,7 @@ class Contest:
             # What a process pays for having been stopped is not the engine's.
             short = Cell(1, min(16, self._cells[0].prompt), 2)
             try:
-                self._ask(engine.process, short, "awake", short.output)
+                self._ask(engine.process, short, f"awake {next(self._wakes)}", short.output)
             except PeerFailed as error:
                 self._out(engine, str(error))
         elif engine.failed is None:

@@ -24,8 +24,14 @@ __all__ = ["PeerFailed", "PeerProcess", "Process", "end_of"]
 _LONGEST = 64 * 2**20
 #: seconds that a peer may take to end when it is asked to
 _GRACE = 5.0
-#: becomes the command, to be killed (9) when its parent dies (PR_SET_PDEATHSIG, 1)
-_MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+#: becomes the command, to be killed (9) when its parent dies (PR_SET_PDEATHSIG, 1), which it may have already
+_MORTAL = """
+import ctypes, os, sys
+parent, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(parent):
+    os.execvp(command[0], command)
+"""
 
 
 class PeerFailed(Exception):
@@ -49,7 +55,7 @@ class Process:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MORTAL, *command], cwd=cwd, env={**os.environ, **environment},
+                [sys.executable, "-c", _MORTAL, str(os.getpid()), *command], cwd=cwd, env={**os.environ, **environment},
                 process_group=0, stderr=file,
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else file, bufsize=0,
