@@ -130,7 +130,7 @@ def test_stopping_and_ending_reach_the_whole_family(start: Start) -> None:
 @pytest.mark.parametrize(
     ("stopped", "code"),
     [
-        (False, "import time; time.sleep(600)"),
+        (False, "import time; print(flush=True); time.sleep(600)"),
         (True, "import subprocess; subprocess.Popen(['sleep', '600']); print(flush=True); input()"),
     ],
 )
@@ -138,8 +138,8 @@ def test_processes_end_with_a_harness_that_was_killed(tmp_path: Path, stopped: b
     script = (
         "import sys; from pathlib import Path; from bench.peers.process import Process\n"
         f"command, log = [sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log')!r})\n"
-        f"process = Process(command, log=log, cwd=log.parent, environment={{}}, pipes={stopped})\n"
-        f"if {stopped}: process._process.stdout.read(1); process.pause()\n"
+        f"process = Process(command, log=log, cwd=log.parent, environment={{}}, pipes=True)\n"
+        f"process._process.stdout.read(1)\nif {stopped}: process.pause()\n"
         "print(process.pid, flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -53,10 +53,10 @@ class Process:
             raise FileNotFoundError(f"there is no {command[0]}")
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        mortal = [sys.executable, "-c", _MORTAL, str(os.getpid()), *command]
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MORTAL, str(os.getpid()), *command], cwd=cwd, env={**os.environ, **environment},
-                process_group=0, stderr=file,
+                mortal, cwd=cwd, env={**os.environ, **environment}, process_group=0, stderr=file,
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else file, bufsize=0,
             )  # fmt: skip
