@@ -14,9 +14,9 @@ import pytest
 
 import bench.cpu
 from bench.cpu.cells import Cell, agreement, figures, prompts, ratio, schedule
-from bench.cpu.command import ended_in_order, own_settings
+from bench.cpu.command import ended_in_order, own_settings, parse
 from bench.cpu.contest import Contest, Contestant, Limits
-from bench.cpu.serving import Server, measure, pooled
+from bench.cpu.serving import Server, contest, free_port, measure, pooled, report
 from bench.cpu.tables import summary
 from bench.load import make_load
 from bench.serving import summarise
@@ -187,3 +187,31 @@ async def test_a_load_on_a_server_counts_all_of_its_tokens(serving: Serving) -> 
     assert both["output_tokens_per_s"] == pytest.approx(result["output_tokens_per_s"])
     assert both["ttft_ms"]["max"] == result["ttft_ms"]["max"]
     assert pooled(server, 2.0) == {"tokens_per_s_by_round": {}}
+
+
+async def test_servers_take_turns_and_one_that_is_gone_is_out(
+    serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = parse(
+        f"--serve --model tiny --rounds 2 --rates 50 200 --requests 5 --prompt-tokens 5 --output-tokens 7 "
+        f"--json {tmp_path / 'lines.jsonl'} --lock {tmp_path / 'lock'}".split()
+    )
+    turns: list[str] = []
+    async with serving() as served:
+        here: Any = SimpleNamespace(
+            pid=os.getpid(), exit_code=None, log=tmp_path / "log", kill=lambda: None,
+            resume=lambda: turns.append("resume"), pause=lambda: turns.append("pause"),
+        )  # fmt: skip
+        toy = Server("toy", [], {}, served.url, process=here)
+        gone = Server("gone", [], {}, f"http://127.0.0.1:{free_port()}", process=here)
+        await contest([toy, gone], 60, options)
+    # Getting it going, and two rates in each of two rounds; the other was asked once.
+    assert turns == ["resume", "pause", "resume"] + ["resume", "pause"] * 4
+    assert "Cannot connect" in str(gone.failed)
+    assert gone.process is None
+    assert report([toy, gone], options) == 1
+    (line,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
+    assert [row["output_tokens"] for row in line["rounds"]["toy"]["200"]] == [35, 35]
+    assert line["servers"]["toy"]["50"]["requests"] == 10
+    assert line["servers"]["gone"]["50"] == {"tokens_per_s_by_round": {}}
+    assert "gone         peak RSS 0 MiB, out: Client" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from bench.peers.watch import Memory, Watch, locked
 from bench.report import environment, write_line
 from bench.serving import Record, run_load, summarise, url_target
 
-__all__ = ["Server", "free_port", "main", "measure", "server_command"]
+__all__ = ["Server", "contest", "free_port", "main", "measure", "report", "server_command"]
 
 #: seconds that a server may take to start
 _START = 900.0
@@ -291,10 +291,11 @@ def main(options: argparse.Namespace, peers: Sequence[Peer], model: Path) -> int
         for server in servers:
             if server.process is not None:
                 server.process.kill()
-    return _report(servers, options)
+    return report(servers, options)
 
 
-def _report(servers: Sequence[Server], options: argparse.Namespace) -> int:
+def report(servers: Sequence[Server], options: argparse.Namespace) -> int:
+    """Tables and the JSON line; returns the exit status."""
     from bench.cpu.command import settings_of
 
     found = {server.name: {f"{rate:g}": pooled(server, rate) for rate in options.rates} for server in servers}
