@@ -17,7 +17,7 @@ from bench.cpu.cells import Cell, agreement, figures, prompts, ratio, schedule
 from bench.cpu.command import ended_in_order, own_settings, parse
 from bench.cpu.contest import Contest, Contestant, Limits
 from bench.cpu.serving import Server, contest, free_port, measure, pooled, report
-from bench.cpu.tables import summary
+from bench.cpu.tables import print_results, summary
 from bench.load import make_load
 from bench.serving import summarise
 from tests.fake_peer import SETTINGS, command_of
@@ -38,7 +38,7 @@ def contestant(mode: str, tmp_path: Path) -> Contestant:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_contest_goes_on_without_those_that_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], together: bool
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     modes = (
@@ -70,7 +70,12 @@ def test_a_contest_goes_on_without_those_that_fail(
         assert list(found["raises"].errors) == ["c=2"]
     assert all(engine.process is None or engine.process.exit_code is not None for engine in engines)
     json.dumps([engine.result() for engine in engines])
-    assert summary(engines, CELLS)["medians"]["missing"] == {cell.name: {} for cell in CELLS}
+    told = summary(engines, CELLS)
+    assert told["medians"]["missing"] == {cell.name: {} for cell in CELLS}
+    assert list(told["ratios"]) == ["c=1", "c=2", "prefill 1x30", "c=1 end to end", "c=2 end to end"]
+    assert (told["ratios"]["prefill 1x30"] is None) == (not together)
+    print_results(engines, CELLS, told)
+    assert "missing: out: cannot be started" in capsys.readouterr().out
 
 
 def test_turns_alternate_and_everybody_begins_once() -> None:

@@ -32,12 +32,15 @@ def summary(engines: Sequence[Contestant], cells: Sequence[Cell]) -> dict[str, A
         for engine in engines
     }
     ours, *theirs = engines
+    compared = {cell.name: (cell, cell.metric) for cell in cells}
+    compared |= {
+        f"{cell.name} end to end": (cell, "end_to_end_tokens_per_s") for cell in cells if cell.output > 1
+    }
     ratios = {
-        cell.name: ratio(
-            by_round(ours, cell, cell.metric),
-            {peer.name: by_round(peer, cell, cell.metric) for peer in theirs},
+        name: ratio(
+            by_round(ours, cell, metric), {peer.name: by_round(peer, cell, metric) for peer in theirs}
         )
-        for cell in cells
+        for name, (cell, metric) in compared.items()
     }
     return {"medians": medians, "ratios": ratios}
 
@@ -62,9 +65,9 @@ def print_results(engines: Sequence[Contestant], cells: Sequence[Cell], found: d
     for engine in engines:
         _line(engine.name, [_noise(engine.samples.get(name, [])) for name in names])
     if len(engines) > 1:
-        print(f"\n{engines[0].name} over the best other, round by round")
+        print(f"\n{engines[0].name} over the best other, the median of the rounds' ratios")
         for name, value in found["ratios"].items():
-            print(f"  {name:16s} " + (f"x {_cell(value)} of {value['best']}" if value else "-"))
+            print(f"  {name:18s} " + (f"x {_cell(value)} of {value['best']}" if value else "-"))
     for engine in engines:
         _breakdowns(engine)
         for name, error in engine.errors.items():
