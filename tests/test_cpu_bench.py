@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -139,6 +140,19 @@ def test_settings_belong_to_a_peer() -> None:
             own_settings([text])
 
 
+@pytest.mark.parametrize(("noise", "attempts"), [(-1.0, [2, 2]), (math.inf, [0, 0])])
+def test_a_noisy_sample_is_taken_again_with_other_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: float, attempts: list[int]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    engine = contestant("well", tmp_path)
+    limits = Limits(load=60, run=60, noise=noise, attempts=3)
+    Contest([engine], CELLS[:1], 50, limits).run(2, together=True)
+    assert engine.failed is None
+    assert [sample["attempt"] for sample in engine.samples["c=1"]] == attempts
+    assert len(engine.tokens) == 2 * (attempts[0] + 1)
+
+
 def test_a_bench_that_is_terminated_ends_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     engine = contestant("terminates", tmp_path)
@@ -153,17 +167,15 @@ def test_a_bench_that_is_terminated_ends_its_peers(tmp_path: Path, monkeypatch: 
 def test_the_bench_runs_with_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = "cpu --peers aioinfer vllm --model tiny --rounds 1 --concurrency 1 2 --prompt-tokens 9"
-    options += (
-        f" --output-tokens 4 --prefill-tokens 40 --threads 1 --kv-gib 0.01 --place {tmp_path / 'place'}"
-    )
+    options = "cpu --peers aioinfer vllm --model tiny --rounds 1 --attempts 1 --concurrency 1 2 --kv-gib 0.01"
+    options += f" --prompt-tokens 9 --output-tokens 4 --prefill-tokens 9 --threads 1 --place {tmp_path}/place"
     file = tmp_path / "lines.jsonl"
     monkeypatch.setattr(sys, "argv", [*options.split(), "--json", str(file)])
     assert bench.cpu.main() == 0
     (line,) = map(json.loads, file.read_text().splitlines())
     assert list(line["engines"]) == ["aioinfer"]
-    assert list(line["engines"]["aioinfer"]["samples"]) == ["c=1", "c=2", "prefill 1x40"]
-    assert line["medians"]["aioinfer"]["prefill 1x40"]["prefill_tokens_per_s"]["median"] > 0
+    assert list(line["engines"]["aioinfer"]["samples"]) == ["c=1", "c=2", "prefill 1x9"]
+    assert line["medians"]["aioinfer"]["prefill 1x9"]["prefill_tokens_per_s"]["median"] > 0
     assert str(tmp_path) not in json.dumps(line["options"])
     said = capsys.readouterr().out
     assert "vllm: left out, not installed (python -m bench peers install vllm)" in said

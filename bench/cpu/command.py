@@ -54,6 +54,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--one-at-a-time", action="store_true", help="load each engine for its turn, even if all would fit"
     )
     parser.add_argument("--patience", type=float, default=300.0, help="seconds that one run may take")
+    parser.add_argument("--noise", type=float, default=0.25, help="cores that others may use meanwhile")
+    parser.add_argument("--attempts", type=int, default=3, help="samples taken until one is that quiet")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and arrivals")
     parser.add_argument("--lock", type=Path, help="hold this file's lock (flock) during every turn")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
@@ -65,8 +67,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.max_batch = max([1, *options.concurrency])
     options.peers = options.peers or (_SERVERS if options.serve else _DEFAULT)
-    if options.rounds < 1 or options.output_tokens < 2 or options.threads < 1:
-        parser.error("--rounds and --threads must be at least 1, --output-tokens at least 2")
+    if options.rounds < 1 or options.attempts < 1 or options.threads < 1 or options.output_tokens < 2:
+        parser.error("--rounds, --attempts and --threads must be at least 1, --output-tokens at least 2")
     try:
         options.own = own_settings(options.set)
     except ValueError as error:
@@ -168,9 +170,8 @@ def run(options: argparse.Namespace) -> int:
         print("nothing to measure", file=sys.stderr)
         return 1
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    contest = Contest(
-        engines, cells, vocab, Limits(run=options.patience), seed=options.seed, lock=options.lock
-    )
+    limits = Limits(run=options.patience, noise=options.noise, attempts=options.attempts)
+    contest = Contest(engines, cells, vocab, limits, seed=options.seed, lock=options.lock)
     together = contest.run(options.rounds, False if options.one_at_a_time else None)
     found = summary(engines, cells)
     print_results(engines, cells, found)

@@ -75,11 +75,6 @@ class Use:
     stolen: float = 0.0
     peak: Memory = field(default_factory=Memory)
 
-    @property
-    def others_cores(self) -> float:
-        """Cores that other processes used, in the mean."""
-        return self.others_cpu / self.seconds if self.seconds else 0.0
-
 
 class Watch:
     """``with Watch(pid) as use: ...`` fills ``use`` when it ends: a thread looks at the memory meanwhile."""
