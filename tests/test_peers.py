@@ -112,7 +112,8 @@ def test_a_peer_that_reads_nothing_does_not_hold_up_a_large_request(tmp_path: Pa
         peer.ask("run", 0.2, prompts=[[1] * 100_000])
 
 
-def test_stopping_and_ending_reach_the_whole_family(start: Start) -> None:
+@pytest.mark.parametrize("way", ["kill", "close"])
+def test_stopping_and_ending_reach_the_whole_family(start: Start, way: str) -> None:
     peer = start("family")
     peer.ask("load", 20, settings=SETTINGS)
     members = tree(peer.pid)
@@ -122,9 +123,10 @@ def test_stopping_and_ending_reach_the_whole_family(start: Start) -> None:
     peer.resume()
     assert peer.ask("run", 20, prompts=[[1]], new_tokens=2)["tokens"] == [[1, 2]]
     peer.pause()
-    peer.kill()
+    getattr(peer, way)()
     assert _wait_for(lambda: {_state(pid) for pid in members} <= {None, "Z"})
-    peer.kill()
+    assert peer.exit_code == (0 if way == "close" else -9)
+    getattr(peer, way)()
 
 
 @pytest.mark.parametrize(

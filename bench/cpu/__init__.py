@@ -8,7 +8,8 @@
 Every engine computes the same random prompts (never the same twice, no prefix caches) with the same number
 of threads and the same KV budget, greedily, whatever the end token is. A cell is run twice a round, for 1
 and for N new tokens: with T1 and TN seconds, C sequences decode C * (N - 1) / (TN - T1) tokens/s, end to end
-it is C * N / TN, and prefill C * prompt / T1.
+it is C * N / TN, and prefill C * prompt / T1. The decode rate is what a disturbed T1 moves most: look at the
+end-to-end rate, too.
 
 Engines take turns, cell by cell, so that whatever else goes on meets all of them; who begins changes from
 round to round. All are loaded and warm from the start, and whoever is not measured is stopped (SIGSTOP),

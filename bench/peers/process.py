@@ -139,9 +139,12 @@ class PeerProcess(Process):
     def close(self) -> None:
         """Ask it to end, and end it. Idempotent."""
         if self.exit_code is None:
+            # Once it has gone, nothing tells whose those are that went off into sessions of their own.
+            members = tree(self.pid)
             with contextlib.suppress(PeerFailed):
                 self.resume()
                 self.ask("quit", _GRACE)
+            self._signal(signal.SIGKILL, [pid for pid in members if pid != self.pid])
         self.kill()
 
     def _send(self, data: bytes, deadline: float) -> None:
