@@ -46,8 +46,6 @@ class Peer:
     options: dict[str, str] = field(default_factory=dict)
 
 
-_INSTRUCTIONS = "NATIVE AVX512 AVX512_BF16 AVX512_VNNI AVX512_VBMI"
-
 ENVIRONMENTS = {
     item.name: item
     for item in (
@@ -64,15 +62,17 @@ ENVIRONMENTS = {
         # Compiled here, for the instructions of this machine.
         Environment(
             "llamacpp",
-            ("llama-cpp-python==0.3.36", "gguf", "numpy"),
+            ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
             "llama_cpp, gguf",
             torch=False,
             variables={
-                "CMAKE_ARGS": " ".join(f"-DGGML_{name}=ON" for name in _INSTRUCTIONS.split()),
+                "CMAKE_ARGS": "-DGGML_NATIVE=ON",
                 "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
             },
         ),
-        Environment("hf", ("transformers[serving]==5.23.0", "accelerate", "numpy"), "transformers"),
+        Environment(
+            "hf", ("transformers[serving]==5.23.0", "accelerate==1.15.0", "numpy==2.4.6"), "transformers"
+        ),
     )
 }
 
