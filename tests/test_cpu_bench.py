@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 import bench.cpu
+import bench.cpu.contest
 from bench.cpu.cells import Cell, agreement, figures, prompts, ratio, schedule
 from bench.cpu.command import ended_in_order, own_settings, parse
 from bench.cpu.contest import Contest, Contestant, Limits
@@ -140,17 +140,20 @@ def test_settings_belong_to_a_peer() -> None:
             own_settings([text])
 
 
-@pytest.mark.parametrize(("noise", "attempts"), [(-1.0, [2, 2]), (math.inf, [0, 0])])
-def test_a_noisy_sample_is_taken_again_with_other_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: float, attempts: list[int]
+@pytest.mark.parametrize(
+    ("noises", "kept", "taken"), [([0.5, 0.1, 0.0], 1, 2), ([0.5, 0.3, 0.4], 1, 3), ([0.2], 0, 1)]
+)
+def test_a_disturbed_sample_is_taken_again_with_other_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noises: list[float], kept: int, taken: int
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(bench.cpu.contest, "_disturbed", lambda sample: noises[sample["attempt"]])
     engine = contestant("well", tmp_path)
-    limits = Limits(load=60, run=60, noise=noise, attempts=3)
+    limits = Limits(load=60, run=60, noise=0.25, attempts=3)
     Contest([engine], CELLS[:1], 50, limits).run(2, together=True)
     assert engine.failed is None
-    assert [sample["attempt"] for sample in engine.samples["c=1"]] == attempts
-    assert len(engine.tokens) == 2 * (attempts[0] + 1)
+    assert [sample["attempt"] for sample in engine.samples["c=1"]] == [kept, kept]
+    assert len(engine.tokens) == 2 * taken
 
 
 def test_a_bench_that_is_terminated_ends_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ round to round. All are loaded and warm from the start, and whoever is not measu
 with all its processes: an idle engine costs no CPU then, whatever its threads wait on, and loading is not
 repeated. Where memory does not suffice for that, each is loaded for its turn and ended behind it. A peer
 that is not installed is left out; one that fails or hangs is ended, the others go on, and the status is 1.
-A sample during which others used more than a quarter of a core is taken again, up to --attempts of them.
+A sample during which others used more than --noise of a core is taken again; of --attempts that are all
+disturbed the least disturbed counts.
 Memory is the resident set summed over an engine's processes, ten times a second; private is without mapped
 files. Some touch their whole KV budget at the start, others take of it what they need.
 """

@@ -190,20 +190,23 @@ class Contest:
             self._failed(engine, cell, str(error))
 
     def _measure(self, engine: Contestant, cell: Cell, round: int) -> None:
-        """A sample of the cell, the first without much else going on, or else the last that is tried."""
+        """A sample of the cell: the first that little disturbed, or of all attempts the least disturbed."""
+        samples: list[dict[str, Any]] = []
         for attempt in range(self._limits.attempts):
             sample = self._sample(engine, cell, round, attempt)
             if sample is None:
-                return
-            rate = sample.get(cell.metric)
-            text = f"round {round + 1}, {cell.name}: " + (f"{rate:.1f} tokens/s" if rate else "no rate")
-            text += f", {sample['peak_rss_mib']:.0f} MiB, others used {sample['others_cores']:.2f} cores"
-            quiet = sample["others_cores"] + sample["stolen_cores"] <= self._limits.noise
-            if quiet or attempt + 1 == self._limits.attempts:
                 break
-            _say(engine, f"{text}: once more")
-        _say(engine, text)
-        engine.samples.setdefault(cell.name, []).append(sample)
+            rate = sample.get(cell.metric)
+            _say(
+                engine,
+                f"round {round + 1}, {cell.name}: {f'{rate:.1f} tokens/s' if rate else 'no rate'}, "
+                f"{sample['peak_rss_mib']:.0f} MiB, others used {sample['others_cores']:.2f} cores",
+            )
+            samples.append(sample)
+            if _disturbed(sample) <= self._limits.noise:
+                break
+        if samples:
+            engine.samples.setdefault(cell.name, []).append(min(samples, key=_disturbed))
 
     def _sample(self, engine: Contestant, cell: Cell, round: int, attempt: int) -> dict[str, Any] | None:
         """One run for one token, and one for all; None if it cannot do it."""
@@ -268,6 +271,11 @@ class Contest:
 def needed_gib(copies: float, checkpoint: float, kv: float) -> float:
     """What an engine takes, roughly: so many sizes of the checkpoint, the KV budget, and itself."""
     return copies * checkpoint + kv + _BASE
+
+
+def _disturbed(sample: dict[str, Any]) -> float:
+    """Cores that somebody else had meanwhile."""
+    return float(sample["others_cores"] + sample["stolen_cores"])
 
 
 def _say(engine: Contestant, text: str) -> None:
