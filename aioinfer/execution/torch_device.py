@@ -95,6 +95,7 @@ class TorchDevice:
             kernels=config.attention,
             experts=config.experts,
             block_size=config.block_size,
+            quantization=config.quantization,
             progress=progress,
         )
 

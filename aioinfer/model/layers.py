@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.attention.choice import Choice, make_operations
 from aioinfer.model.decoder import Decoder, Layer
 from aioinfer.model.linear import Linear, MakeLinear, packed_or_torch
@@ -15,8 +16,10 @@ from aioinfer.model.mlp import FeedForward, SwiGLU
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
 
-__all__ = ["LayerKernels", "TorchLayers", "make_layers"]
+__all__ = ["LayerKernels", "Quantization", "TorchLayers", "make_layers"]
 
+#: how the weights of linear layers are stored
+Quantization = Literal["none", "int8"]
 _NATIVE_MULTIPLE = 16
 
 
@@ -67,13 +70,22 @@ class TorchLayers:
 
 
 def make_layers(
-    choice: Choice, device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = ()
+    choice: Choice,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sequence[int] = (),
+    quantization: Quantization = "none",
 ) -> LayerKernels:
     """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers; native kernels
-    compute 16 at a time, and where they cannot, torch does everything but attention."""
+    compute 16 at a time, and where they cannot, torch does everything but attention.
+
+    Raises ConfigError for weights that are to be quantised where nobody does it.
+    """
     if choice.kernels == "native" and not any(size % _NATIVE_MULTIPLE for size in sizes):
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.library import shared_team
 
-        return NativeLayers(shared_team(torch.get_num_threads()))
+        return NativeLayers(shared_team(torch.get_num_threads()), quantization)
+    if quantization != "none":
+        raise ConfigError(f"quantization: {quantization} needs native kernels, layers here are torch's")
     return TorchLayers(make_operations(choice), packed_or_torch(device, dtype))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,7 +34,13 @@ class NativeLinear:
     __slots__ = ("packed",)
 
     def __init__(
-        self, team: Team, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False
+        self,
+        team: Team,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        quantization: Literal["none", "int8"] = "none",
+        *,
+        gated: bool = False,
     ) -> None:
         """``weight`` [outputs, inner]; gated [2 * outputs, inner], and it computes ``silu(gate) * up``."""
         weight = weight.contiguous()
@@ -44,6 +50,7 @@ class NativeLinear:
             None if bias is None else bias.contiguous().data_ptr(),
             *(rows // 2 if gated else rows, inner),
             gated=gated,
+            bytes_=quantization == "int8",
         )
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
@@ -144,12 +151,12 @@ class NativeDecoder:
 class NativeLayers:
     """See :class:`~aioinfer.model.layers.LayerKernels`."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, team: Team, quantization: Literal["none", "int8"] = "none") -> None:
+        self._team, self._quantization = team, quantization
         self.operations = TorchOperations()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return NativeLinear(self._team, weight, bias)
+        return NativeLinear(self._team, weight, bias, self._quantization)
 
     def swiglu(
         self,
@@ -159,8 +166,8 @@ class NativeLayers:
         down_bias: torch.Tensor | None,
     ) -> FeedForward:
         return NativeSwiGLU(
-            NativeLinear(self._team, gate_up, gate_up_bias, gated=True),
-            NativeLinear(self._team, down, down_bias),
+            NativeLinear(self._team, gate_up, gate_up_bias, self._quantization, gated=True),
+            NativeLinear(self._team, down, down_bias, self._quantization),
         )
 
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:

@@ -40,7 +40,7 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
 _ROWS = [_int, _pointer, _pointer, _pointer, _int]
 _SCORING = [_float, _float, _int, _int]
 _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
-    "weights": (_pointer, [_pointer] * 3 + [_int, _int, _bool]),
+    "weights": (_pointer, [_pointer] * 3 + [_int, _int, _bool, _bool]),
     "free_weights": (None, [_pointer]),
     "linear": (_bool, [_pointer, _pointer, _pointer, _int, _int, _pointer]),
     "attend": (
@@ -164,12 +164,14 @@ class PackedWeights:
         inner: int,
         *,
         gated: bool = False,
+        bytes_: bool = False,
     ) -> None:
         """``rows``: address of [outputs, inner], or, gated, of [2 * outputs, inner], gates first. ``bias``:
-        address of as many elements as there are rows, or None."""
+        address of as many elements as there are rows, or None. ``bytes_``: rounded to 8 bits, with a factor
+        for every output."""
         self.team, self.number, self.outputs, self.inner, self.gated = team, number, outputs, inner, gated
         call = team.kernels.call
-        self.handle: int = call(f"weights_{number}", team.handle, rows, bias, outputs, inner, gated)
+        self.handle: int = call(f"weights_{number}", team.handle, rows, bias, outputs, inner, gated, bytes_)
         _release(self, team.kernels, f"free_weights_{number}", self.handle)
 
     def apply(self, values: int, count: int, out: int) -> None:

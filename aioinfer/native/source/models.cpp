@@ -21,8 +21,12 @@ const Weights<T>& weights_of(const void* weights) { return *static_cast<const We
 extern "C" {
 
 // Packed weights: ``rows`` [outputs, inner], or [2 * outputs, inner] of gates and what they gate; ``bias`` or null.
-void* NAMED(weights)(void* team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated) {
-  return guarded<void*>(nullptr, [&] { return new Weights<T>(team_of(team), rows, bias, outputs, inner, gated); });
+// ``bytes``: rounded to 8 bits.
+void* NAMED(weights)(void* team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated, bool bytes) {
+  return guarded<void*>(nullptr, [&] {
+    const Format format = bytes ? Format::INT8 : Format::PLAIN;
+    return new Weights<T>(team_of(team), rows, bias, outputs, inner, gated, format);
+  });
 }
 
 void NAMED(free_weights)(void* weights) { delete static_cast<Weights<T>*>(weights); }

@@ -52,8 +52,9 @@ struct Pool {
     if constexpr (PER_UNIT == 2) {
       const __mmask32 mask = which ? 0xaaaaaaaau : 0x55555555u;
       for (; d < head_dim; d += LANES) {
-        const __m512i wide = _mm512_cvtepu16_epi32(load<__m256i>(values + d));
-        _mm512_mask_storeu_epi16(units + d * PER_UNIT, mask, which ? _mm512_slli_epi32(wide, 16) : wide);
+        typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+        const Words wide = __builtin_convertvector(load<Halves>(values + d), Words);
+        _mm512_mask_storeu_epi16(units + d * PER_UNIT, mask, cast<__m512i>(which ? wide << 16 : wide));
       }
     }
 #endif
