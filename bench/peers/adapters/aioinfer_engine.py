@@ -7,7 +7,8 @@ spared.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -54,18 +55,26 @@ class AioInfer:
         from aioinfer.params import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        before, start = self._forward_seconds(), time.perf_counter()
         if self._synchronous:
             results = self._llm.generate(list(prompts), params, progress=False)
         else:
             results = self._runner.run(self._gather(prompts, params))
+        wall = time.perf_counter() - start
+        parts = {part: seconds - before[part] for part, seconds in self._forward_seconds().items()}
+        self._parts = {**parts, "Python": wall - sum(parts.values())} if parts else None
         return [list(result.token_ids) for result in results]
 
     async def _gather(self, prompts: Sequence[list[int]], params: Any) -> list[Any]:
         return await asyncio.gather(*[self._engine.generate(prompt, params) for prompt in prompts])
 
     def breakdown(self) -> dict[str, float] | None:
-        """Seconds of linears, attention, the rest and Python, once the engine can tell."""
-        return None
+        """Seconds that linears, attention, the rest of the forward and, which is everything else, Python took in
+        the last run; None where the kernels do not count."""
+        return self._parts
+
+    def _forward_seconds(self) -> Mapping[str, float]:
+        return {} if self._synchronous else self._engine.stats().forward_seconds
 
 
 def _version(package: str) -> str | None:
