@@ -235,3 +235,19 @@ async def test_servers_take_turns_and_one_that_is_gone_is_out(
     assert line["servers"]["toy"]["50"]["requests"] == 10
     assert line["servers"]["gone"]["50"] == {"tokens_per_s_by_round": {}}
     assert "gone         peak RSS 0 MiB, out: Client" in capsys.readouterr().out
+
+
+def test_a_busy_loop_is_measured_beside_an_idle_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(ROOT / "aioinfer" / "bundled" / "tiny-chat")
+    line = tmp_path / "line.json"
+    options = (
+        f"--busy --model {model} --threads 1 --rounds 1 --concurrency 2 --prompt-tokens 4 --output-tokens 9"
+    )
+    assert bench.cpu.command.run(parse([*options.split(), "--json", str(line)])) == 0
+    found = json.loads(line.read_text())["found"]
+    assert set(found) == {"native 1", "sdpa 1"}
+    for times in found.values():
+        assert times["slower"] == times["busy_ms"] / times["idle_ms"] - 1
+    assert "native, 1 thread " in capsys.readouterr().out

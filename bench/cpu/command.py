@@ -60,6 +60,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lock", type=Path, help="hold this file's lock (flock) during every turn")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     add_place(parser)
+    parser.add_argument("--busy", action="store_true", help="this engine alone, beside a loop that is busy")
     served = parser.add_argument_group("with --serve")
     served.add_argument("--serve", action="store_true", help="measure the servers, not the engines")
     served.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="arrivals per second")
@@ -160,6 +161,10 @@ def run(options: argparse.Namespace) -> int:
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
+    if options.busy:
+        from bench.cpu.busy import main as beside
+
+        return beside(options, model)
     peers = available(options.peers, options.place)
     if options.serve:
         from bench.cpu.serving import main as serve

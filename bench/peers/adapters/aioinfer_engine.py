@@ -69,8 +69,8 @@ class AioInfer:
         return await asyncio.gather(*[self._engine.generate(prompt, params) for prompt in prompts])
 
     def breakdown(self) -> dict[str, float] | None:
-        """Seconds that linears, attention, the rest of the forward and, which is everything else, Python took in
-        the last run; None where the kernels do not count."""
+        """Seconds that linears, attention, the rest of the forward and, by which everything else is meant,
+        Python took in the last run; None where the kernels do not count."""
         return self._parts
 
     def _forward_seconds(self) -> Mapping[str, float]:
