@@ -10,7 +10,7 @@ import torch
 
 from aioinfer.model.attention.choice import Choice, make_operations
 from aioinfer.model.decoder import Decoder, Layer
-from aioinfer.model.linear import Linear, MakeLinear, packed_or_torch
+from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, SwiGLU
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
@@ -76,4 +76,6 @@ def make_layers(
         from aioinfer.native.library import shared_team
 
         return NativeLayers(shared_team(torch.get_num_threads()))
-    return TorchLayers(make_operations(choice), packed_or_torch(device, dtype))
+    # What Triton's kernels are captured with reads weights where they lie.
+    make_linear = TorchLinear if choice.kernels == "triton" else packed_or_torch(device, dtype)
+    return TorchLayers(make_operations(choice), make_linear)
