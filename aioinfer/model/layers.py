@@ -11,7 +11,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.choice import Choice, make_operations
 from aioinfer.model.decoder import Decoder, Layer
-from aioinfer.model.linear import Linear, MakeLinear, packed_or_torch
+from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, SwiGLU
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
@@ -88,4 +88,6 @@ def make_layers(
         return NativeLayers(shared_team(torch.get_num_threads()), quantization)
     if quantization != "none":
         raise ConfigError(f"quantization: {quantization} needs native kernels, layers here are torch's")
-    return TorchLayers(make_operations(choice), packed_or_torch(device, dtype))
+    # What Triton's kernels are captured with reads weights where they lie.
+    make_linear = TorchLinear if choice.kernels == "triton" else packed_or_torch(device, dtype)
+    return TorchLayers(make_operations(choice), make_linear)

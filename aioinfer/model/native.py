@@ -43,11 +43,11 @@ class NativeLinear:
         gated: bool = False,
     ) -> None:
         """``weight`` [outputs, inner]; gated [2 * outputs, inner], and it computes ``silu(gate) * up``."""
-        weight = weight.contiguous()
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         rows, inner = weight.shape
         self.packed = PackedWeights(
             *(team, _NUMBERS[weight.dtype], weight.data_ptr()),
-            None if bias is None else bias.contiguous().data_ptr(),
+            None if bias is None else bias.data_ptr(),
             *(rows // 2 if gated else rows, inner),
             gated=gated,
             bytes_=quantization == "int8",

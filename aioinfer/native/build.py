@@ -126,9 +126,9 @@ def _compile(
             _finish(process)
     finally:
         for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()
+            with process:
+                pass
     library = directory / "library.so"
     _finish(_start(compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
     if progress is not None:

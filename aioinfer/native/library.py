@@ -27,8 +27,7 @@ PARTS = ("linear", "attention", "rest")
 
 _log = logging.getLogger("aioinfer")
 _pointer, _int, _float, _bool = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
-_CHECKED = "checked"
-#: what a function returns (CHECKED: whether it succeeded) and takes
+#: what a function returns and takes; what fails returns a pointer or a truth value that is false
 _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "team": (_pointer, [ctypes.c_int]),
     "free_team": (None, [_pointer]),
@@ -72,14 +71,18 @@ class Kernels:
     def _declare(self, name: str, result: Any, arguments: list[Any]) -> Callable[..., Any]:
         function = getattr(self._library, f"aioinfer_{name}")
         function.restype, function.argtypes = result, arguments
+        if result in (_pointer, _bool):
+            function.errcheck = self._check
         return function  # type: ignore[no-any-return]
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a function of the library. Raises MemoryError if it says that it failed: nothing but memory
-        can be short in there."""
-        result = self._functions[name](*arguments)
-        if not result and result is not None:
-            raise MemoryError(f"{name}: {self._functions['error']().decode()}")
+        and threads can be short in there."""
+        return self._functions[name](*arguments)
+
+    def _check(self, result: Any, function: Any, arguments: Any) -> Any:
+        if not result:
+            raise MemoryError(f"{function.__name__}: {self._functions['error']().decode()}")
         return result
 
     def release(self, name: str, handle: int) -> None:
