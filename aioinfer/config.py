@@ -70,8 +70,10 @@ class EngineConfig:
     experts: Literal["auto", "triton", "grouped", "loop"] = _option(
         "auto", "kernels of a mixture of experts; auto takes Triton on cuda where it can, else torch's"
     )
-    sampling: Literal["auto", "triton", "torch"] = _option(
-        "auto", "sampling kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"
+    sampling: Literal["auto", "triton", "native", "torch"] = _option(
+        "auto",
+        "sampling kernels; auto takes Triton on cuda and native ones on a CPU where they can run, "
+        "else torch's own",
     )
     deterministic: bool = _option(
         False,

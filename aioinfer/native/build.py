@@ -25,6 +25,7 @@ _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
 _UNITS = (
     ("models.cpp", ("-DNUMBER=bfloat16", "-DNAME=bfloat16")),
     ("models.cpp", ("-DNUMBER=float", "-DNAME=float32")),
+    ("sampling.cpp", ("-ffp-contract=off",)),
     ("common.cpp", ()),
 )
 #: seconds that a compiler may take

@@ -35,6 +35,13 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "error": (ctypes.c_char_p, []),
     "huge_pages": (_bool, [_pointer, _int]),
     "argmax": (_bool, [_pointer, _pointer, _int, _int, _pointer]),
+    "sample": (
+        _bool,
+        [_pointer] * 2 + [_int] * 3 + [_pointer] * 6 + [_int, _pointer, _pointer, _int, _pointer],
+    ),
+    "penalise": (_bool, [_pointer] * 2 + [_int] * 3 + [_pointer] * 6 + [_int, _pointer]),
+    "apply_masks": (_bool, [_pointer] * 2 + [_int] * 3 + [_pointer] * 2 + [_int]),
+    "logprobs": (_bool, [_pointer] * 2 + [_int] * 4 + [_pointer] * 3),
 }
 _ROWS = [_int, _pointer, _pointer, _pointer, _int]
 _SCORING = [_float, _float, _int, _int]
