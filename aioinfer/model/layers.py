@@ -12,16 +12,24 @@ from aioinfer.model.attention.choice import Choice, make_operations
 from aioinfer.model.decoder import Decoder, Layer
 from aioinfer.model.linear import Linear, MakeLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, SwiGLU
+from aioinfer.model.moe.choice import Choice as ExpertChoice
+from aioinfer.model.moe.choice import make_sparse
+from aioinfer.model.moe.routing import Rule
+from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
 
-__all__ = ["LayerKernels", "TorchLayers", "make_layers"]
+__all__ = ["LayerKernels", "TorchLayers", "layers_are_native", "make_layers"]
 
 _NATIVE_MULTIPLE = 16
 
 
 class LayerKernels(Protocol):
     """Makes the parts of a model that compute. What it is given, it may copy and drop."""
+
+    @property
+    def native(self) -> bool:
+        """They are those in C++, which compute experts, too."""
 
     @property
     def operations(self) -> Operations:
@@ -39,6 +47,12 @@ class LayerKernels(Protocol):
     ) -> FeedForward:
         """The dense feed-forward part, from [2 * middle, hidden], gates first, and [hidden, middle]."""
 
+    def sparse(
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+    ) -> FeedForward:
+        """The feed-forward part with experts: which of them a token goes to, they themselves, what all tokens
+        pass besides, and who computes them."""
+
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
         """The model; ``parts`` as :class:`~aioinfer.model.decoder.Decoder` takes them."""
 
@@ -49,6 +63,7 @@ class TorchLayers:
 
     operations: Operations
     make_linear: MakeLinear
+    native = False
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self.make_linear(weight, bias)
@@ -62,16 +77,26 @@ class TorchLayers:
     ) -> FeedForward:
         return SwiGLU(self.linear(gate_up, gate_up_bias), self.linear(down, down_bias), self.operations)
 
+    def sparse(
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+    ) -> FeedForward:
+        return make_sparse(rule, stored, shared, choice)
+
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
         return Decoder(spec, layers, operations=self.operations, **parts)
+
+
+def layers_are_native(choice: Choice, sizes: Sequence[int]) -> bool:
+    """Whether layers with these inner dimensions get native kernels when attention does: they compute 16 at a
+    time, and where they cannot, torch does everything but attention."""
+    return choice.kernels == "native" and not any(size % _NATIVE_MULTIPLE for size in sizes)
 
 
 def make_layers(
     choice: Choice, device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = ()
 ) -> LayerKernels:
-    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers; native kernels
-    compute 16 at a time, and where they cannot, torch does everything but attention."""
-    if choice.kernels == "native" and not any(size % _NATIVE_MULTIPLE for size in sizes):
+    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers."""
+    if layers_are_native(choice, sizes):
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.library import shared_team
 

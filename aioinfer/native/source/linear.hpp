@@ -59,6 +59,12 @@ class Memory {
   void* data_ = nullptr;
 };
 
+// Room for ``size`` elements at least; what is in a buffer may be lost.
+template <class V>
+void grow(std::vector<V>& buffer, int64_t size) {
+  if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
+}
+
 // How ``rows`` rows are divided into blocks of one height.
 struct Blocks {
   explicit Blocks(int64_t rows) : rows(rows) {
@@ -125,14 +131,10 @@ template <class T>
 class Weights {
  public:
   Weights(Team& team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated)
-      : outputs(outputs), gated(gated), panel_outputs(gated ? LANES : PANEL) {
-    constexpr int PER_UNIT = Number<T>::PER_UNIT;
-    depth = (inner + PER_UNIT - 1) / PER_UNIT;
-    panels = (outputs + panel_outputs - 1) / panel_outputs;
-    memory_ = Memory(sizeof(uint32_t) * panels * depth * PANEL);
-    team.run([&](Member& member) {
-      member.parallel(panels, [&](int64_t panel) { pack(panel, rows, inner); });
-    });
+      : Weights(nullptr, outputs, inner, gated) {
+    memory_ = Memory(sizeof(uint32_t) * units());
+    data_ = memory_.as<uint32_t>();
+    set(team, rows, inner);
     if (bias == nullptr) return;
     bias_.resize(panels * PANEL);
     for (int64_t panel = 0; panel < panels; panel++)
@@ -142,7 +144,22 @@ class Weights {
       }
   }
 
-  const uint32_t* panel(int64_t index) const { return memory_.as<uint32_t>() + index * depth * PANEL; }
+  // Without a bias, in memory of units() that belongs to somebody else; what set() packs is there from then on.
+  Weights(uint32_t* data, int64_t outputs, int64_t inner, bool gated)
+      : outputs(outputs), depth((inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT), gated(gated),
+        panel_outputs(gated ? LANES : PANEL), data_(data) {
+    panels = (outputs + panel_outputs - 1) / panel_outputs;
+  }
+
+  void set(Team& team, const T* rows, int64_t inner) {
+    team.run([&](Member& member) {
+      member.parallel(panels, [&](int64_t panel) { pack(panel, rows, inner); });
+    });
+  }
+
+  int64_t units() const { return panels * depth * PANEL; }
+
+  const uint32_t* panel(int64_t index) const { return data_ + index * depth * PANEL; }
 
   // The bias of half a panel: its first or its second vector.
   AIOINFER_INLINE Floats bias(int64_t panel, int half) const { return load<Floats>(&bias_[panel * PANEL + half * LANES]); }
@@ -162,7 +179,7 @@ class Weights {
 
   void pack(int64_t index, const T* rows, int64_t inner) {
     constexpr int PER_UNIT = Number<T>::PER_UNIT;
-    T* to = reinterpret_cast<T*>(memory_.as<uint32_t>() + index * depth * PANEL);
+    T* to = reinterpret_cast<T*>(data_ + index * depth * PANEL);
     for (int lane = 0; lane < PANEL; lane++) {
       const int64_t row = source(index, lane);
       for (int64_t k = 0; k < depth * PER_UNIT; k++) {
@@ -172,6 +189,7 @@ class Weights {
     }
   }
 
+  uint32_t* data_;
   Memory memory_;
   std::vector<float> bias_;
 };
@@ -254,6 +272,21 @@ void multiply_block(const Activations<T>& a, int64_t block, const Weights<T>& w,
       for (; panel + COUNT <= to; panel += COUNT) multiply_tile<T, ROWS, COUNT>(a, block, w, panel, next, store);
     for (; panel < to; panel++) multiply_tile<T, ROWS, 1>(a, block, w, panel, next, store);
   });
+}
+
+// All blocks times panels [from, to): panel by panel where the activations stay in the cache meanwhile.
+template <class T, class Store>
+void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store&& store) {
+  constexpr int64_t CACHE = 512 << 10;
+  const bool panel_by_panel =
+      a.blocks.count > 1 && a.blocks.rows * a.depth * static_cast<int64_t>(sizeof(uint32_t)) <= CACHE;
+  if (!panel_by_panel) {
+    for (int64_t b = 0; b < a.blocks.count; b++) multiply_block(a, b, w, from, to, -1, store);
+    return;
+  }
+  for (int64_t panel = from; panel < to; panel++)
+    for (int64_t b = 0; b < a.blocks.count; b++)
+      multiply_block(a, b, w, panel, panel + 1, b == 0 && panel + 1 < to ? panel + 1 : -1, store);
 }
 
 // store(place, panel, first vector, second vector) for all rows and panels of a * w, shared among the team.
