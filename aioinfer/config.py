@@ -67,8 +67,10 @@ class EngineConfig:
         "kernels of the layers; auto takes Triton on cuda and native ones on a CPU where they can run, "
         "else torch's own (sdpa)",
     )
-    experts: Literal["auto", "triton", "grouped", "loop"] = _option(
-        "auto", "kernels of a mixture of experts; auto takes Triton on cuda where it can, else torch's"
+    experts: Literal["auto", "triton", "native", "grouped", "loop"] = _option(
+        "auto",
+        "kernels of a mixture of experts; auto takes Triton on cuda and native ones on a CPU where they can "
+        "run, else torch's (grouped, or loop)",
     )
     sampling: Literal["auto", "triton", "native", "torch"] = _option(
         "auto",

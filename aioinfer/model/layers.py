@@ -13,10 +13,14 @@ from aioinfer.model.attention.choice import Choice, make_operations
 from aioinfer.model.decoder import Decoder, Layer
 from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, SwiGLU
+from aioinfer.model.moe.choice import Choice as ExpertChoice
+from aioinfer.model.moe.choice import make_sparse
+from aioinfer.model.moe.routing import Rule
+from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
 
-__all__ = ["LayerKernels", "Quantization", "TorchLayers", "make_layers"]
+__all__ = ["LayerKernels", "Quantization", "TorchLayers", "layers_are_native", "make_layers"]
 
 #: how the weights of linear layers are stored
 Quantization = Literal["none", "int8"]
@@ -25,6 +29,10 @@ _NATIVE_MULTIPLE = 16
 
 class LayerKernels(Protocol):
     """Makes the parts of a model that compute. What it is given, it may copy and drop."""
+
+    @property
+    def native(self) -> bool:
+        """They are those in C++, which compute experts, too."""
 
     @property
     def operations(self) -> Operations:
@@ -42,6 +50,12 @@ class LayerKernels(Protocol):
     ) -> FeedForward:
         """The dense feed-forward part, from [2 * middle, hidden], gates first, and [hidden, middle]."""
 
+    def sparse(
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+    ) -> FeedForward:
+        """The feed-forward part with experts: which of them a token goes to, they themselves, what all tokens
+        pass besides, and who computes them."""
+
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
         """The model; ``parts`` as :class:`~aioinfer.model.decoder.Decoder` takes them."""
 
@@ -52,6 +66,7 @@ class TorchLayers:
 
     operations: Operations
     make_linear: MakeLinear
+    native = False
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self.make_linear(weight, bias)
@@ -65,8 +80,19 @@ class TorchLayers:
     ) -> FeedForward:
         return SwiGLU(self.linear(gate_up, gate_up_bias), self.linear(down, down_bias), self.operations)
 
+    def sparse(
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+    ) -> FeedForward:
+        return make_sparse(rule, stored, shared, choice)
+
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
         return Decoder(spec, layers, operations=self.operations, **parts)
+
+
+def layers_are_native(choice: Choice, sizes: Sequence[int]) -> bool:
+    """Whether layers with these inner dimensions get native kernels when attention does: they compute 16 at a
+    time, and where they cannot, torch does everything but attention."""
+    return choice.kernels == "native" and not any(size % _NATIVE_MULTIPLE for size in sizes)
 
 
 def make_layers(
@@ -76,12 +102,11 @@ def make_layers(
     sizes: Sequence[int] = (),
     quantization: Quantization = "none",
 ) -> LayerKernels:
-    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers; native kernels
-    compute 16 at a time, and where they cannot, torch does everything but attention.
+    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers.
 
     Raises ConfigError for weights that are to be quantised where nobody does it.
     """
-    if choice.kernels == "native" and not any(size % _NATIVE_MULTIPLE for size in sizes):
+    if layers_are_native(choice, sizes):
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.library import shared_team
 

@@ -83,6 +83,8 @@ class Prospect:
     own: bool
     head_dim: int
     dtype: torch.dtype
+    #: sizes that layers multiply over
+    inner_sizes: list[int]
     #: (hidden size, inner size) of the experts; None without any, or if they are transformers'
     experts: tuple[int, int] | None
     #: how a block diffusion model writes; None for others
@@ -107,6 +109,7 @@ def inspect_model(
         own=family is not None,
         head_dim=_head_dim(config),
         dtype=_choose_dtype(config, dtype),
+        inner_sizes=_inner_sizes(config),
         experts=expert_shape(family, config) if family else None,
         blocks=_blocks(config, family, block_size),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,10 +18,15 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.decoder import Decoder, Layer
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
+from aioinfer.model.moe.choice import Choice as ExpertChoice
+from aioinfer.model.moe.choice import make_sparse
+from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
+from aioinfer.model.moe.routing import Rule
+from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec
-from aioinfer.native.library import PARTS, Number, PackedWeights, Stack, Team
+from aioinfer.native.library import PARTS, Number, PackedExperts, PackedRouter, PackedWeights, Stack, Team
 
 __all__ = ["NativeDecoder", "NativeLayers", "NativeLinear", "NativeSwiGLU"]
 
@@ -50,7 +55,7 @@ class NativeLinear:
             None if bias is None else bias.data_ptr(),
             *(rows // 2 if gated else rows, inner),
             gated=gated,
-            bytes_=quantization == "int8",
+            rounded=quantization == "int8",
         )
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
@@ -120,12 +125,15 @@ class NativeDecoder:
     def _add(self, layer: Layer, head_norm: torch.Tensor | None) -> None:
         assert isinstance(layer.qkv, NativeLinear)
         assert isinstance(layer.out, NativeLinear)
-        assert isinstance(layer.mlp, NativeSwiGLU)
+        parts = _parts(layer.mlp)
+        assert parts is not None
+        dense = (None, None) if parts.dense is None else (parts.dense.gate_up.packed, parts.dense.down.packed)
         norms = [layer.attention_norm.contiguous(), layer.mlp_norm.contiguous()]
         self._kept += norms
         self._stack.add_layer(
             (norms[0].data_ptr(), None if head_norm is None else head_norm.data_ptr(), norms[1].data_ptr()),
-            [linear.packed for linear in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)],
+            [layer.qkv.packed, layer.out.packed, *dense],
+            parts.experts,
             scoring_numbers(layer.scoring),
         )
 
@@ -151,6 +159,8 @@ class NativeDecoder:
 class NativeLayers:
     """See :class:`~aioinfer.model.layers.LayerKernels`."""
 
+    native = True
+
     def __init__(self, team: Team, quantization: Literal["none", "int8"] = "none") -> None:
         self._team, self._quantization = team, quantization
         self.operations = TorchOperations()
@@ -170,12 +180,42 @@ class NativeLayers:
             NativeLinear(self._team, down, down_bias, self._quantization),
         )
 
+    def sparse(
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+    ) -> FeedForward:
+        if choice.kernels != "native":
+            return make_sparse(rule, stored, shared, choice)
+        dtype, sizes = stored.weights.dtype, (stored.num_experts, stored.hidden, stored.middle)
+        rounded = self._quantization == "int8"
+        experts = NativeExperts(self._team, dtype, sizes, stored.each(), rounded=rounded)
+        return SparseMLP(NativeRouter(self._team, rule, dtype), experts, shared)
+
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
-        if all(isinstance(layer.mlp, NativeSwiGLU) for layer in layers):
+        if all(_parts(layer.mlp) for layer in layers):
             return NativeDecoder(self._team, spec, layers, **parts)
         return Decoder(spec, layers, operations=self.operations, **parts)
 
 
+class _Parts(NamedTuple):
+    """What a feed-forward part is made of."""
+
+    #: what every token passes
+    dense: NativeSwiGLU | None
+    experts: tuple[PackedRouter, PackedExperts] | None
+
+
+def _parts(mlp: FeedForward) -> _Parts | None:
+    """None if not all of it is native."""
+    if isinstance(mlp, NativeSwiGLU):
+        return _Parts(mlp, None)
+    if not (isinstance(mlp, SparseMLP) and isinstance(mlp.router, NativeRouter)):
+        return None
+    if not (isinstance(mlp.experts, NativeExperts) and isinstance(mlp.shared, NativeSwiGLU | None)):
+        return None
+    return _Parts(mlp.shared, (mlp.router.packed, mlp.experts.packed))
+
+
 def _middle(layer: Layer) -> int:
-    assert isinstance(layer.mlp, NativeSwiGLU)
-    return layer.mlp.down.packed.inner
+    """The inner dimension of a layer's dense part; 0 without one."""
+    parts = _parts(layer.mlp)
+    return parts.dense.down.packed.inner if parts and parts.dense else 0

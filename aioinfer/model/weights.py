@@ -45,6 +45,11 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The wanted one."""
+        return self._dtype
+
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor, in ``dtype`` where it is not the wanted one. Raises ConfigError if it is missing or
         shaped otherwise."""

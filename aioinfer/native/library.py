@@ -16,7 +16,8 @@ from typing import Any, Literal
 from aioinfer.native.build import BuildFailed, build
 
 __all__ = [
-    "Kernels", "Number", "PackedWeights", "Stack", "Team", "kernels", "native_obstacle", "shared_team",
+    "Kernels", "Number", "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "Team", "kernels",
+    "native_obstacle", "shared_team",
 ]  # fmt: skip
 
 #: types of models that there are kernels for
@@ -49,6 +50,13 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "weights": (_pointer, [_pointer] * 3 + [_int, _int, _bool, _bool]),
     "free_weights": (None, [_pointer]),
     "linear": (_bool, [_pointer, _pointer, _pointer, _int, _int, _pointer]),
+    "router": (_pointer, [_pointer, _pointer, _bool, _int, _int, _int, _bool, _float]),
+    "free_router": (None, [_pointer]),
+    "route": (_bool, [_pointer] * 3 + [_int, _int, _pointer, _pointer]),
+    "experts": (_pointer, [_int] * 3 + [_bool]),
+    "free_experts": (None, [_pointer]),
+    "set_expert": (_bool, [_pointer, _pointer, _int, _pointer, _pointer]),
+    "mix": (_bool, [_pointer] * 3 + [_int, _int] + [_pointer] * 3),
     "attend": (
         _bool,
         [_pointer] * 4 + [_int] * 5 + [_pointer, _float, _pointer, _pointer, _int, _pointer, _int]
@@ -56,7 +64,7 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     ),
     "decoder": (_pointer, [_pointer] * 3 + [_int] * 3 + [_float, _pointer, _pointer, *[_int] * 3, _float]),
     "free_decoder": (None, [_pointer]),
-    "add_layer": (_bool, [_pointer] * 8 + _SCORING),
+    "add_layer": (_bool, [_pointer] * 10 + _SCORING),
     "forward": (
         _bool,
         [_pointer] * 3 + [_int, _int] + [_pointer] * 3 + _ROWS + [_int] + [_pointer] * 3,
@@ -174,20 +182,78 @@ class PackedWeights:
         inner: int,
         *,
         gated: bool = False,
-        bytes_: bool = False,
+        rounded: bool = False,
     ) -> None:
         """``rows``: address of [outputs, inner], or, gated, of [2 * outputs, inner], gates first. ``bias``:
-        address of as many elements as there are rows, or None. ``bytes_``: rounded to 8 bits, with a factor
-        for every output."""
+        address of as many elements as there are rows, or None. ``rounded``: to 8 bits, with a factor for
+        every output."""
         self.team, self.number, self.outputs, self.inner, self.gated = team, number, outputs, inner, gated
         call = team.kernels.call
-        self.handle: int = call(f"weights_{number}", team.handle, rows, bias, outputs, inner, gated, bytes_)
+        self.handle: int = call(f"weights_{number}", team.handle, rows, bias, outputs, inner, gated, rounded)
         _release(self, team.kernels, f"free_weights_{number}", self.handle)
 
     def apply(self, values: int, count: int, out: int) -> None:
         """[count, inner] to [count, outputs]; gated: ``silu(gate) * up``."""
         call = self.team.kernels.call
         call(f"linear_{self.number}", self.team.handle, self.handle, values, count, self.inner, out)
+
+
+class PackedRouter:
+    """Sends tokens to experts; see ``routing.hpp``."""
+
+    __slots__ = ("__weakref__", "_weight", "handle", "number", "top_k")
+
+    def __init__(
+        self,
+        number: Number,
+        weight: PackedWeights,
+        bias: int | None,
+        *,
+        sigmoid: bool,
+        top_k: int,
+        groups: tuple[int, int],
+        normalize: bool,
+        scale: float,
+    ) -> None:
+        """``weight``: float32, an output for each expert. ``bias``: address of as many float32, or None.
+        ``groups``: how many there are, and to how many of them a token may go."""
+        self.number, self.top_k, self._weight = number, top_k, weight
+        kernels = weight.team.kernels
+        rule = sigmoid, top_k, *groups, normalize, scale
+        self.handle: int = kernels.call(f"router_{number}", weight.handle, bias, *rule)
+        _release(self, kernels, f"free_router_{number}", self.handle)
+
+    def apply(self, values: int, count: int, weights: int, experts: int) -> None:
+        """[count, inner] to weights, float32, and experts, int64, [count, top_k] each."""
+        team, inner = self._weight.team, self._weight.inner
+        team.kernels.call(
+            f"route_{self.number}", team.handle, self.handle, values, count, inner, weights, experts
+        )
+
+
+class PackedExperts:
+    """The SwiGLUs of a layer in the layout of the kernels; see ``experts.hpp``."""
+
+    __slots__ = ("__weakref__", "count", "handle", "hidden", "middle", "number", "team")
+
+    def __init__(
+        self, team: Team, number: Number, count: int, hidden: int, middle: int, *, rounded: bool = False
+    ) -> None:
+        """Room for them, which :meth:`pack` fills. ``rounded``: to 8 bits."""
+        self.team, self.number, self.count, self.hidden, self.middle = team, number, count, hidden, middle
+        self.handle: int = team.kernels.call(f"experts_{number}", count, hidden, middle, rounded)
+        _release(self, team.kernels, f"free_experts_{number}", self.handle)
+
+    def pack(self, expert: int, gate_up: int, down: int) -> None:
+        """Pack one expert, from [2 * middle, hidden], gates first, and [hidden, middle]."""
+        call = self.team.kernels.call
+        call(f"set_expert_{self.number}", self.team.handle, self.handle, expert, gate_up, down)
+
+    def apply(self, values: int, count: int, top_k: int, chosen: int, weights: int, out: int) -> None:
+        """[count, hidden] to the same, by ``chosen`` int64 and ``weights`` float32, [count, top_k] each."""
+        call, team = self.team.kernels.call, self.team
+        arguments = values, count, top_k, chosen, weights, out
+        call(f"mix_{self.number}", team.handle, self.handle, *arguments)
 
 
 class Stack:
@@ -200,24 +266,28 @@ class Stack:
         self.team, self.number = team, number
         embedding, norm, *rest = arguments
         self.handle: int = team.kernels.call(f"decoder_{number}", embedding, norm, head.handle, *rest)
-        self._kept: list[PackedWeights] = [head]
+        self._kept: list[object] = [head]
         self._forward = f"forward_{number}"
         _release(self, team.kernels, f"free_decoder_{number}", self.handle)
 
     def add_layer(
         self,
         norms: tuple[int, int | None, int],
-        weights: Sequence[PackedWeights],
+        weights: Sequence[PackedWeights | None],
+        experts: tuple[PackedRouter, PackedExperts] | None,
         scoring: tuple[float, float, int, int],
     ) -> None:
-        """Norms of attention, heads and feed-forward part; weights qkv, out, gate_up and down; scale, soft
-        cap (0: none), window (0: all) and block."""
-        qkv, out, gate_up, down = (packed.handle for packed in weights)
+        """Norms of attention, heads and feed-forward part; weights qkv, out, gate_up and down, the last two
+        None where experts are all there is; scale, soft cap (0: none), window (0: all) and block."""
         attention, heads, mlp = norms
+        qkv, out, gate_up, down = (packed and packed.handle for packed in weights)
+        router, stack = (packed.handle for packed in experts) if experts else (None, None)
         self.team.kernels.call(
-            f"add_layer_{self.number}", self.handle, attention, qkv, heads, out, mlp, gate_up, down, *scoring
+            f"add_layer_{self.number}",
+            *(self.handle, attention, qkv, heads, out, mlp, gate_up, down, router, stack),
+            *scoring,
         )
-        self._kept += weights
+        self._kept += [*weights, *(experts or ())]
 
     def forward(self, *arguments: int) -> None:
         """See ``forward`` in ``models.cpp`` for the arguments behind team."""

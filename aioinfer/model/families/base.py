@@ -15,6 +15,8 @@ from aioinfer.model.layers import LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.choice import Choice, Wanted, choose_experts
+from aioinfer.model.moe.routing import Rule
+from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec, eos_token_ids
 from aioinfer.model.weights import Weights
@@ -52,6 +54,13 @@ class Source:
         gate_up, gate_up_bias = self.fused(both, [middle, middle], hidden, bias=bias)
         down, down_bias = self.fused([f"{prefix}.down_proj"], [hidden], middle, bias=bias)
         return self.kernels.swiglu(gate_up, gate_up_bias, down, down_bias)
+
+    def sparse(self, rule: Rule, prefix: str, shared: FeedForward | None = None) -> FeedForward:
+        """The feed-forward part with the experts under ``prefix``. Only where there are any."""
+        config = self.config
+        sizes = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        assert self.experts is not None
+        return self.kernels.sparse(rule, StoredExperts(self.weights, prefix, *sizes), shared, self.experts)
 
     def head_norm(self, query: str, key: str) -> HeadNorm:
         """The norms of each head's query and key, of these names."""
@@ -98,7 +107,7 @@ def build_decoder(
 ) -> CausalLM:
     """The model in a directory. Raises ConfigError."""
     shape = expert_shape(family, config)
-    choice = choose_experts(device, *shape, dtype, experts) if shape else None
+    choice = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
     source = Source(config, weights, kernels, choice, blocks.size if blocks else 1)
     words = config.vocab_size, config.hidden_size
     embedding = weights.take(family.embedding, words)

@@ -18,9 +18,7 @@ from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Source, head_dim, kv_heads
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.choice import make_experts, make_router
 from aioinfer.model.moe.routing import GroupedSigmoidRouter
-from aioinfer.model.moe.sparse import SparseMLP, load_experts
 
 __all__ = ["LLaDA2"]
 
@@ -71,15 +69,9 @@ class LLaDA2:
         config, prefix = source.config, f"model.layers.{index}.mlp"
         if source.experts is None or index not in self.sparse_layers(config):
             return source.swiglu(prefix, config.intermediate_size)
-        middle, shared = config.moe_intermediate_size, config.num_shared_experts
-        stack = load_experts(
-            source.weights, f"{prefix}.experts", config.num_experts, config.hidden_size, middle
-        )
-        return SparseMLP(
-            make_router(_rule(source, prefix), source.experts),
-            make_experts(stack, source.experts),
-            source.swiglu(f"{prefix}.shared_experts", middle * shared) if shared else None,
-        )
+        middle, count = config.moe_intermediate_size, config.num_shared_experts
+        shared = source.swiglu(f"{prefix}.shared_experts", middle * count) if count else None
+        return source.sparse(_rule(source, prefix), f"{prefix}.experts", shared)
 
 
 def _rule(source: Source, prefix: str) -> GroupedSigmoidRouter:

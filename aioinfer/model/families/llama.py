@@ -17,9 +17,7 @@ from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Source, head_dim, kv_heads
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.choice import make_experts, make_router
 from aioinfer.model.moe.routing import SoftmaxRouter
-from aioinfer.model.moe.sparse import SparseMLP, load_experts
 
 __all__ = ["LlamaLike"]
 
@@ -88,11 +86,9 @@ class LlamaLike:
         config, prefix = source.config, f"model.layers.{index}.mlp"
         if source.experts is None or index not in self.sparse_layers(config):
             return source.swiglu(prefix, config.intermediate_size, bias=self.mlp_bias and config.mlp_bias)
-        count, hidden = config.num_experts, config.hidden_size
-        gate = source.weights.take(f"{prefix}.gate.weight", (count, hidden))
-        stack = load_experts(source.weights, f"{prefix}.experts", count, hidden, config.moe_intermediate_size)
+        gate = source.weights.take(f"{prefix}.gate.weight", (config.num_experts, config.hidden_size))
         rule = SoftmaxRouter(gate, config.num_experts_per_tok, config.norm_topk_prob)
-        return SparseMLP(make_router(rule, source.experts), make_experts(stack, source.experts))
+        return source.sparse(rule, f"{prefix}.experts")
 
     def _window(self, config: Any, index: int) -> int | None:
         """Positions that a layer looks back on, or None for all of them."""

@@ -11,12 +11,14 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.kernels import triton_obstacle
 from aioinfer.model.attention.choice import type_obstacle
+from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import Experts, ExpertWeights, GroupedExperts, LoopExperts, grouped_mm
-from aioinfer.model.moe.routing import GroupedSigmoidRouter, Router, SoftmaxRouter
+from aioinfer.model.moe.routing import Router, Rule
+from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 
-__all__ = ["Choice", "Wanted", "choose_experts", "make_experts", "make_router"]
+__all__ = ["Choice", "Wanted", "choose_experts", "make_experts", "make_router", "make_sparse"]
 
-Wanted = Literal["auto", "triton", "grouped", "loop"]
+Wanted = Literal["auto", "triton", "native", "grouped", "loop"]
 #: what torch's grouped multiplication asks of the distance between rows
 _ALIGNMENT = 16
 
@@ -25,20 +27,30 @@ _ALIGNMENT = 16
 class Choice:
     """The kernels that run, and the reason in words for people."""
 
-    kernels: Literal["triton", "grouped", "loop"]
+    kernels: Literal["triton", "native", "grouped", "loop"]
     reason: str
 
 
 def choose_experts(
-    device: torch.device, hidden: int, middle: int, dtype: torch.dtype, wanted: Wanted = "auto"
+    device: torch.device,
+    hidden: int,
+    middle: int,
+    dtype: torch.dtype,
+    wanted: Wanted = "auto",
+    *,
+    native: bool = False,
 ) -> Choice:
-    """``auto`` is Triton on a CUDA device that it compiles for, else torch's grouped multiplication, else
-    one expert after the other.
+    """``auto`` is native where the layers are (``native``), Triton on a CUDA device that it compiles for,
+    else torch's grouped multiplication, else one expert after the other.
 
     Raises ConfigError if what is wanted cannot run. Triton on a CPU is for tests, as it is for attention.
     """
     if wanted == "loop":
         return Choice("loop", "asked for")
+    if native and wanted in ("auto", "native"):
+        return Choice("native", "asked for" if wanted == "native" else "so are the layers")
+    if wanted == "native":
+        raise ConfigError("experts: native was asked for, and the layers are not")
     why = f"the device is a {device.type}"
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
         obstacle = type_obstacle(dtype) or triton_obstacle(device)
@@ -55,8 +67,13 @@ def choose_experts(
     return Choice("loop", f"{why}, and {obstacle}")
 
 
+def make_sparse(rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: Choice) -> SparseMLP:
+    """A layer's feed-forward part by the kernels of ``choice``, which are torch's or Triton's."""
+    return SparseMLP(make_router(rule, choice), make_experts(stored.stacked(), choice), shared)
+
+
 def make_experts(stack: ExpertWeights, choice: Choice) -> Experts:
-    """The kernels of ``choice`` over a layer's weights."""
+    """The kernels of ``choice``, torch's or Triton's, over a layer's weights."""
     if choice.kernels == "loop":
         return LoopExperts(stack)
     if choice.kernels == "grouped":
@@ -66,7 +83,7 @@ def make_experts(stack: ExpertWeights, choice: Choice) -> Experts:
     return TritonExperts(stack)
 
 
-def make_router(rule: SoftmaxRouter | GroupedSigmoidRouter, choice: Choice) -> Router:
+def make_router(rule: Rule, choice: Choice) -> Router:
     """What follows ``rule``: Triton's kernels if the experts' are and they can, else torch's."""
     if choice.kernels != "triton":
         return rule

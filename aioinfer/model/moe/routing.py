@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-__all__ = ["GroupedSigmoidRouter", "Router", "SoftmaxRouter"]
+__all__ = ["GroupedSigmoidRouter", "Router", "Rule", "SoftmaxRouter"]
 
 
 class Router(Protocol):
@@ -87,3 +87,7 @@ class GroupedSigmoidRouter:
         if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scale, experts
+
+
+#: what routers on other kernels than torch's follow
+Rule = SoftmaxRouter | GroupedSigmoidRouter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from aioinfer.model.moe.experts import Experts, ExpertWeights
 from aioinfer.model.moe.routing import Router
 from aioinfer.model.weights import Weights
 
-__all__ = ["SparseMLP", "load_experts"]
+__all__ = ["SparseMLP", "StoredExperts"]
 
 
 @dataclass(slots=True)
@@ -30,25 +31,68 @@ class SparseMLP:
         return mixed if self.shared is None else mixed + self.shared(hidden)
 
 
-def load_experts(weights: Weights, prefix: str, num_experts: int, hidden: int, middle: int) -> ExpertWeights:
-    """The experts under ``prefix``: one by one in the checkpoint, or stacked, with gate and up together
-    (transformers) or apart (dFactory).
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """The experts of a layer in a checkpoint: one by one, or stacked, with gate and up together
+    (transformers) or apart (dFactory). They can be read once, in one way or the other."""
 
-    The stack is filled in place, so that there are never two copies of it. Raises ConfigError.
-    """
-    stacked = [f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj")]
-    if stacked[0] in weights:
-        gate_up = weights.take(stacked[0], (num_experts, 2 * middle, hidden))
-        return ExpertWeights(gate_up, weights.take(stacked[1], (num_experts, hidden, middle)))
-    gate_up = weights.empty(num_experts, 2 * middle, hidden)
-    down = weights.empty(num_experts, hidden, middle)
-    if f"{prefix}.gate_proj" in weights:
-        weights.take_into(gate_up[:, :middle], f"{prefix}.gate_proj")
-        weights.take_into(gate_up[:, middle:], f"{prefix}.up_proj")
-        weights.take_into(down, f"{prefix}.down_proj")
+    weights: Weights
+    prefix: str
+    num_experts: int
+    hidden: int
+    middle: int
+
+    def stacked(self) -> ExpertWeights:
+        """All of them, filled in place, so that there are never two copies. Raises ConfigError."""
+        weights, prefix, middle = self.weights, self.prefix, self.middle
+        if self._together:
+            return ExpertWeights(*self._take_together())
+        gate_up = weights.empty(self.num_experts, 2 * middle, self.hidden)
+        down = weights.empty(self.num_experts, self.hidden, middle)
+        if self._apart:
+            weights.take_into(gate_up[:, :middle], f"{prefix}.gate_proj")
+            weights.take_into(gate_up[:, middle:], f"{prefix}.up_proj")
+            weights.take_into(down, f"{prefix}.down_proj")
+            return ExpertWeights(gate_up, down)
+        for expert in range(self.num_experts):
+            self._take_one(expert, gate_up[expert], down[expert])
         return ExpertWeights(gate_up, down)
-    for expert in range(num_experts):
-        weights.take_into(gate_up[expert, :middle], f"{prefix}.{expert}.gate_proj.weight")
-        weights.take_into(gate_up[expert, middle:], f"{prefix}.{expert}.up_proj.weight")
-        weights.take_into(down[expert], f"{prefix}.{expert}.down_proj.weight")
-    return ExpertWeights(gate_up, down)
+
+    def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """One after the other, [2 * middle, hidden] and [hidden, middle]; asking for the next may overwrite
+        what came before. Raises ConfigError."""
+        if self._together:
+            yield from zip(*self._take_together(), strict=True)
+            return
+        gate_up = self.weights.empty(2 * self.middle, self.hidden)
+        if self._apart:
+            shape = self.num_experts, self.middle, self.hidden
+            gate, up = (self.weights.take(f"{self.prefix}.{name}_proj", shape) for name in ("gate", "up"))
+            down = self.weights.take(f"{self.prefix}.down_proj", (shape[0], shape[2], shape[1]))
+            for expert in range(self.num_experts):
+                torch.cat((gate[expert], up[expert]), out=gate_up)
+                yield gate_up, down[expert]
+            return
+        one = self.weights.empty(self.hidden, self.middle)
+        for expert in range(self.num_experts):
+            self._take_one(expert, gate_up, one)
+            yield gate_up, one
+
+    @property
+    def _together(self) -> bool:
+        return f"{self.prefix}.gate_up_proj" in self.weights
+
+    @property
+    def _apart(self) -> bool:
+        return f"{self.prefix}.gate_proj" in self.weights
+
+    def _take_together(self) -> tuple[torch.Tensor, torch.Tensor]:
+        count, hidden, middle = self.num_experts, self.hidden, self.middle
+        gate_up = self.weights.take(f"{self.prefix}.gate_up_proj", (count, 2 * middle, hidden))
+        return gate_up, self.weights.take(f"{self.prefix}.down_proj", (count, hidden, middle))
+
+    def _take_one(self, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        at = f"{self.prefix}.{expert}"
+        self.weights.take_into(gate_up[: self.middle], f"{at}.gate_proj.weight")
+        self.weights.take_into(gate_up[self.middle :], f"{at}.up_proj.weight")
+        self.weights.take_into(down, f"{at}.down_proj.weight")

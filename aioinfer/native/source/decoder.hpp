@@ -3,6 +3,8 @@
 //   embedding ─► ┌ norm ─► qkv ─► heads, cells ─► attention ─► out ─┐ + ─► ┌ norm ─► gate, up ─► down ─┐ + ─► norm ─► head
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
+// Where a layer has experts, its second half is that of experts.hpp.
+//
 // Each arrow is a phase that the team shares out and ends with a barrier. What is stored in between has the
 // model's type; what a phase computes is float.
 #pragma once
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "experts.hpp"
 #include "heads.hpp"
 
 namespace aioinfer {
@@ -23,9 +26,15 @@ struct Layer {
   const T* head_norm;
   const Weights<T>* out;
   const T* mlp_norm;
+  // What every token passes; null where experts are all there is.
   const Weights<T>* gate_up;
   const Weights<T>* down;
+  // Null in a layer without experts.
+  const Router<T>* router;
+  const Experts<T>* experts;
   Scoring scoring;
+
+  Shared<T> shared() const { return {gate_up, down}; }
 };
 
 // What a step brings; see aioinfer.model.batch.Batch.
@@ -80,7 +89,10 @@ class Decoder {
       });
       for (size_t index = 0; index < layers_.size(); index++) {
         attention_part(member, index, step, tasks, watch);
-        mlp_part(member, layers_[index], tokens, watch);
+        if (layers_[index].experts == nullptr)
+          dense_part(member, layers_[index], tokens, watch);
+        else
+          sparse_part(member, layers_[index], tokens, watch);
       }
       logits(member, step, watch);
     });
@@ -113,7 +125,7 @@ class Decoder {
     watch.add(LINEAR);
   }
 
-  void mlp_part(Member& member, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+  void dense_part(Member& member, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Activations<T> normed = norm_rows(member, layer.mlp_norm, tokens, nullptr);
     watch.add(REST);
     const Activations<T> gated(wide_.data(), tokens, middle_);
@@ -121,6 +133,18 @@ class Decoder {
       gated.put(gated.row(place), panel * LANES, silu(gate) * up);
     });
     multiply(member, gated, *layer.down, add_to_residual());
+    watch.add(LINEAR);
+  }
+
+  void sparse_part(Member& member, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+    const Activations<T> normed = norm_rows(member, layer.mlp_norm, tokens, nullptr);
+    watch.add(REST);
+    routing_.route(member, *layer.router, normed);
+    mixing_.mix(member, *layer.experts, layer.shared(), normed, layer.router->rule.top_k, routing_.experts(),
+                routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
+                  T* to = residual(token) + at;
+                  Number<T>::store_lanes(to, Number<T>::load_lanes(to) + values);
+                });
     watch.add(LINEAR);
   }
 
@@ -162,13 +186,13 @@ class Decoder {
     grow(projected_, tokens * shape_.width());
     grow(narrow_, Activations<T>::units(rows, hidden_));
     grow(wide_, Activations<T>::units(tokens, wide));
+    for (const Layer<T>& layer : layers_) {
+      if (layer.experts == nullptr) continue;
+      routing_.reserve(members, tokens, *layer.router);
+      mixing_.reserve(members, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
+    }
     while (static_cast<int>(scratch_.size()) < members)
       scratch_.push_back(std::make_unique<AttentionScratch<T>>(shape_.head_dim));
-  }
-
-  template <class V>
-  static void grow(std::vector<V>& buffer, int64_t size) {
-    if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
   }
 
   const T* embedding_;
@@ -182,6 +206,8 @@ class Decoder {
   std::vector<T> residual_, projected_;
   std::vector<uint32_t> narrow_, wide_;
   std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
+  Routing<T> routing_;
+  Mixing<T> mixing_;
 };
 
 }  // namespace aioinfer

@@ -60,6 +60,12 @@ class Memory {
   void* data_ = nullptr;
 };
 
+// Room for ``size`` elements at least; what is in a buffer may be lost.
+template <class V>
+void grow(std::vector<V>& buffer, int64_t size) {
+  if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
+}
+
 // How ``rows`` rows are divided into blocks of one height.
 struct Blocks {
   explicit Blocks(int64_t rows) : rows(rows) {
@@ -149,15 +155,10 @@ class Weights {
  public:
   Weights(Team& team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated,
           Format format = Format::PLAIN)
-      : outputs(outputs), gated(gated), panel_outputs(gated ? LANES : PANEL), format(format) {
-    constexpr int PER_UNIT = Number<T>::PER_UNIT;
-    depth = (inner + PER_UNIT - 1) / PER_UNIT;
-    panels = (outputs + panel_outputs - 1) / panel_outputs;
-    memory_ = Memory(panels * panel_bytes());
-    if (format == Format::INT8) factors_.resize(panels * PANEL);
-    team.run([&](Member& member) {
-      member.parallel(panels, [&](int64_t panel) { pack(panel, rows, inner); });
-    });
+      : Weights(nullptr, outputs, inner, gated, format) {
+    memory_ = Memory(bytes());
+    data_ = memory_.as<char>();
+    set(team, rows, inner);
     if (bias == nullptr) return;
     bias_.resize(panels * PANEL);
     for (int64_t panel = 0; panel < panels; panel++)
@@ -167,6 +168,21 @@ class Weights {
       }
   }
 
+  // Without a bias, in memory of bytes() that belongs to somebody else; what set() packs is there from then on.
+  Weights(char* data, int64_t outputs, int64_t inner, bool gated, Format format)
+      : outputs(outputs), depth((inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT), gated(gated),
+        panel_outputs(gated ? LANES : PANEL), format(format), data_(data) {
+    panels = (outputs + panel_outputs - 1) / panel_outputs;
+    if (format == Format::INT8) factors_.resize(panels * PANEL);
+  }
+
+  void set(Team& team, const T* rows, int64_t inner) {
+    team.run([&](Member& member) {
+      member.parallel(panels, [&](int64_t panel) { pack(panel, rows, inner); });
+    });
+  }
+
+  int64_t bytes() const { return panels * panel_bytes(); }
   int64_t panel_bytes() const {
     return depth * PANEL * (format == Format::INT8 ? Number<T>::PER_UNIT : sizeof(uint32_t));
   }
@@ -174,7 +190,7 @@ class Weights {
   // Where a panel begins; its format is the caller's to know.
   template <class Piece = uint32_t>
   const Piece* panel(int64_t index) const {
-    return reinterpret_cast<const Piece*>(memory_.as<char>() + index * panel_bytes());
+    return reinterpret_cast<const Piece*>(data_ + index * panel_bytes());
   }
 
   // Half a panel's sums, its first or its second vector, with what each output's factor and bias make of them.
@@ -206,7 +222,7 @@ class Weights {
 
   void pack(int64_t index, const T* rows, int64_t inner) {
     constexpr int PER_UNIT = Number<T>::PER_UNIT;
-    char* panel = memory_.as<char>() + index * panel_bytes();
+    char* panel = data_ + index * panel_bytes();
     for (int lane = 0; lane < PANEL; lane++) {
       const int64_t row = source(index, lane);
       auto weight = [&](int64_t k) { return row < 0 || k >= inner ? Number<T>::make(0.0f) : rows[row * inner + k]; };
@@ -225,6 +241,7 @@ class Weights {
     }
   }
 
+  char* data_;
   Memory memory_;
   std::vector<float> bias_, factors_;
 };
@@ -330,12 +347,20 @@ void multiply_block(const Activations<T>& a, int64_t block, const Panels<T, FORM
   });
 }
 
-// All blocks of rows times panels [from, to): panel by panel if the activations fit into the cache, each fetched
-// while the one before is used; else block by block, so that it is the panels that stay in the cache.
+// Bytes of panels, or of activations, that stay in a core's cache beside whatever else it needs.
+constexpr int64_t CACHE = 512 << 10;
+
+// Whether the activations stay in the cache while one panel after the other passes.
+template <class T>
+bool stays(const Activations<T>& a) {
+  return a.blocks.rows * a.depth * static_cast<int64_t>(sizeof(uint32_t)) <= CACHE;
+}
+
+// All blocks times panels [from, to): panel by panel if the activations stay in the cache, each fetched while the one
+// before is used; else block by block, so that it is the panels that stay.
 template <class T, class Store>
-void multiply_plain(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, bool panel_by_panel,
-                    Store& store) {
-  if (!panel_by_panel) {
+void multiply_plain(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
+  if (a.blocks.count == 1 || !stays(a)) {
     const auto panels = Panels<T, Format::PLAIN>::in_memory(w, -1);
     for (int64_t b = 0; b < a.blocks.count; b++) multiply_block(a, b, panels, from, to, store);
     return;
@@ -353,7 +378,7 @@ void multiply_bytes(const Activations<T>& a, const Weights<T>& w, int64_t from, 
   if (a.blocks.count == 1)
     return multiply_block(a, 0, Panels<T, Format::INT8>::in_memory(w, -1), from, to, store);
   thread_local std::vector<uint32_t> expanded;
-  if (static_cast<int64_t>(expanded.size()) < w.depth * PANEL) expanded.resize(w.depth * PANEL);
+  grow(expanded, w.depth * PANEL);
   for (int64_t panel = from; panel < to; panel++) {
     w.expand(panel, expanded.data());
     const Panels<T, Format::PLAIN> panels{w, expanded.data(), panel, -1};
@@ -361,23 +386,25 @@ void multiply_bytes(const Activations<T>& a, const Weights<T>& w, int64_t from, 
   }
 }
 
+// All blocks times panels [from, to).
+template <class T, class Store>
+void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store&& store) {
+  if (w.format == Format::PLAIN)
+    multiply_plain(a, w, from, to, store);
+  else
+    multiply_bytes(a, w, from, to, store);
+}
+
 // store(place, panel, first vector, second vector) for all rows and panels of a * w, shared among the team by runs of
 // panels.
 template <class T, class Store>
 void multiply(Member& member, const Activations<T>& a, const Weights<T>& w, Store&& store) {
-  constexpr int64_t CACHE = 512 << 10, RUN = 256 << 10;
+  constexpr int64_t RUN = 256 << 10;
   const int at_once = panels_at_once(a.blocks.height);
-  const bool fits = a.blocks.rows * a.depth * static_cast<int64_t>(sizeof(uint32_t)) <= CACHE;
-  const bool panel_by_panel = a.blocks.count > 1 && fits;
-  const int64_t bytes = a.blocks.count > 1 && !fits ? CACHE : RUN;
-  const int64_t wanted = std::max<int64_t>(1, bytes / w.panel_bytes());
+  const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
   const int64_t run = (wanted + at_once - 1) / at_once * at_once;
   member.parallel((w.panels + run - 1) / run, [&](int64_t task) {
-    const int64_t from = task * run, to = std::min(w.panels, from + run);
-    if (w.format == Format::PLAIN)
-      multiply_plain(a, w, from, to, panel_by_panel, store);
-    else
-      multiply_bytes(a, w, from, to, store);
+    multiply_panels(a, w, task * run, std::min(w.panels, (task + 1) * run), store);
   });
 }
 

@@ -16,6 +16,28 @@ namespace {
 Team& team_of(void* team) { return *static_cast<Team*>(team); }
 const Weights<T>& weights_of(const void* weights) { return *static_cast<const Weights<T>*>(weights); }
 
+// Rows [count, inner] that become activations as the first thing a team does.
+template <class V>
+class Packing {
+ public:
+  Packing(const V* in, int64_t count, int64_t inner)
+      : in_(in), inner_(inner), units_(Activations<V>::units(count, inner)), to_(units_.data(), count, inner) {}
+
+  const Activations<V>& pack(Member& member) const {
+    member.parallel_in_runs(to_.blocks.rows, [&](int64_t row) {
+      uint32_t* to = to_.row(row);
+      for (int64_t i = 0; i < inner_; i += LANES) to_.put(to, i, Number<V>::load_lanes(in_ + row * inner_ + i));
+    });
+    return to_;
+  }
+
+ private:
+  const V* in_;
+  int64_t inner_;
+  std::vector<uint32_t> units_;
+  Activations<V> to_;
+};
+
 }  // namespace
 
 extern "C" {
@@ -35,15 +57,9 @@ void NAMED(free_weights)(void* weights) { delete static_cast<Weights<T>*>(weight
 bool NAMED(linear)(void* team, const void* weights, const T* in, int64_t count, int64_t inner, T* out) {
   return guarded(false, [&] {
     const Weights<T>& w = weights_of(weights);
-    std::vector<uint32_t> units(Activations<T>::units(count, inner));
-    const Activations<T> activations(units.data(), count, inner);
+    const Packing<T> activations(in, count, inner);
     team_of(team).run([&](Member& member) {
-      member.parallel_in_runs(count, [&](int64_t row) {
-        uint32_t* to = activations.row(row);
-        for (int64_t i = 0; i < inner; i += LANES)
-          activations.put(to, i, Number<T>::load_lanes(in + row * inner + i));
-      });
-      multiply(member, activations, w, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      multiply(member, activations.pack(member), w, [&](const Place& place, int64_t panel, Floats one, Floats other) {
         T* to = out + place.row * w.outputs;
         if (w.gated)
           Number<T>::store_lanes(to + panel * LANES, silu(one) * other);
@@ -81,6 +97,67 @@ bool NAMED(attend)(void* team, T* queries, T* keys, T* values, int64_t query_str
   });
 }
 
+// Which experts a token goes to. ``weight`` are packed float32 weights, ``bias`` [experts] or null.
+void* NAMED(router)(const void* weight, const float* bias, bool sigmoid, int64_t top_k, int64_t groups,
+                    int64_t top_groups, bool normalize, float scale) {
+  return guarded<void*>(nullptr, [&] {
+    const auto* packed = static_cast<const Weights<float>*>(weight);
+    return new Router<T>(packed, bias, Rule{sigmoid, packed->outputs, top_k, groups, top_groups, normalize, scale});
+  });
+}
+
+void NAMED(free_router)(void* router) { delete static_cast<Router<T>*>(router); }
+
+// ``weights`` and ``experts`` [count, top_k] of tokens [count, hidden].
+bool NAMED(route)(void* team, const void* router, const T* in, int64_t count, int64_t hidden, float* weights,
+                  int64_t* experts) {
+  return guarded(false, [&] {
+    const auto& rule = *static_cast<const Router<T>*>(router);
+    const Packing<T> tokens(in, count, hidden);
+    Routing<T> routing;
+    routing.reserve(team_of(team).size(), count, rule);
+    team_of(team).run([&](Member& member) { routing.route(member, rule, tokens.pack(member)); });
+    std::copy_n(routing.weights(), count * rule.rule.top_k, weights);
+    std::copy_n(routing.experts(), count * rule.rule.top_k, experts);
+    return true;
+  });
+}
+
+// Room for ``count`` experts, to be filled one by one.
+void* NAMED(experts)(int64_t count, int64_t hidden, int64_t middle, bool bytes) {
+  return guarded<void*>(nullptr, [&] {
+    return new Experts<T>(count, hidden, middle, bytes ? Format::INT8 : Format::PLAIN);
+  });
+}
+
+void NAMED(free_experts)(void* experts) { delete static_cast<Experts<T>*>(experts); }
+
+// One expert: ``gate_up`` [2 * middle, hidden], gates first, and ``down`` [hidden, middle].
+bool NAMED(set_expert)(void* team, void* experts, int64_t index, const T* gate_up, const T* down) {
+  return guarded(false, [&] {
+    static_cast<Experts<T>*>(experts)->set(team_of(team), index, gate_up, down);
+    return true;
+  });
+}
+
+// ``out`` [count, hidden]: what tokens get of their ``chosen`` experts [count, top_k], by these weights.
+bool NAMED(mix)(void* team, const void* experts, const T* in, int64_t count, int64_t top_k, const int64_t* chosen,
+                const float* weights, T* out) {
+  return guarded(false, [&] {
+    const auto& all = *static_cast<const Experts<T>*>(experts);
+    const Packing<T> tokens(in, count, all.hidden);
+    Mixing<T> mixing;
+    mixing.reserve(team_of(team).size(), count, top_k, all, {});
+    team_of(team).run([&](Member& member) {
+      mixing.mix(member, all, {}, tokens.pack(member), top_k, chosen, weights,
+                 [&](int64_t token, int64_t at, Floats values) {
+                   Number<T>::store_lanes(out + token * all.hidden + at, values);
+                 });
+    });
+    return true;
+  });
+}
+
 // A decoder without layers. ``head`` are packed weights; rotary tables are [positions, rotary_dim].
 void* NAMED(decoder)(const T* embedding, const T* norm, const void* head, int64_t heads, int64_t kv_heads,
                      int64_t head_dim, float head_eps, const T* cos, const T* sin, int64_t rotary_dim, int64_t hidden,
@@ -93,13 +170,17 @@ void* NAMED(decoder)(const T* embedding, const T* norm, const void* head, int64_
 
 void NAMED(free_decoder)(void* decoder) { delete static_cast<Decoder<T>*>(decoder); }
 
+// A layer. gate_up and down are what every token passes, router and experts of what it passes some: one of both may
+// be null.
 bool NAMED(add_layer)(void* decoder, const T* attention_norm, const void* qkv, const T* head_norm, const void* out,
-                      const T* mlp_norm, const void* gate_up, const void* down, float scale, float soft_cap,
-                      int64_t window, int64_t block) {
+                      const T* mlp_norm, const void* gate_up, const void* down, const void* router,
+                      const void* experts, float scale, float soft_cap, int64_t window, int64_t block) {
   return guarded(false, [&] {
-    static_cast<Decoder<T>*>(decoder)->add({attention_norm, &weights_of(qkv), head_norm, &weights_of(out), mlp_norm,
-                                            &weights_of(gate_up), &weights_of(down),
-                                            Scoring{scale, soft_cap, window, block}});
+    static_cast<Decoder<T>*>(decoder)->add(
+        {attention_norm, &weights_of(qkv), head_norm, &weights_of(out), mlp_norm,
+         static_cast<const Weights<T>*>(gate_up), static_cast<const Weights<T>*>(down),
+         static_cast<const Router<T>*>(router), static_cast<const Experts<T>*>(experts),
+         Scoring{scale, soft_cap, window, block}});
     return true;
   });
 }

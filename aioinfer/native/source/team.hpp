@@ -54,6 +54,9 @@ class Member {
 
   int index() const { return index_; }
 
+  // Of how many threads this is one.
+  int members() const;
+
  private:
   Team& team_;
   int index_;
@@ -138,6 +141,8 @@ class Team {
   Counter counters_[3];
   std::vector<std::thread> threads_;
 };
+
+inline int Member::members() const { return team_.size(); }
 
 template <class Body>
 void Member::parallel(int64_t count, Body&& body, int64_t grain) {

@@ -1,0 +1,227 @@
+// Experts: the SwiGLUs of a layer of which each token passes a few, and one, shared, that all tokens pass.
+//
+//   tokens      2 0 1 3 ..        rows, by expert      gated, by row         outputs, by pair
+//   ┌ normed ─► choose ─► gather ┌ expert 0: 0 4 7 ┐ ─► gate, up ┌──┐ ─► down ┌ token 0: best, second .. ┐ ─► + ─► residual
+//   │                            └ expert 2: 1 5   ┘             └──┘         └ token 1: best, second .. ┘  ▲
+//   └──────────────────────────────────────────────────────────────────────────────────────── shared ────────┘
+//
+// A *pair* is a token and one of its experts, token by token, best expert first. Every output of an expert is a
+// function of the token's row alone, and those of a token are added up in the order of its pairs: its result
+// depends on nothing else. Experts that nobody chose are not read.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "routing.hpp"
+
+namespace aioinfer {
+
+// Packed weights of ``count`` experts in one piece of memory.
+template <class T>
+class Experts {
+ public:
+  Experts(int64_t count, int64_t hidden, int64_t middle, Format format)
+      : count(count), hidden(hidden), middle(middle) {
+    const Weights<T> one(nullptr, middle, hidden, true, format), other(nullptr, hidden, middle, false, format);
+    const int64_t each = one.bytes() + other.bytes();
+    memory_ = Memory(each * count);
+    for (int64_t e = 0; e < count; e++) {
+      char* place = memory_.as<char>() + e * each;
+      gate_up_.emplace_back(place, middle, hidden, true, format);
+      down_.emplace_back(place + one.bytes(), hidden, middle, false, format);
+    }
+  }
+
+  // ``gate_up`` [2 * middle, hidden], gates first, and ``down`` [hidden, middle] of one expert.
+  void set(Team& team, int64_t expert, const T* gate_up, const T* down) {
+    gate_up_[expert].set(team, gate_up, hidden);
+    down_[expert].set(team, down, middle);
+  }
+
+  const Weights<T>& gate_up(int64_t expert) const { return gate_up_[expert]; }
+  const Weights<T>& down(int64_t expert) const { return down_[expert]; }
+
+  int64_t count, hidden, middle;
+
+ private:
+  Memory memory_;
+  std::vector<Weights<T>> gate_up_, down_;
+};
+
+// Pairs in the order of their experts, tokens ascending. Every member of a team has its own: to count for oneself
+// is quicker than to wait for one who does.
+class Dispatch {
+ public:
+  // The pairs of one expert: their places in the order, and where their rows begin, those that fill up blocks counted.
+  struct Group {
+    int64_t expert, first, rows, padded_first;
+  };
+  struct Placed {
+    int64_t pair, group;
+  };
+
+  // Rows of all groups at most, with those that fill up blocks.
+  static int64_t padded(int64_t pairs) { return pairs + pairs / MAX_ROWS; }
+
+  void reserve(int64_t pairs, int64_t experts) {
+    grow(placed_, pairs);
+    grow(next_, experts);
+    groups_.reserve(experts);
+  }
+
+  void sort(const int64_t* chosen, int64_t pairs, int64_t experts) {
+    std::fill_n(next_.begin(), experts, 0);
+    for (int64_t pair = 0; pair < pairs; pair++) next_[chosen[pair]]++;
+    groups_.clear();
+    int64_t first = 0, padded_first = 0;
+    for (int64_t e = 0; e < experts; e++) {
+      const int64_t rows = next_[e];
+      next_[e] = first;
+      if (rows == 0) continue;
+      const Blocks blocks(rows);
+      std::for_each(&placed_[first], &placed_[first] + rows, [&](Placed& placed) { placed.group = used(); });
+      groups_.push_back({e, first, rows, padded_first});
+      first += rows, padded_first += blocks.count * blocks.height;
+    }
+    for (int64_t pair = 0; pair < pairs; pair++) placed_[next_[chosen[pair]]++].pair = pair;
+  }
+
+  int64_t used() const { return static_cast<int64_t>(groups_.size()); }
+  const Group& group(int64_t index) const { return groups_[index]; }
+  const Placed& placed(int64_t place) const { return placed_[place]; }
+
+ private:
+  std::vector<Group> groups_;
+  std::vector<Placed> placed_;
+  std::vector<int64_t> next_;
+};
+
+// What every token passes besides its experts.
+template <class T>
+struct Shared {
+  const Weights<T>* gate_up;  // null: nothing
+  const Weights<T>* down;
+
+  int64_t middle() const { return gate_up == nullptr ? 0 : gate_up->outputs; }
+};
+
+// Lets the tokens of a step pass their experts. Holds what lies in between, one layer at a time.
+template <class T>
+class Mixing {
+ public:
+  // Room for ``tokens`` with ``top_k`` experts each. May throw; nothing else here does.
+  void reserve(int members, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
+    const int64_t pairs = tokens * top_k, rows = Dispatch::padded(pairs);
+    grow(rows_, rows * depth(experts.hidden));
+    grow(gated_, rows * depth(experts.middle));
+    grow(shared_gated_, shared.gate_up == nullptr ? 0 : Activations<T>::units(tokens, shared.middle()));
+    grow(outputs_, (pairs + (shared.gate_up == nullptr ? 0 : tokens)) * experts.hidden);
+    while (static_cast<int>(dispatches_.size()) < members) dispatches_.push_back(std::make_unique<Dispatch>());
+    for (auto& dispatch : dispatches_) dispatch->reserve(pairs, experts.count);
+  }
+
+  // add(token, index, LANES results): sums over the pairs of each token, and what it gets from the shared part.
+  template <class Add>
+  void mix(Member& member, const Experts<T>& experts, const Shared<T>& shared, const Activations<T>& tokens,
+           int64_t top_k, const int64_t* chosen, const float* weights, Add&& add) {
+    const int64_t count = tokens.blocks.rows, pairs = count * top_k, hidden = experts.hidden;
+    Dispatch& dispatch = *dispatches_[member.index()];
+    dispatch.sort(chosen, pairs, experts.count);
+    gather(member, dispatch, tokens, top_k, hidden);
+    const bool all = shared.gate_up != nullptr && count > 0;
+    const Activations<T> shared_gated(shared_gated_.data(), all ? count : 0, shared.middle());
+    share_out(
+        member, dispatch, experts.gate_up(0), all ? shared.gate_up : nullptr,
+        [&](int64_t from, int64_t to) { gate(tokens, *shared.gate_up, from, to, shared_gated); },
+        [&](const Dispatch::Group& group, int64_t from, int64_t to) {
+          gate(rows(group, hidden), experts.gate_up(group.expert), from, to, gated(group, experts.middle));
+        });
+    share_out(
+        member, dispatch, experts.down(0), all ? shared.down : nullptr,
+        [&](int64_t from, int64_t to) {
+          put(shared_gated, *shared.down, from, to, nullptr, pairs);
+        },
+        [&](const Dispatch::Group& group, int64_t from, int64_t to) {
+          put(gated(group, experts.middle), experts.down(group.expert), from, to, &dispatch.placed(group.first), 0);
+        });
+    member.parallel_in_runs(count, [&](int64_t token) {
+      const T* outputs = outputs_.data() + token * top_k * hidden;
+      for (int64_t i = 0; i < hidden; i += LANES) {
+        Floats sum = all ? Number<T>::load_lanes(&outputs_[(pairs + token) * hidden + i]) : Floats{};
+        for (int64_t j = 0; j < top_k; j++)
+          sum += Number<T>::load_lanes(outputs + j * hidden + i) * weights[token * top_k + j];
+        add(token, i, sum);
+      }
+    });
+  }
+
+ private:
+  static int64_t depth(int64_t inner) { return (inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT; }
+
+  Activations<T> rows(const Dispatch::Group& group, int64_t hidden) {
+    return {rows_.data() + group.padded_first * depth(hidden), group.rows, hidden};
+  }
+
+  Activations<T> gated(const Dispatch::Group& group, int64_t middle) {
+    return {gated_.data() + group.padded_first * depth(middle), group.rows, middle};
+  }
+
+  // The tokens' rows once for each of their pairs, as their experts want them.
+  void gather(Member& member, const Dispatch& dispatch, const Activations<T>& tokens, int64_t top_k, int64_t hidden) {
+    member.parallel_in_runs(tokens.blocks.rows * top_k, [&](int64_t place) {
+      const Dispatch::Placed& placed = dispatch.placed(place);
+      const Dispatch::Group& group = dispatch.group(placed.group);
+      const Activations<T> mine = rows(group, hidden);
+      const uint32_t* from = tokens.row(placed.pair / top_k);
+      uint32_t* to = mine.row(place - group.first);
+      for (int64_t k = 0; k < mine.depth; k++) to[k * mine.blocks.height] = from[k * tokens.blocks.height];
+    });
+  }
+
+  // Divide products with the weights of ``all``, which may be null, and of every group, each shaped as ``one``, into
+  // tasks: whole(from, to) and part(group, from, to), of panels in runs.
+  template <class Whole, class Part>
+  static void share_out(Member& member, const Dispatch& dispatch, const Weights<T>& one, const Weights<T>* all,
+                        Whole&& whole, Part&& part) {
+    const int64_t panels = dispatch.used() * one.panels + (all == nullptr ? 0 : all->panels);
+    const int64_t run = run_of(one, panels, member), runs = (one.panels + run - 1) / run;
+    const int64_t shared_run = all == nullptr ? 1 : run_of(*all, panels, member);
+    const int64_t first = all == nullptr ? 0 : (all->panels + shared_run - 1) / shared_run;
+    member.parallel(first + dispatch.used() * runs, [&](int64_t task) {
+      if (task < first) return whole(task * shared_run, std::min(all->panels, (task + 1) * shared_run));
+      const int64_t from = (task - first) % runs * run;
+      part(dispatch.group((task - first) / runs), from, std::min(one.panels, from + run));
+    });
+  }
+
+  // Panels that are worth a task: no more than fit a cache, and so few that all members of a team have some.
+  static int64_t run_of(const Weights<T>& w, int64_t panels, const Member& member) {
+    constexpr int64_t RUN = 256 << 10, AT_ONCE = panels_at_once(1);
+    const int64_t fitting = RUN / (w.depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)));
+    const int64_t wanted = std::max<int64_t>(1, std::min(fitting, panels / (4 * member.members())));
+    return (wanted + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+  }
+
+  static void gate(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, const Activations<T>& gated) {
+    multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
+      gated.put(gated.row(place), panel * LANES, silu(gate) * up);
+    });
+  }
+
+  // Row i to the outputs of pair ``placed[i]``, or, where that is null, to the i-th behind ``first``.
+  void put(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, const Dispatch::Placed* placed,
+           int64_t first) {
+    multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      const int64_t row = placed == nullptr ? first + place.row : placed[place.row].pair;
+      put_pair(outputs_.data() + row * w.outputs, panel, w.outputs, one, other);
+    });
+  }
+
+  std::vector<uint32_t> rows_, gated_, shared_gated_;
+  std::vector<T> outputs_;
+  std::vector<std::unique_ptr<Dispatch>> dispatches_;
+};
+
+}  // namespace aioinfer

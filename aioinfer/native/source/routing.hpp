@@ -1,0 +1,212 @@
+// Routing: which experts a token goes to, and with which weights; see aioinfer.model.moe.routing.
+#pragma once
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "linear.hpp"
+
+namespace aioinfer {
+
+// The best of what is offered, best first; of equal scores the one that came first. NaN is better than any number.
+class Best {
+ public:
+  explicit Best(int64_t most) : scores_(most), numbers_(most) {}
+
+  void clear(int64_t size) { size_ = size, count_ = 0; }
+
+  AIOINFER_INLINE void offer(float score, int64_t number) {
+    if (score != score) score = INFINITY;
+    if (count_ < size_)
+      count_++;
+    else if (!(score > scores_[size_ - 1]))
+      return;
+    int64_t at = count_ - 1;
+    for (; at > 0 && score > scores_[at - 1]; at--) scores_[at] = scores_[at - 1], numbers_[at] = numbers_[at - 1];
+    scores_[at] = score, numbers_[at] = number;
+  }
+
+  int64_t count() const { return count_; }
+  int64_t number(int64_t at) const { return numbers_[at]; }
+
+ private:
+  std::vector<float> scores_;
+  std::vector<int64_t> numbers_;
+  int64_t size_ = 0, count_ = 0;
+};
+
+// A rule. Groups are consecutive experts, one as large as the other; a token goes to ``top_groups`` of them at most.
+struct Rule {
+  bool sigmoid;  // of each expert's score by itself; else a softmax over all of them
+  int64_t experts, top_k, groups, top_groups;
+  bool normalize;
+  float scale;
+};
+
+// What a member of a team needs to route; one token at a time.
+struct RoutingScratch {
+  explicit RoutingScratch(int64_t experts) : wanted(experts), best(experts), groups(experts), open(experts) {}
+  std::vector<float> wanted;
+  Best best, groups;
+  std::vector<char> open;
+};
+
+// The scores' product is of floats, whatever T is. A softmax's are rounded to T and so are its weights: that is
+// what such models are trained with.
+template <class T>
+class Router {
+ public:
+  // ``bias`` [experts] or null takes part in the choice and not in the weights.
+  Router(const Weights<float>* weight, const float* bias, const Rule& rule) : weight(weight), rule(rule) {
+    if (bias != nullptr) bias_.assign(bias, bias + rule.experts);
+  }
+
+  // Floats from one token's scores to the next one's.
+  int64_t stride() const { return weight->panels * PANEL; }
+
+  // Scores [tokens, stride()] of all tokens.
+  void score(Member& member, const Activations<float>& tokens, float* scores) const {
+    multiply(member, tokens, *weight, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      float* to = scores + place.row * stride() + panel * PANEL;
+      store(to, rounded(one));
+      store(to + LANES, rounded(other));
+    });
+  }
+
+  // From one token's scores, which are overwritten, to its ``top_k`` experts, best first, and their weights.
+  void choose(float* scores, float* weights, int64_t* experts, RoutingScratch& scratch) const {
+    if (rule.sigmoid)
+      sigmoid(scores);
+    else
+      softmax(scores);
+    const float* wanted = scores;
+    if (!bias_.empty()) {
+      for (int64_t e = 0; e < rule.experts; e++) scratch.wanted[e] = scores[e] + bias_[e];
+      wanted = scratch.wanted.data();
+    }
+    offer(wanted, scratch);
+    float total = 1e-20f;
+    for (int64_t j = 0; j < rule.top_k; j++) {
+      experts[j] = scratch.best.number(j);
+      weights[j] = scores[experts[j]];
+      total += weights[j];
+    }
+    for (int64_t j = 0; j < rule.top_k; j++) {
+      const float weight = (rule.normalize ? weights[j] / total : weights[j]) * rule.scale;
+      weights[j] = rule.sigmoid ? weight : Number<T>::read(Number<T>::make(weight));
+    }
+  }
+
+  const Weights<float>* weight;
+  Rule rule;
+
+ private:
+  AIOINFER_INLINE Floats rounded(Floats value) const {
+    if (rule.sigmoid) return value;
+    T numbers[LANES];
+    Number<T>::store_lanes(numbers, value);
+    return Number<T>::load_lanes(numbers);
+  }
+
+  void sigmoid(float* scores) const {
+    for (int64_t e = 0; e < stride(); e += LANES)
+      store(scores + e, 1.0f / (1.0f + exponential(-load<Floats>(scores + e))));
+  }
+
+  // A score that is no number makes all of them none.
+  void softmax(float* scores) const {
+    std::fill(scores + rule.experts, scores + stride(), -INFINITY);
+    Floats most = spread(-INFINITY), total{};
+    for (int64_t e = 0; e < stride(); e += LANES) most = larger(most, load<Floats>(scores + e));
+    const float peak = largest(most);
+    for (int64_t e = 0; e < stride(); e += LANES) {
+      const Floats share = exponential(load<Floats>(scores + e) - peak);
+      store(scores + e, share);
+      total += share;
+    }
+    const float all = sum(total);
+    for (int64_t e = 0; e < stride(); e += LANES) store(scores + e, load<Floats>(scores + e) / all);
+  }
+
+  // Offer the experts of the best groups, each of which is as good as its two best experts together.
+  void offer(const float* wanted, RoutingScratch& scratch) const {
+    const int64_t size = rule.experts / rule.groups;
+    std::fill_n(scratch.open.begin(), rule.groups, rule.top_groups == rule.groups);
+    if (rule.top_groups < rule.groups) {
+      scratch.groups.clear(rule.top_groups);
+      for (int64_t group = 0; group < rule.groups; group++) {
+        scratch.best.clear(std::min<int64_t>(2, size));
+        for (int64_t e = group * size; e < (group + 1) * size; e++) scratch.best.offer(wanted[e], e);
+        float goodness = 0;
+        for (int64_t at = 0; at < scratch.best.count(); at++) goodness += wanted[scratch.best.number(at)];
+        scratch.groups.offer(goodness, group);
+      }
+      for (int64_t at = 0; at < rule.top_groups; at++) scratch.open[scratch.groups.number(at)] = true;
+    }
+    scratch.best.clear(rule.top_k);
+    for (int64_t group = 0; group < rule.groups; group++)
+      if (scratch.open[group])
+        for (int64_t e = group * size; e < (group + 1) * size; e++) scratch.best.offer(wanted[e], e);
+  }
+
+  std::vector<float> bias_;
+};
+
+// Sends the tokens of a step to their experts. Holds what comes of it, one layer at a time.
+template <class T>
+class Routing {
+ public:
+  // May throw; nothing else here does.
+  void reserve(int members, int64_t tokens, const Router<T>& router) {
+    const int64_t experts = router.rule.experts;
+    if constexpr (Number<T>::PER_UNIT > 1) grow(floats_, Activations<float>::units(tokens, router.weight->depth));
+    grow(scores_, tokens * router.stride());
+    grow(weights_, tokens * router.rule.top_k);
+    grow(experts_, tokens * router.rule.top_k);
+    scratch_.resize(members);
+    for (auto& scratch : scratch_)
+      if (scratch == nullptr || static_cast<int64_t>(scratch->open.size()) < experts)
+        scratch = std::make_unique<RoutingScratch>(experts);
+  }
+
+  void route(Member& member, const Router<T>& router, const Activations<T>& tokens) {
+    router.score(member, floats(member, tokens, router.weight->depth), scores_.data());
+    const int64_t top_k = router.rule.top_k;
+    member.parallel_in_runs(tokens.blocks.rows, [&](int64_t token) {
+      router.choose(&scores_[token * router.stride()], &weights_[token * top_k], &experts_[token * top_k],
+                    *scratch_[member.index()]);
+    });
+  }
+
+  // [tokens, top_k]
+  const float* weights() const { return weights_.data(); }
+  const int64_t* experts() const { return experts_.data(); }
+
+ private:
+  Activations<float> floats(Member& member, const Activations<T>& tokens, int64_t size) {
+    if constexpr (Number<T>::PER_UNIT == 1) {
+      return tokens;
+    } else {
+      const Activations<float> wide(floats_.data(), tokens.blocks.rows, size);
+      const int64_t height = tokens.blocks.height;
+      member.parallel_in_runs(tokens.blocks.rows, [&](int64_t token) {
+        const uint32_t* from = tokens.row(token);
+        uint32_t* to = wide.row(token);
+        for (int64_t k = 0; k < tokens.depth; k++) {
+          const uint32_t unit = from[k * height];
+          to[2 * k * height] = unit << 16;
+          to[(2 * k + 1) * height] = unit & 0xffff0000u;
+        }
+      });
+      return wide;
+    }
+  }
+
+  std::vector<uint32_t> floats_;
+  std::vector<float> scores_, weights_;
+  std::vector<int64_t> experts_;
+  std::vector<std::unique_ptr<RoutingScratch>> scratch_;
+};
+
+}  // namespace aioinfer
