@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def test_teams_come_and_go() -> None:
             assert argmax(team, values) == values.argmax(1).tolist()
 
 
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer needs all addresses")
 def test_threads_that_cannot_be_had_are_an_error_and_no_end_of_the_process() -> None:
     """Each has a stack of megabytes, for which there is no room: some of them exist when it comes out."""
     code = """if True:

@@ -81,8 +81,8 @@ class Decoder {
     reserve(step, team.size());
     const int64_t tokens = step.attention.tokens;
     const auto tasks = divide(step.attention.rows, shape_.kv_heads, shape_.group());
-    double unused[PARTS];
     team.run([&](Member& member) {
+      double unused[PARTS] = {};
       Stopwatch watch(member.index() == 0 ? seconds : unused);
       member.parallel_in_runs(tokens, [&](int64_t t) {
         std::memcpy(residual(t), embedding_ + step.ids[t] * hidden_, sizeof(T) * hidden_);
