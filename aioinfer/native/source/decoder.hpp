@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "attention.hpp"
@@ -137,9 +138,13 @@ class Decoder {
   }
 
   void sparse_part(Member& member, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
-    const Activations<T> normed = norm_rows(member, layer.mlp_norm, tokens, nullptr);
+    const Activations<float> floats = routing_.floats(tokens, hidden_);
+    const Activations<T> normed = norm_rows(member, layer.mlp_norm, tokens, nullptr, &floats);
     watch.add(REST);
-    routing_.route(member, *layer.router, normed);
+    if constexpr (std::is_same_v<T, float>)
+      routing_.route(member, *layer.router, normed);
+    else
+      routing_.route(member, *layer.router, floats);
     mixing_.mix(member, *layer.experts, layer.shared(), normed, layer.router->rule.top_k, routing_.experts(),
                 routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
                   T* to = residual(token) + at;
@@ -158,15 +163,21 @@ class Decoder {
     watch.add(LINEAR);
   }
 
-  // Root mean square norm of the residual of all tokens, or of those that ``chosen`` names.
-  Activations<T> norm_rows(Member& member, const T* weight, int64_t count, const int64_t* chosen) {
+  // Root mean square norm of the residual of all tokens, or of those that ``chosen`` names. Where T is not float,
+  // the same goes to ``floats``, too, if it is given.
+  Activations<T> norm_rows(Member& member, const T* weight, int64_t count, const int64_t* chosen,
+                           const Activations<float>* floats = nullptr) {
     const Activations<T> normed(narrow_.data(), count, hidden_);
     member.parallel_in_runs(count, [&](int64_t row) {
       const T* from = residual(chosen == nullptr ? row : chosen[row]);
       const float factor = inverse_rms(from, hidden_, eps_);
       uint32_t* to = normed.row(row);
-      for (int64_t i = 0; i < hidden_; i += LANES)
-        normed.put(to, i, Number<T>::load_lanes(from + i) * factor * Number<T>::load_lanes(weight + i));
+      for (int64_t i = 0; i < hidden_; i += LANES) {
+        const Floats value = Number<T>::load_lanes(from + i) * factor * Number<T>::load_lanes(weight + i);
+        normed.put(to, i, value);
+        if constexpr (!std::is_same_v<T, float>)
+          if (floats != nullptr) floats->put(floats->row(row), i, rounded<T>(value));
+      }
     });
     return normed;
   }

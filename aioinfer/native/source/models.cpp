@@ -16,23 +16,23 @@ namespace {
 Team& team_of(void* team) { return *static_cast<Team*>(team); }
 const Weights<T>& weights_of(const void* weights) { return *static_cast<const Weights<T>*>(weights); }
 
-// Rows [count, inner] that become activations as the first thing a team does.
-template <class V>
+// Rows [count, inner] that become activations, of the type V, as the first thing a team does.
+template <class From, class V = From>
 class Packing {
  public:
-  Packing(const V* in, int64_t count, int64_t inner)
+  Packing(const From* in, int64_t count, int64_t inner)
       : in_(in), inner_(inner), units_(Activations<V>::units(count, inner)), to_(units_.data(), count, inner) {}
 
   const Activations<V>& pack(Member& member) const {
     member.parallel_in_runs(to_.blocks.rows, [&](int64_t row) {
       uint32_t* to = to_.row(row);
-      for (int64_t i = 0; i < inner_; i += LANES) to_.put(to, i, Number<V>::load_lanes(in_ + row * inner_ + i));
+      for (int64_t i = 0; i < inner_; i += LANES) to_.put(to, i, Number<From>::load_lanes(in_ + row * inner_ + i));
     });
     return to_;
   }
 
  private:
-  const V* in_;
+  const From* in_;
   int64_t inner_;
   std::vector<uint32_t> units_;
   Activations<V> to_;
@@ -113,7 +113,7 @@ bool NAMED(route)(void* team, const void* router, const T* in, int64_t count, in
                   int64_t* experts) {
   return guarded(false, [&] {
     const auto& rule = *static_cast<const Router<T>*>(router);
-    const Packing<T> tokens(in, count, hidden);
+    const Packing<T, float> tokens(in, count, hidden);
     Routing<T> routing;
     routing.reserve(team_of(team).size(), count, rule);
     team_of(team).run([&](Member& member) { routing.route(member, rule, tokens.pack(member)); });

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "linear.hpp"
@@ -69,8 +70,8 @@ class Router {
   void score(Member& member, const Activations<float>& tokens, float* scores) const {
     multiply(member, tokens, *weight, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       float* to = scores + place.row * stride() + panel * PANEL;
-      store(to, rounded(one));
-      store(to + LANES, rounded(other));
+      store(to, rule.sigmoid ? one : rounded<T>(one));
+      store(to + LANES, rule.sigmoid ? other : rounded<T>(other));
     });
   }
 
@@ -102,13 +103,6 @@ class Router {
   Rule rule;
 
  private:
-  AIOINFER_INLINE Floats rounded(Floats value) const {
-    if (rule.sigmoid) return value;
-    T numbers[LANES];
-    Number<T>::store_lanes(numbers, value);
-    return Number<T>::load_lanes(numbers);
-  }
-
   void sigmoid(float* scores) const {
     for (int64_t e = 0; e < stride(); e += LANES)
       store(scores + e, 1.0f / (1.0f + exponential(-load<Floats>(scores + e))));
@@ -160,7 +154,7 @@ class Routing {
   // May throw; nothing else here does.
   void reserve(int members, int64_t tokens, const Router<T>& router) {
     const int64_t experts = router.rule.experts;
-    if constexpr (Number<T>::PER_UNIT > 1) grow(floats_, Activations<float>::units(tokens, router.weight->depth));
+    if constexpr (!std::is_same_v<T, float>) grow(floats_, Activations<float>::units(tokens, router.weight->depth));
     grow(scores_, tokens * router.stride());
     grow(weights_, tokens * router.rule.top_k);
     grow(experts_, tokens * router.rule.top_k);
@@ -170,8 +164,11 @@ class Routing {
         scratch = std::make_unique<RoutingScratch>(experts);
   }
 
-  void route(Member& member, const Router<T>& router, const Activations<T>& tokens) {
-    router.score(member, floats(member, tokens, router.weight->depth), scores_.data());
+  // Where tokens of another type than float are to lie as such, for route().
+  Activations<float> floats(int64_t tokens, int64_t inner) { return {floats_.data(), tokens, inner}; }
+
+  void route(Member& member, const Router<T>& router, const Activations<float>& tokens) {
+    router.score(member, tokens, scores_.data());
     const int64_t top_k = router.rule.top_k;
     member.parallel_in_runs(tokens.blocks.rows, [&](int64_t token) {
       router.choose(&scores_[token * router.stride()], &weights_[token * top_k], &experts_[token * top_k],
@@ -184,25 +181,6 @@ class Routing {
   const int64_t* experts() const { return experts_.data(); }
 
  private:
-  Activations<float> floats(Member& member, const Activations<T>& tokens, int64_t size) {
-    if constexpr (Number<T>::PER_UNIT == 1) {
-      return tokens;
-    } else {
-      const Activations<float> wide(floats_.data(), tokens.blocks.rows, size);
-      const int64_t height = tokens.blocks.height;
-      member.parallel_in_runs(tokens.blocks.rows, [&](int64_t token) {
-        const uint32_t* from = tokens.row(token);
-        uint32_t* to = wide.row(token);
-        for (int64_t k = 0; k < tokens.depth; k++) {
-          const uint32_t unit = from[k * height];
-          to[2 * k * height] = unit << 16;
-          to[(2 * k + 1) * height] = unit & 0xffff0000u;
-        }
-      });
-      return wide;
-    }
-  }
-
   std::vector<uint32_t> floats_;
   std::vector<float> scores_, weights_;
   std::vector<int64_t> experts_;

@@ -199,4 +199,12 @@ struct Number<bfloat16> {
   }
 };
 
+// As T has them.
+template <class T>
+AIOINFER_INLINE Floats rounded(Floats value) {
+  T numbers[LANES];
+  Number<T>::store_lanes(numbers, value);
+  return Number<T>::load_lanes(numbers);
+}
+
 }  // namespace aioinfer
