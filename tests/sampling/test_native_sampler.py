@@ -17,7 +17,7 @@ from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import TorchLogprobs
 from aioinfer.sampling.native_logits import NativeLogprobs
 from aioinfer.sampling.native_sampler import sample_tokens
-from aioinfer.sampling.noise import gumbel
+from aioinfer.sampling.noise import gumbel, uniform
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import BAD_LOGITS
 from tests.sampling.support import (
@@ -85,11 +85,13 @@ def shaped(name: str, vocab: int) -> torch.Tensor:
     if name == "peaked":
         line[torch.randperm(vocab, generator=generator)[:40]] += 12
     elif name == "neighbours":
-        line[5 * STRETCH : 5 * STRETCH + 40] += 12
+        # More than a list holds, in few groups.
+        line[5 * STRETCH : 14 * STRETCH] += 12
     elif name == "ties":
         line = (line * 2).round()
     elif name == "scaled to ties":
-        line = line * 1e-7 + 8
+        line *= 1e-5
+        line[7] = 1000
     elif name == "alike":
         line[:] = 3
     elif name == "few":
@@ -110,6 +112,7 @@ FILTERED: list[dict[str, Any]] = [
     {"top_p": 0.999999, "temperature": 3.0},
     {"top_p": 1e-9, "temperature": 1e30},
     {"top_k": 60, "top_p": 0.8, "min_p": 0.01},
+    {"top_k": 50, "top_p": 0.05, "temperature": 1000.0},
     {"min_p": 0.2, "temperature": 1e-3},
 ]
 
@@ -155,6 +158,25 @@ def test_noise_has_the_bits_of_torch(team: Team) -> None:
     batch = make_batch(rows)
     wanted = gumbel(batch.seeds, batch.positions, torch.arange(5000)).argmax(dim=1)
     assert torch.equal(sample_tokens(team, torch.zeros(64, 5000), batch), wanted)
+
+
+@pytest.mark.parametrize("later", [9, 2000])
+def test_of_equal_sums_the_lower_id_wins(team: Team, later: int) -> None:
+    """Even if the other token is the likeliest, in its stretch of the vocabulary or another one."""
+    found = 0
+    for seed in range(40):
+        # Noise as the kernels have it, in double precision: torch's is not always rounded correctly.
+        u = uniform(torch.tensor([seed]), torch.tensor([0]), torch.tensor([3, later]))[0]
+        inner = -torch.log1p(-u.double()).float()
+        lower, upper = -inner.double().log().float()
+        gap = upper - lower
+        if gap >= 0 or gap + lower != upper:
+            continue
+        logits = torch.full((1, 3000), -torch.inf)
+        logits[0, 3], logits[0, later] = gap, 0.0
+        assert int(sample_tokens(team, logits, make_batch([{"seed": seed}]))) == 3, seed
+        found += 1
+    assert found > 5
 
 
 def test_bans_are_gone_from_the_logits_afterwards(team: Team) -> None:
