@@ -122,10 +122,17 @@ def native_obstacle(progress: Callable[[int, int], None] | None = None) -> str |
     Compiles them if that has not been done yet. What it comes to is settled once per process.
     """
     global _loaded
+
+    def tell(done: int, total: int) -> None:
+        if done == 0:
+            _log.info("compiling native kernels, once for this processor")
+        if progress is not None:
+            progress(done, total)
+
     with _lock:
         if _loaded is None:
             try:
-                _loaded = Kernels(str(build(progress)))
+                _loaded = Kernels(str(build(tell)))
             except (BuildFailed, OSError, AttributeError) as error:
                 _loaded = str(error)
                 _log.warning("no native kernels, the CPU will be slower than it could be: %s", error)

@@ -263,4 +263,6 @@ def test_what_fails_in_there_is_an_error_in_words() -> None:
     kernels = library.kernels()
     assert kernels.call("lanes") in (8, 16)
     with pytest.raises(MemoryError, match=r"weights_float32: .*bad_alloc"):
-        kernels.call("weights_float32", library.shared_team(1).handle, None, None, 1 << 40, 1 << 20, False, False)
+        kernels.call(
+            "weights_float32", library.shared_team(1).handle, None, None, 1 << 40, 1 << 20, False, False
+        )
