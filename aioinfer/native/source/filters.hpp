@@ -139,4 +139,45 @@ float smallest_surviving(const float* logits, int64_t count, const Scale& scale,
   return -cast<float>(prefix);
 }
 
+// Logits among which the least that survives is the one it is among all, for its own target.
+struct Narrowed {
+  const float* logits;
+  int64_t count, target;
+};
+
+// From many logits to those of one small interval, which are put into ``room`` for ``most`` and a vector more: the
+// digits of keys would take longer to tell neighbours apart. All logits, where that brings nothing.
+template <class Weigh>
+Narrowed narrowed(const float* logits, int64_t count, const Scale& scale, const Weigh& weigh, int64_t target, float* room,
+                  int64_t most) {
+  // intervals of 1/64, of which 32 are as far as whole masses reach; in the last one is all that lies beyond
+  constexpr int BINS = 2048;
+  const auto bins_of = [&](Floats scaled) {
+    const Floats far = scaled * -64.0f, last = spread(BINS - 1);
+    return __builtin_convertvector(far < last ? far : last, Ints);
+  };
+  int64_t histogram[BINS] = {};
+  for (int64_t at = 0; at < count; at += LANES) {
+    const Floats scaled = scale(piece(logits, at, count));
+    const Weights weights = weigh(scaled);
+    int32_t to[LANES];
+    int64_t what[LANES];
+    store(to, bins_of(scaled));
+    store(what, weights);
+    for (int lane = 0; lane < LANES; lane++) histogram[to[lane]] += what[lane];
+  }
+  const Narrowed all{logits, count, target};
+  int found = 0;
+  while (found < BINS - 1 && histogram[found] < target) target -= histogram[found++];
+  if (found == BINS - 1) return all;
+  int64_t inside = 0;
+  for (int64_t at = 0; at < count; at += LANES) {
+    const Floats logit = piece(logits, at, count);
+    uint32_t chosen = lanes_of(bins_of(scale(logit)) == found);
+    for (; chosen; chosen &= chosen - 1) room[inside++] = logits[at + std::countr_zero(chosen)];
+    if (inside > most) return all;
+  }
+  return {room, inside, target};
+}
+
 }  // namespace aioinfer

@@ -12,6 +12,9 @@ namespace {
 
 Team& team_of(void* team) { return *static_cast<Team*>(team); }
 
+// What greedy rows of so many tokens take is less than to wake a team.
+constexpr int64_t LITTLE = 1 << 19;
+
 }  // namespace
 
 extern "C" {
@@ -24,7 +27,9 @@ bool aioinfer_sample(void* team, float* logits, int64_t rows, int64_t vocab, int
                      const int64_t* positions, int64_t bans, const int64_t* banned_rows, const int64_t* banned_ids,
                      int64_t bad, int64_t* tokens) {
   return guarded(false, [&] {
-    const int members = team_of(team).size();
+    static thread_local Team alone(1);
+    const bool little = rows * vocab <= LITTLE && std::none_of(temperature, temperature + rows, [](float t) { return t; });
+    Team& those = little ? alone : team_of(team);
     std::vector<std::unique_ptr<SampledRow>> sampled;
     for (int64_t i = 0; i < rows; i++) {
       const RowParameters asked{temperature[i], top_p[i], min_p[i], top_k[i], seeds[i], positions[i]};
@@ -34,7 +39,7 @@ bool aioinfer_sample(void* team, float* logits, int64_t rows, int64_t vocab, int
     const auto banned = [&](int64_t i) -> float& { return logits[banned_rows[i] * stride + banned_ids[i]]; };
     // What is broken stays so, for whoever looks for it: NaN, and infinity as NaN.
     for (int64_t i = 0; i < bans; i++) before[i] = banned(i), banned(i) += -INFINITY;
-    team_of(team).run([&](Member& member) { sample(member, members, sampled, SampledRow::stretches(vocab)); });
+    those.run([&](Member& member) { sample(member, those.size(), sampled, SampledRow::stretches(vocab)); });
     for (int64_t i = bans; i--;) banned(i) = before[i];
     return true;
   });

@@ -231,10 +231,18 @@ class SampledRow {
   // What top-k and top-p leave, found among logits that have all above it.
   float floor_among(const float* logits, int64_t count) {
     float floor = -INFINITY;
-    if (top_k_) floor = smallest_surviving(logits, count, scale_, Ones{}, top_k_);
+    if (top_k_) floor = threshold(logits, count, Ones{}, top_k_);
     if (parameters_.top_p == 1) return floor;
     const int64_t mass = top_k_ ? masses_.sum(logits, count, scale_, floor) : mass_;
-    return std::max(floor, smallest_surviving(logits, count, scale_, masses_, share(mass)));
+    return std::max(floor, threshold(logits, count, masses_, share(mass)));
+  }
+
+  // Where there are many logits there is no list, and its memory is free.
+  template <class Weigh>
+  float threshold(const float* logits, int64_t count, const Weigh& weigh, int64_t target) {
+    Narrowed among{logits, count, target};
+    if (count > LISTED) among = narrowed(logits, count, scale_, weigh, target, listed_.get(), LISTED - LANES);
+    return smallest_surviving(among.logits, among.count, scale_, weigh, among.target);
   }
 
   // Whether a scaled logit and noise from ``bits`` may be no less than the best so far, which the scaled logit is
