@@ -51,9 +51,10 @@ class Heads:
             scale=head_dim**-0.5,
             window=window,
             soft_cap=rng.choice([None, None, 3.0]),
-            block=1 if window else rng.choice([1, 1, 2, 4, 8, 32]),
+            block=rng.choice([1, 1, 2, 4, 8, 32]),
         )
-        norm = HeadNorm((1 + 0.3 * normal((group + 1) * kv_heads, head_dim, seed=3)).to(dtype), 1e-5)
+        weight = 1 + 0.3 * normal((group + 1) * kv_heads, head_dim, seed=3)
+        norm = HeadNorm(weight.to(dtype), rng.choice([1e-6, 0.3]))
         rotary = rng.choice([head_dim, head_dim, head_dim // 2, 10, 2])
         values = {"norm": rng.choice([norm, None]), "rotary_dim": rotary, "scoring": scoring, **fixed}
         return cls(group * kv_heads, kv_heads, head_dim, dtype, **values)
