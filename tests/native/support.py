@@ -14,11 +14,9 @@ from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm, split_heads
 from aioinfer.model.rope import Rotary
-from aioinfer.native.library import Team, native_obstacle, shared_team
+from aioinfer.native.library import Team, shared_team
 from tests.model.harness import build_batch, fill
 
-#: for ``pytestmark``: all of these tests need a compiler
-OBSTACLE = native_obstacle()
 DTYPES = [torch.float32, torch.bfloat16]
 #: largest relative error of one rounding
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
