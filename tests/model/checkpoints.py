@@ -57,7 +57,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-wide-untied": (
         "Qwen3",
-        {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 8, "tie_word_embeddings": False},
+        {
+            "head_dim": 32,
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 0.05,
+        },
     ),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
     # A dense layer, then experts whose weights do not sum up to 1, then a layer that could have had some.

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from aioinfer.model.attention.base import Scoring
-from tests.native.support import DTYPES, OBSTACLE, UNIT, Bench, Heads, Row, draw_rows, expected, normal
+from tests.native.support import DTYPES, UNIT, Bench, Heads, Row, draw_rows, expected, normal
 
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no native kernels: {OBSTACLE}")
 PAGE_SIZES = [1, 3, 8, 16, 32, 48]
 
 

@@ -26,6 +26,7 @@ from aioinfer.native import build as building
 from aioinfer.native import library
 from aioinfer.native.build import _UNITS, BuildFailed, build, cache_directory
 from aioinfer.params import SamplingParams
+from tests.model.harness import require
 
 CPU = torch.device("cpu")
 _ROOT = Path(__file__).parents[2]
@@ -232,11 +233,9 @@ def test_flags_that_a_real_compiler_refuses(
 
 # -- with kernels --------------------------------------------------------------------------------------
 
-loaded = pytest.mark.skipif(library.native_obstacle() is not None, reason="no native kernels")
 
-
-@loaded
 def test_a_cpu_has_native_kernels_where_they_fit_a_model() -> None:
+    require("native")
     for dtype in (torch.float32, torch.bfloat16):
         assert choose_attention(CPU, 64, dtype) == Choice("native", "the device is a cpu")
         assert choose_attention(CPU, 16, dtype, "native") == Choice("native", "asked for")
@@ -251,15 +250,15 @@ def test_a_cpu_has_native_kernels_where_they_fit_a_model() -> None:
         choose_attention(torch.device("cuda"), 64, torch.float32, "native")
 
 
-@loaded
 def test_layers_of_other_sizes_are_torchs() -> None:
+    require("native")
     choice = Choice("native", "a test")
     assert isinstance(make_layers(choice, CPU, torch.float32, [64, 40]), TorchLayers)
     assert not isinstance(make_layers(choice, CPU, torch.float32, [64, 48]), TorchLayers)
 
 
-@loaded
 def test_what_fails_in_there_is_an_error_in_words() -> None:
+    require("native")
     kernels = library.kernels()
     assert kernels.call("lanes") in (8, 16)
     with pytest.raises(MemoryError, match=r"weights_float32: .*bad_alloc"):

@@ -16,9 +16,7 @@ from aioinfer.model.native import NativeDecoder
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint
 from tests.model.checkpoints import NATIVE, VOCAB
 from tests.model.harness import attention_for, build_batch, fill
-from tests.native.support import OBSTACLE
 
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no native kernels: {OBSTACLE}")
 CPU = torch.device("cpu")
 DENSE = [family for family in NATIVE if "moe" not in family]
 #: (length, start) of the rows of a step: decodes, a chunk, whole prompts

@@ -16,9 +16,8 @@ from aioinfer.model.native import NativeDecoder, NativeLinear
 from aioinfer.native.library import shared_team
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import attention_for, build_batch, fill
-from tests.native.support import DTYPES, OBSTACLE, Bench, Heads, Row, draw_rows, normal
+from tests.native.support import DTYPES, Bench, Heads, Row, draw_rows, normal
 
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no native kernels: {OBSTACLE}")
 CPU = torch.device("cpu")
 KINDS = ["llama-biases", "mistral-window", "qwen2-window", "qwen3-wide-untied", "sdar"]
 

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 from aioinfer.model.native import NativeLayers, NativeLinear
 from aioinfer.native.library import shared_team
-from tests.native.support import DTYPES, OBSTACLE, UNIT, normal
+from tests.native.support import DTYPES, UNIT, normal
 
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no native kernels: {OBSTACLE}")
 ROWS = [0, *range(1, 41), 100, 300]
 
 

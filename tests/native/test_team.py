@@ -14,9 +14,7 @@ import torch
 
 from aioinfer.model.native import NativeLinear
 from aioinfer.native.library import Team, shared_team
-from tests.native.support import OBSTACLE, normal
-
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no native kernels: {OBSTACLE}")
+from tests.native.support import normal
 
 
 def argmax(team: Team, values: torch.Tensor) -> list[int]:
