@@ -72,8 +72,20 @@ class EngineConfig:
         "kernels of a mixture of experts; auto takes Triton on cuda and native ones on a CPU where they can "
         "run, else torch's (grouped, or loop)",
     )
-    sampling: Literal["auto", "triton", "torch"] = _option(
-        "auto", "sampling kernels; auto takes Triton on cuda where it can, and torch's own elsewhere"
+    sampling: Literal["auto", "triton", "native", "torch"] = _option(
+        "auto",
+        "sampling kernels; auto takes Triton on cuda and native ones on a CPU where they can run, "
+        "else torch's own",
+    )
+    deterministic: bool = _option(
+        False,
+        "ids and logprobs of a request have the same bits in any company, with any window, chunks, cache and "
+        "retractions; an error where the kernels cannot promise it, as native ones do",
+    )
+    quantization: Literal["none", "int8"] = _option(
+        "none",
+        "int8 rounds the weights of linear layers to 8 bits while loading, a factor for every output: half "
+        "the memory and about twice the speed of small batches; on a CPU with native kernels",
     )
     max_model_len: int | None = _option(None, "longest prompt plus output in tokens")
     page_size: int = _option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,8 @@ class EngineStats:
     overlap_ratio: float
     #: seconds of idle device per step, meanwhile
     host_gap: float
+    #: seconds that each part of all forwards has taken, where the kernels count them
+    forward_seconds: Mapping[str, float]
     #: seconds until the loop reads a result that is there: smoothed, and the worst
     loop_lag: float
     loop_lag_worst: float
@@ -153,6 +156,7 @@ class EngineStats:
             stalled=stalled,
             overlap_ratio=timeline.overlap().ratio,
             host_gap=timeline.overlap().gap_per_step,
+            forward_seconds=timeline.device.parts(),
             loop_lag=timeline.lag,
             loop_lag_worst=timeline.lag_worst,
         )

@@ -12,6 +12,8 @@ BENCHES = {
     "overlap": "how much of the time the device works, by window and launch mode",
     "prefix": "the prefix cache with shared, growing and unrelated prompts",
     "diffusion": "a diffusion model in lock-step, first done first out, and with all that comes on top",
+    "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory; --serve for their servers",
+    "peers": "installs those others, and makes the checkpoint as each of them reads it",
     "gpu": "kernels, models, a peer and the endpoint on a GPU; --rehearse on a CPU",
 }
 

@@ -13,17 +13,19 @@ from aioinfer.doctor import examine
 from aioinfer.execution import graphs
 from aioinfer.execution.torch_device import TorchDevice
 from tests.model.block_models import block_config, write_checkpoint
+from tests.model.harness import require
 
 
 def test_what_it_says_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    require("native")
     config = EngineConfig(device="cpu")
     found = {finding.subject: finding.text for finding in examine(config)}
     device = TorchDevice(config)
     description = device.open().description
     device.close()
-    assert found["attention"] == "sdpa: the device is a cpu"
-    assert found["operations"] == "torch: the device is a cpu"
-    assert "sdpa attention" in description
+    assert found["attention"] == "native: the device is a cpu"
+    assert found["operations"] == "native: the device is a cpu"
+    assert "native attention" in description
     architecture = found["model"].split()[1].rstrip(",")
     assert architecture in description
     assert "own code" in found["model"]

@@ -116,7 +116,7 @@ class Runner:
         """What the rows ask for, of whatever kind, from the logits of a step that began at ``start``."""
         forward = mask = now()
         count = len(packed.sample_rows)
-        logprobs = _logprobs(logits, packed, link) if packed.top >= 0 else None
+        logprobs = self._logprobs(logits, packed, link) if packed.top >= 0 else None
         if not count:
             # A first chunk of a prompt: what it says of its request must not be lost.
             self.sampler.reset(packed.penalty_resets)
@@ -145,6 +145,12 @@ class Runner:
         forced = {} if found is None else found.forced
         return Sampled(tokens, logprobs, chosen, forced, (start, forward, mask, now()))
 
+    def _logprobs(self, logits: torch.Tensor, packed: Packed, link: Link) -> Logprobs:
+        """Of the sampling rows that want them, then of the scored positions."""
+        rows = [row for row, _ in packed.roster.logprobs]
+        rows += range(len(packed.sample_rows), len(logits))
+        return self.sampler.logprobs(logits[link.send(np.asarray(rows, np.int64))], packed.top)
+
     def read(self, packed: Packed, sampled: Sampled, tensors: Sequence[torch.Tensor]) -> StepResult:
         """The result of a step from its ``tensors``, which are on the host by now. What its grammars allow
         next is being worked out from here on."""
@@ -160,13 +166,6 @@ class Runner:
         rows = np.asarray([row.at for row in grammars], np.int64)
         self.sampler.steering.apply_masks_(logits, link.send(rows), link.send(found.masks))
         return found
-
-
-def _logprobs(logits: torch.Tensor, packed: Packed, link: Link) -> Logprobs:
-    """Of the sampling rows that want them, then of the scored positions."""
-    rows = [row for row, _ in packed.roster.logprobs]
-    rows += range(len(packed.sample_rows), len(logits))
-    return Logprobs(logits[link.send(np.asarray(rows, np.int64))], packed.top)
 
 
 class _Inputs(NamedTuple):

@@ -60,12 +60,15 @@ class TorchDevice:
             spec = model.spec
             config = fit_blocks(config, spec)
             choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention)
+            if config.deterministic and not model.invariant:
+                raise ConfigError(f"deterministic: {_variant(model, choice.kernels)}")
             parts = Parts(config, model, choice, device, self._masks, self.lane)
             self._backend, size = build(parts, self._capture, progress)
         except Exception as error:
             if not lacks_memory(error):
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
+        self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = _packer(config, spec, size.max_model_len, self._backend.graph_rows)
         return DeviceInfo(
@@ -92,6 +95,7 @@ class TorchDevice:
             kernels=config.attention,
             experts=config.experts,
             block_size=config.block_size,
+            quantization=config.quantization,
             progress=progress,
         )
 
@@ -114,6 +118,7 @@ class TorchDevice:
         self._backend = None
         self._packer = None
         self._masks.close()
+        self.lane.parts = dict
         if self._threads_before is not None:
             import torch
 
@@ -130,6 +135,13 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
+
+
+def _variant(model: CausalLM, kernels: str) -> str:
+    """Why a model's results depend on the company."""
+    if kernels != "native":
+        return f"the bits that {kernels} kernels compute depend on the batch; native ones' on a CPU do not"
+    return f"not all of {model.spec.architecture} is computed by native kernels"
 
 
 def _packer(config: EngineConfig, spec: ModelSpec, max_len: int, graph_rows: int) -> Packer | BlockPacker:

@@ -6,8 +6,9 @@ windows, blocks, experts. The forward is one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ class Decoder:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
     capturable = True
+    invariant = False
+    seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.attention.choice import Choice, make_operations
 from aioinfer.model.decoder import Decoder, Layer
-from aioinfer.model.linear import Linear, MakeLinear, packed_or_torch
+from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, SwiGLU
 from aioinfer.model.moe.choice import Choice as ExpertChoice
 from aioinfer.model.moe.choice import make_sparse
@@ -19,8 +20,10 @@ from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
 
-__all__ = ["LayerKernels", "TorchLayers", "layers_are_native", "make_layers"]
+__all__ = ["LayerKernels", "Quantization", "TorchLayers", "layers_are_native", "make_layers"]
 
+#: how the weights of linear layers are stored
+Quantization = Literal["none", "int8"]
 _NATIVE_MULTIPLE = 16
 
 
@@ -93,12 +96,23 @@ def layers_are_native(choice: Choice, sizes: Sequence[int]) -> bool:
 
 
 def make_layers(
-    choice: Choice, device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = ()
+    choice: Choice,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sequence[int] = (),
+    quantization: Quantization = "none",
 ) -> LayerKernels:
-    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers."""
+    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers.
+
+    Raises ConfigError for weights that are to be quantised where nobody does it.
+    """
     if layers_are_native(choice, sizes):
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.library import shared_team
 
-        return NativeLayers(shared_team(torch.get_num_threads()))
-    return TorchLayers(make_operations(choice), packed_or_torch(device, dtype))
+        return NativeLayers(shared_team(torch.get_num_threads()), quantization)
+    if quantization != "none":
+        raise ConfigError(f"quantization: {quantization} needs native kernels, layers here are torch's")
+    # What Triton's kernels are captured with reads weights where they lie.
+    make_linear = TorchLinear if choice.kernels == "triton" else packed_or_torch(device, dtype)
+    return TorchLayers(make_operations(choice), make_linear)

@@ -13,7 +13,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.attention.choice import Kernels, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
-from aioinfer.model.layers import make_layers
+from aioinfer.model.layers import Quantization, make_layers
 from aioinfer.model.moe.choice import Wanted
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
@@ -34,6 +34,7 @@ def load_model(
     kernels: Literal["auto"] | Kernels = "auto",
     experts: Wanted = "auto",
     block_size: int | None = None,
+    quantization: Quantization = "none",
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
@@ -53,6 +54,8 @@ def load_model(
     family = _family(config, force_transformers)
     blocks = _blocks(config, family, block_size)
     if family is None:
+        if quantization != "none":
+            raise ConfigError(f"quantization: the code of {config.architectures[0]} is transformers' own")
         from aioinfer.model.transformers_model import TransformersLM
 
         return TransformersLM(path, config, chosen, device, progress, made_up)
@@ -65,7 +68,7 @@ def load_model(
         weights,
         dtype=chosen,
         device=device,
-        kernels=make_layers(choice, device, chosen, _inner_sizes(config)),
+        kernels=make_layers(choice, device, chosen, _inner_sizes(config), quantization),
         experts=experts,
         blocks=blocks,
     )

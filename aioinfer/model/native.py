@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -39,16 +39,23 @@ class NativeLinear:
     __slots__ = ("packed",)
 
     def __init__(
-        self, team: Team, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False
+        self,
+        team: Team,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        quantization: Literal["none", "int8"] = "none",
+        *,
+        gated: bool = False,
     ) -> None:
         """``weight`` [outputs, inner]; gated [2 * outputs, inner], and it computes ``silu(gate) * up``."""
-        weight = weight.contiguous()
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         rows, inner = weight.shape
         self.packed = PackedWeights(
             *(team, _NUMBERS[weight.dtype], weight.data_ptr()),
-            None if bias is None else bias.contiguous().data_ptr(),
+            None if bias is None else bias.data_ptr(),
             *(rows // 2 if gated else rows, inner),
             gated=gated,
+            rounded=quantization == "int8",
         )
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
@@ -81,6 +88,7 @@ class NativeDecoder:
     """
 
     capturable = False
+    invariant = True
 
     def __init__(
         self,
@@ -153,12 +161,12 @@ class NativeLayers:
 
     native = True
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, team: Team, quantization: Literal["none", "int8"] = "none") -> None:
+        self._team, self._quantization = team, quantization
         self.operations = TorchOperations()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return NativeLinear(self._team, weight, bias)
+        return NativeLinear(self._team, weight, bias, self._quantization)
 
     def swiglu(
         self,
@@ -168,8 +176,8 @@ class NativeLayers:
         down_bias: torch.Tensor | None,
     ) -> FeedForward:
         return NativeSwiGLU(
-            NativeLinear(self._team, gate_up, gate_up_bias, gated=True),
-            NativeLinear(self._team, down, down_bias),
+            NativeLinear(self._team, gate_up, gate_up_bias, self._quantization, gated=True),
+            NativeLinear(self._team, down, down_bias, self._quantization),
         )
 
     def sparse(
@@ -178,7 +186,8 @@ class NativeLayers:
         if choice.kernels != "native":
             return make_sparse(rule, stored, shared, choice)
         dtype, sizes = stored.weights.dtype, (stored.num_experts, stored.hidden, stored.middle)
-        experts = NativeExperts(self._team, dtype, sizes, stored.each())
+        rounded = self._quantization == "int8"
+        experts = NativeExperts(self._team, dtype, sizes, stored.each(), rounded=rounded)
         return SparseMLP(NativeRouter(self._team, rule, dtype), experts, shared)
 
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,6 +53,13 @@ class CausalLM(Protocol):
     spec: ModelSpec
     #: its forward asks the host for nothing that differs from step to step: a CUDA graph can hold it
     capturable: bool
+    #: a token's logits have the same bits in any batch, however its sequence was cut into rows and whoever
+    #: computed what its cache holds
+    invariant: bool
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What each part of all forwards so far has taken; empty where nobody counts."""
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """Logits of ``batch.logits_rows``, [S, vocab_size] in the model's type; KV is written on the way."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class TransformersLM:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
     capturable = False
+    invariant = False
+    seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,

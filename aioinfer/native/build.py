@@ -25,6 +25,7 @@ _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
 _UNITS = (
     ("models.cpp", ("-DNUMBER=bfloat16", "-DNAME=bfloat16")),
     ("models.cpp", ("-DNUMBER=float", "-DNAME=float32")),
+    ("sampling.cpp", ("-ffp-contract=off",)),
     ("common.cpp", ()),
 )
 #: seconds that a compiler may take
@@ -126,9 +127,9 @@ def _compile(
             _finish(process)
     finally:
         for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()
+            with process:
+                pass
     library = directory / "library.so"
     _finish(_start(compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
     if progress is not None:

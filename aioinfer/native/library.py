@@ -28,8 +28,7 @@ PARTS = ("linear", "attention", "rest")
 
 _log = logging.getLogger("aioinfer")
 _pointer, _int, _float, _bool = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
-_CHECKED = "checked"
-#: what a function returns (CHECKED: whether it succeeded) and takes
+#: what a function returns and takes; what fails returns a pointer or a truth value that is false
 _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "team": (_pointer, [ctypes.c_int]),
     "free_team": (None, [_pointer]),
@@ -37,17 +36,24 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "error": (ctypes.c_char_p, []),
     "huge_pages": (_bool, [_pointer, _int]),
     "argmax": (_bool, [_pointer, _pointer, _int, _int, _pointer]),
+    "sample": (
+        _bool,
+        [_pointer] * 2 + [_int] * 3 + [_pointer] * 6 + [_int, _pointer, _pointer, _int, _pointer],
+    ),
+    "penalise": (_bool, [_pointer] * 2 + [_int] * 3 + [_pointer] * 6 + [_int, _pointer]),
+    "apply_masks": (_bool, [_pointer] * 2 + [_int] * 3 + [_pointer] * 2 + [_int]),
+    "logprobs": (_bool, [_pointer] * 2 + [_int] * 4 + [_pointer] * 3),
 }
 _ROWS = [_int, _pointer, _pointer, _pointer, _int]
 _SCORING = [_float, _float, _int, _int]
 _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
-    "weights": (_pointer, [_pointer] * 3 + [_int, _int, _bool]),
+    "weights": (_pointer, [_pointer] * 3 + [_int, _int, _bool, _bool]),
     "free_weights": (None, [_pointer]),
     "linear": (_bool, [_pointer, _pointer, _pointer, _int, _int, _pointer]),
     "router": (_pointer, [_pointer, _pointer, _bool, _int, _int, _int, _bool, _float]),
     "free_router": (None, [_pointer]),
     "route": (_bool, [_pointer] * 3 + [_int, _int, _pointer, _pointer]),
-    "experts": (_pointer, [_int] * 3),
+    "experts": (_pointer, [_int] * 3 + [_bool]),
     "free_experts": (None, [_pointer]),
     "set_expert": (_bool, [_pointer, _pointer, _int, _pointer, _pointer]),
     "mix": (_bool, [_pointer] * 3 + [_int, _int] + [_pointer] * 3),
@@ -80,14 +86,18 @@ class Kernels:
     def _declare(self, name: str, result: Any, arguments: list[Any]) -> Callable[..., Any]:
         function = getattr(self._library, f"aioinfer_{name}")
         function.restype, function.argtypes = result, arguments
+        if result in (_pointer, _bool):
+            function.errcheck = self._check
         return function  # type: ignore[no-any-return]
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a function of the library. Raises MemoryError if it says that it failed: nothing but memory
-        can be short in there."""
-        result = self._functions[name](*arguments)
-        if not result and result is not None:
-            raise MemoryError(f"{name}: {self._functions['error']().decode()}")
+        and threads can be short in there."""
+        return self._functions[name](*arguments)
+
+    def _check(self, result: Any, function: Any, arguments: Any) -> Any:
+        if not result:
+            raise MemoryError(f"{function.__name__}: {self._functions['error']().decode()}")
         return result
 
     def release(self, name: str, handle: int) -> None:
@@ -112,10 +122,17 @@ def native_obstacle(progress: Callable[[int, int], None] | None = None) -> str |
     Compiles them if that has not been done yet. What it comes to is settled once per process.
     """
     global _loaded
+
+    def tell(done: int, total: int) -> None:
+        if done == 0:
+            _log.info("compiling native kernels, once for this processor")
+        if progress is not None:
+            progress(done, total)
+
     with _lock:
         if _loaded is None:
             try:
-                _loaded = Kernels(str(build(progress)))
+                _loaded = Kernels(str(build(tell)))
             except (BuildFailed, OSError, AttributeError) as error:
                 _loaded = str(error)
                 _log.warning("no native kernels, the CPU will be slower than it could be: %s", error)
@@ -172,12 +189,14 @@ class PackedWeights:
         inner: int,
         *,
         gated: bool = False,
+        rounded: bool = False,
     ) -> None:
         """``rows``: address of [outputs, inner], or, gated, of [2 * outputs, inner], gates first. ``bias``:
-        address of as many elements as there are rows, or None."""
+        address of as many elements as there are rows, or None. ``rounded``: to 8 bits, with a factor for
+        every output."""
         self.team, self.number, self.outputs, self.inner, self.gated = team, number, outputs, inner, gated
         call = team.kernels.call
-        self.handle: int = call(f"weights_{number}", team.handle, rows, bias, outputs, inner, gated)
+        self.handle: int = call(f"weights_{number}", team.handle, rows, bias, outputs, inner, gated, rounded)
         _release(self, team.kernels, f"free_weights_{number}", self.handle)
 
     def apply(self, values: int, count: int, out: int) -> None:
@@ -224,10 +243,12 @@ class PackedExperts:
 
     __slots__ = ("__weakref__", "count", "handle", "hidden", "middle", "number", "team")
 
-    def __init__(self, team: Team, number: Number, count: int, hidden: int, middle: int) -> None:
-        """Room for them, which :meth:`pack` fills."""
+    def __init__(
+        self, team: Team, number: Number, count: int, hidden: int, middle: int, *, rounded: bool = False
+    ) -> None:
+        """Room for them, which :meth:`pack` fills. ``rounded``: to 8 bits."""
         self.team, self.number, self.count, self.hidden, self.middle = team, number, count, hidden, middle
-        self.handle: int = team.kernels.call(f"experts_{number}", count, hidden, middle)
+        self.handle: int = team.kernels.call(f"experts_{number}", count, hidden, middle, rounded)
         _release(self, team.kernels, f"free_experts_{number}", self.handle)
 
     def pack(self, expert: int, gate_up: int, down: int) -> None:

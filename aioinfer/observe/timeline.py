@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +63,12 @@ class Overlap:
 class DeviceLane(Lane):
     """The device's lane also adds up how long the device computed and waited."""
 
-    __slots__ = ("_ended", "_rested", "busy", "gap", "steps")
+    __slots__ = ("_ended", "_rested", "busy", "gap", "parts", "steps")
 
     def __init__(self) -> None:
         super().__init__("device")
+        #: seconds that each part of all forwards has taken, where the device counts them
+        self.parts: Callable[[], Mapping[str, float]] = dict
         self.clear()
 
     def clear(self) -> None:

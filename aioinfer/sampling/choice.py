@@ -10,33 +10,45 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.kernels import triton_obstacle
 
-__all__ = ["SamplingChoice", "choose_sampling"]
+__all__ = ["Kernels", "SamplingChoice", "choose_sampling"]
+
+
+#: who samples
+Kernels = Literal["triton", "native", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingChoice:
     """The code that runs, and the reason in words for people."""
 
-    kernels: Literal["triton", "torch"]
+    kernels: Kernels
     reason: str
 
 
-def choose_sampling(
-    device: torch.device, wanted: Literal["auto", "triton", "torch"] = "auto"
-) -> SamplingChoice:
-    """``auto`` is Triton on a CUDA device that it compiles for, else torch's operations. Both draw the same
-    tokens.
+def choose_sampling(device: torch.device, wanted: Literal["auto"] | Kernels = "auto") -> SamplingChoice:
+    """``auto`` is Triton on a CUDA device that it compiles for, native kernels on a CPU where there is a
+    compiler for them, else torch's operations. All draw the same tokens.
 
-    Raises ConfigError if Triton is wanted where it cannot run. On a CPU it can if its interpreter was
+    Raises ConfigError if kernels are wanted where they cannot run. Triton can on a CPU if its interpreter was
     chosen, which is for tests.
     """
     if wanted == "torch":
         return SamplingChoice("torch", "asked for")
-    if wanted == "auto" and device.type != "cuda":
+    if wanted == "auto" and device.type not in ("cuda", "cpu"):
         return SamplingChoice("torch", f"the device is a {device.type}")
-    obstacle = triton_obstacle(device)
+    here: Kernels = "triton" if device.type == "cuda" else "native"
+    asked = here if wanted == "auto" else wanted
+    obstacle = triton_obstacle(device) if asked == "triton" else _native_obstacle(device)
     if obstacle is None:
-        return SamplingChoice("triton", "asked for" if wanted == "triton" else "the device is CUDA")
-    if wanted == "triton":
-        raise ConfigError(f"sampling: triton was asked for, and {obstacle}")
+        why = "the device is CUDA" if device.type == "cuda" else f"the device is a {device.type}"
+        return SamplingChoice(asked, why if wanted == "auto" else "asked for")
+    if wanted != "auto":
+        raise ConfigError(f"sampling: {wanted} was asked for, and {obstacle}")
     return SamplingChoice("torch", obstacle)
+
+
+def _native_obstacle(device: torch.device) -> str | None:
+    """What keeps native kernels from running there, if anything does. Compiles them."""
+    from aioinfer.native.library import native_obstacle
+
+    return native_obstacle() if device.type == "cpu" else "the device is no CPU"

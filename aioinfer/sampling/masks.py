@@ -1,13 +1,31 @@
 """What callers ask of single tokens: some may not come next, some are to come more or less often.
 
-The same three are kernels in :mod:`aioinfer.sampling.triton_logits`.
+The same three are kernels in :mod:`aioinfer.sampling.triton_logits` and
+:mod:`aioinfer.sampling.native_logits`.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-__all__ = ["add_biases_", "apply_masks_", "ban_"]
+__all__ = ["Steering", "add_biases_", "apply_masks_", "ban_"]
+
+
+class Steering(Protocol):
+    """The functions of this module, whoever computes them."""
+
+    def add_biases_(
+        self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor
+    ) -> None:
+        """See :func:`add_biases_`."""
+
+    def ban_(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        """See :func:`ban_`."""
+
+    def apply_masks_(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """See :func:`apply_masks_`."""
 
 
 def add_biases_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> None:

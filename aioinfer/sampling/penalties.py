@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 
-__all__ = ["Penalties", "penalised"]
+__all__ = ["Penalise", "Penalties", "penalised"]
+
+#: :func:`aioinfer.sampling.triton_logits.penalise`, or what has its arguments
+Penalise = Callable[
+    [
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        int,
+    ],
+    torch.Tensor,
+]
 
 #: In a count: the token is in the prompt.
 _IN_PROMPT = 1 << 30
@@ -23,11 +36,13 @@ class Penalties:
     that are neutral, or that meet no counts, change no bit of a logit.
     """
 
-    __slots__ = ("_counts", "_device", "_free", "_fused", "_row_of", "_used", "_vocab_size")
+    __slots__ = ("_counts", "_device", "_free", "_penalise", "_row_of", "_used", "_vocab_size")
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, *, fused: bool = False) -> None:
-        """``fused``: apply penalties in a single kernel in Triton."""
-        self._fused = fused
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, penalise: Penalise | None = None
+    ) -> None:
+        """``penalise``: a kernel that applies penalties; torch's operations without."""
+        self._penalise = penalise
         self._vocab_size = vocab_size
         self._device = device
         #: [slots] row of each slot; 0: none
@@ -57,10 +72,8 @@ class Penalties:
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Penalised logits, a new float32 [S, V]."""
         penalties = batch.repetition_penalty, batch.presence_penalty, batch.frequency_penalty
-        if self._fused:
-            from aioinfer.sampling.triton_logits import penalise
-
-            return penalise(logits, self._counts, self._row_of, batch.slots, penalties, _IN_PROMPT)
+        if self._penalise is not None:
+            return self._penalise(logits, self._counts, self._row_of, batch.slots, penalties, _IN_PROMPT)
         repetition, presence, frequency = penalties
         counts = self._counts.index_select(0, self._row_of[batch.slots])
         if logits.device.type != "cpu":

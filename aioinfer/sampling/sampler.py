@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import ModuleType
+from functools import partial
 from typing import Literal
 
 import torch
 
 from aioinfer.sampling import masks
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
-from aioinfer.sampling.choice import SamplingChoice, choose_sampling
+from aioinfer.sampling.choice import Kernels, SamplingChoice, choose_sampling
 from aioinfer.sampling.filters import floors
+from aioinfer.sampling.logprobs import Logprobs, TorchLogprobs
+from aioinfer.sampling.masks import Steering
 from aioinfer.sampling.noise import gumbel_of_keys, row_keys
-from aioinfer.sampling.penalties import Penalties, penalised
+from aioinfer.sampling.penalties import Penalise, Penalties, penalised
 from aioinfer.scheduling.step import BAD_LOGITS
 
 __all__ = ["Sampler"]
@@ -40,37 +42,55 @@ class Sampler:
     same token in any batch, and computing the noise for the survivors only changes nothing. Of equal
     sums the lowest id wins. Filters: :mod:`aioinfer.sampling.filters`.
 
-    On CUDA this is done by kernels in Triton (:mod:`aioinfer.sampling.triton_sampler`), elsewhere by torch's
-    operations; :mod:`aioinfer.sampling.choice` says which. They draw the same tokens.
+    On CUDA this is done by kernels in Triton (:mod:`aioinfer.sampling.triton_sampler`), on a CPU by kernels
+    in C++ (:mod:`aioinfer.sampling.native_sampler`), elsewhere by torch's operations;
+    :mod:`aioinfer.sampling.choice` says which. They draw the same tokens.
 
-    Nothing is read back from a device other than the CPU, and input logits are not written to. With Triton,
+    Nothing is read back from a device other than the CPU, and input logits are left as they are. With Triton,
     :meth:`sample` can be captured in a CUDA graph if nothing is penalised or banned. Of the flags it then
     looks at ``all_greedy`` alone: two graphs, with and without, serve rows of any parameters.
     """
 
-    __slots__ = ("_device", "_on_host", "_penalties", "_token_ids", "_vocab_size", "choice", "steering")
+    __slots__ = (
+        *("_device", "_kernel", "_on_host", "_penalties", "_token_ids", "_vocab_size"),
+        *("choice", "logprobs", "steering"),
+    )
 
     def __init__(
         self,
         num_slots: int,
         vocab_size: int,
         device: torch.device,
-        kernels: Literal["auto", "triton", "torch"] = "auto",
+        kernels: Literal["auto"] | Kernels = "auto",
     ) -> None:
         """Raises ConfigError if ``kernels`` are wanted that the device cannot run."""
         self.choice: SamplingChoice = choose_sampling(device, kernels)
-        fused = self.choice.kernels == "triton"
-        #: how single tokens are biased, banned and masked: the functions of :mod:`~aioinfer.sampling.masks`
-        self.steering: ModuleType = masks
-        if fused:
-            from aioinfer.sampling import triton_logits
+        #: how single tokens are biased, banned and masked
+        self.steering: Steering = masks
+        #: logprobs of [N, V] float32 that nobody writes to any more, and so many of the likeliest tokens
+        self.logprobs: Callable[[torch.Tensor, int], Logprobs] = TorchLogprobs
+        #: one token per row, of logits with penalties and bans; None: by torch's operations
+        self._kernel: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] | None = None
+        penalise: Penalise | None = None
+        if self.choice.kernels == "triton":
+            from aioinfer.sampling import triton_logits, triton_sampler
 
-            self.steering = triton_logits
+            self.steering, penalise = triton_logits, triton_logits.penalise
+            self._kernel = triton_sampler.sample_tokens
+        elif self.choice.kernels == "native":
+            from aioinfer.native.library import shared_team
+            from aioinfer.sampling import native_logits, native_sampler
+
+            team = shared_team(torch.get_num_threads())
+            self.steering = native = native_logits.NativeLogits(team)
+            self._kernel, penalise = partial(native_sampler.sample_tokens, team), native.penalise
+            self.logprobs = partial(native_logits.NativeLogprobs, team)
         self._device, self._vocab_size = device, vocab_size
-        self._penalties = Penalties(num_slots, vocab_size, device, fused=fused)
+        self._penalties = Penalties(num_slots, vocab_size, device, penalise)
         #: torch's operations on a CPU: what rows ask for may be looked at
-        self._on_host = device.type == "cpu" and not fused
-        self._token_ids = torch.arange(0 if fused else vocab_size, dtype=torch.int32, device=device)
+        self._on_host = device.type == "cpu" and self._kernel is None
+        ids = vocab_size if self._kernel is None else 0
+        self._token_ids = torch.arange(ids, dtype=torch.int32, device=device)
 
     def reset(self, resets: Sequence[PenaltyReset]) -> None:
         """Start the counts of new tenants. :meth:`sample` does it with its batch's ``penalty_resets``; a
@@ -121,10 +141,8 @@ class Sampler:
         if batch.banned_rows is not None and batch.banned_ids is not None:
             logits = logits if batch.any_penalty else logits.clone()
             self.steering.ban_(logits, batch.banned_rows, batch.banned_ids)
-        if self.choice.kernels == "triton":
-            from aioinfer.sampling.triton_sampler import sample_tokens
-
-            return sample_tokens(logits, batch)
+        if self._kernel is not None:
+            return self._kernel(logits, batch)
         return self._by_torch(logits, batch)
 
     def _by_torch(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -8,7 +8,8 @@ an exact failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ class ScriptedLM:
     """
 
     capturable = False
+    invariant = True
+    seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, script: ScriptedLogits, spec: ModelSpec, *, num_pages: int, page_size: int) -> None:
         assert spec.block_size is not None, "not a diffusion model"

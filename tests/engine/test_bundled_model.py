@@ -43,3 +43,14 @@ def test_the_files_are_ordinary_and_small() -> None:
         [{"role": "user", "content": "Hello!"}], add_generation_prompt=True, return_dict=False
     )
     assert tokenizer.decode(ids) == "<|user|>Hello!<|end|><|assistant|>"
+
+
+async def test_the_engine_says_where_a_forward_spends_its_time() -> None:
+    async with Engine(EngineConfig(attention="native")) as engine:
+        before = engine.stats().forward_seconds
+        await engine.generate("What is 1 + 1?")
+        after = engine.stats().forward_seconds
+    assert set(after) == {"linear", "attention", "rest"}
+    assert all(after[part] > before[part] for part in after)
+    async with Engine(EngineConfig(attention="sdpa")) as engine:
+        assert engine.stats().forward_seconds == {}

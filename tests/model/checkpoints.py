@@ -42,17 +42,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-mha-untied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama-mqa": ("Llama", {"num_key_value_heads": 1, "num_hidden_layers": 2}),
-    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "llama-rope-llama3": ("Llama", _rope("llama3", **_LLAMA3)),
     "llama-rope-linear": ("Llama", _rope("linear", factor=2.0)),
-    "llama-rope-yarn": ("Llama", _rope("yarn", **_YARN)),
+    "llama-rope-yarn": ("Llama", {**_rope("yarn", **_YARN), "head_dim": 16}),
     "llama-head-dim": ("Llama", {"head_dim": 32}),
     "mistral": ("Mistral", {"sliding_window": None}),
-    "mistral-window": ("Mistral", {"sliding_window": 9}),
+    "mistral-window": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
     "qwen2": ("Qwen2", {}),
     "qwen2-window": (
         "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "hidden_size": 64},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-wide-untied": (
@@ -69,6 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
             "mlp_only_layers": [3],
             "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
             "tie_word_embeddings": True,
         },
     ),
@@ -103,6 +104,14 @@ OWN = [
     if prefix in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
     and name not in ("llama-rope-dynamic", "llama-gelu")
 ]
+#: of these, those of sizes that native kernels compute
+NATIVE = [
+    name
+    for name in OWN
+    if FAMILIES[name][1].get("head_dim", 12) % 16 == 0 or FAMILIES[name][1].get("hidden_size") == 64
+]
+#: (family, kernels): all of them on torch's kernels, and on native ones where these can
+BY_KERNELS = [(name, "sdpa") for name in FAMILIES] + [(name, "native") for name in NATIVE]
 
 
 def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:

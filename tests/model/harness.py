@@ -10,14 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import pytest
 import torch
 
 from aioinfer.model.attention.base import Attention
+from aioinfer.model.attention.choice import Kernels, choose_attention, make_attention
+from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
-from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.native.library import native_obstacle
 
 
 @dataclass(slots=True)
@@ -48,6 +52,40 @@ def make_pool(spec: ModelSpec, num_pages: int, page_size: int, device: torch.dev
         dtype=spec.dtype,
         device=torch.device(device),
     )
+
+
+def require(kernels: str) -> None:
+    """Skip where such kernels cannot be had: native ones are compiled."""
+    if kernels == "native" and native_obstacle() is not None:
+        pytest.skip(f"no native kernels: {native_obstacle()}")
+
+
+def attention_for(
+    spec: ModelSpec,
+    num_pages: int,
+    page_size: int,
+    kernels: Literal["auto"] | Kernels = "auto",
+    device: torch.device | str = "cpu",
+) -> Attention:
+    """What goes with a model that was loaded for ``kernels``."""
+    where = torch.device(device)
+    return make_attention(
+        choose_attention(where, spec.head_dim, spec.dtype, kernels),
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=spec.dtype,
+        device=where,
+    )
+
+
+def fill(attention: Any, value: float) -> None:
+    """Every cell of its pool."""
+    native = isinstance(attention, NativeAttention)
+    for cells in attention._cells if native else attention._pool.keys + attention._pool.values:
+        cells.fill_(value)
 
 
 def build_batch(
@@ -92,7 +130,8 @@ def build_batch(
 
 
 class Driver:
-    """Runs sequences to the end, greedily. ``chunk`` tokens of a prompt go into one step."""
+    """Runs sequences to the end, greedily. ``chunk`` tokens of a prompt go into one step. ``kernels`` as the
+    model was loaded."""
 
     def __init__(
         self,
@@ -103,13 +142,13 @@ class Driver:
         num_pages: int = 96,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        kernels: Literal["auto"] | Kernels = "auto",
     ) -> None:
         self.model = model
         self.chunk = chunk
         self.page_size = page_size
         self.device = device
-        self.pool = make_pool(model.spec, num_pages, page_size, device)
-        self.attention: Attention = SDPAAttention(self.pool)
+        self.attention = attention_for(model.spec, num_pages, page_size, kernels, device)
         self.free = list(range(1, num_pages + 1))
         random.Random(seed).shuffle(self.free)
 

@@ -132,7 +132,7 @@ def test_a_routers_weights_keep_the_precision_of_the_checkpoint(tmp_path: Path) 
     assert torch.equal(router.weight, tensors["model.layers.1.mlp.gate.weight"])
     assert torch.equal(router.bias, tensors["model.layers.1.mlp.gate.expert_bias"])
     assert mlp.shared is not None
-    assert mlp.shared.down(torch.zeros(1, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert mlp.shared.down(torch.zeros(1, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("lost", ["attention.query_layernorm.weight", "mlp.gate.expert_bias"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.linear import TorchLinear
 from aioinfer.model.mlp import SwiGLU
 from aioinfer.model.moe import choice as choices
 from aioinfer.model.moe.choice import Choice, choose_experts, make_experts
@@ -122,7 +123,7 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
     shared = block.shared_experts
     gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
     stack = ExpertWeights(block.experts.gate_up_proj, block.experts.down_proj)
-    everybody = SwiGLU(gate_up, None, shared.down_proj.weight, None, TorchOperations())
+    everybody = SwiGLU(TorchLinear(gate_up), TorchLinear(shared.down_proj.weight), TorchOperations())
     ours = SparseMLP(router, kind(stack), everybody)
     assert_near(ours(hidden), block(hidden[None])[0])
 
@@ -130,7 +131,7 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
 def test_shared_experts_come_on_top() -> None:
     task = Mixture.make(5, num_experts=4)
     router = SoftmaxRouter(torch.randn(4, 32, generator=torch.Generator().manual_seed(3)), 2, True)
-    shared = SwiGLU(torch.ones(8, 32), None, torch.ones(32, 4), None, TorchOperations())
+    shared = SwiGLU(TorchLinear(torch.ones(8, 32)), TorchLinear(torch.ones(32, 4)), TorchOperations())
     without = SparseMLP(router, LoopExperts(task.stack))(task.hidden)
     task.weights, task.experts = router(task.hidden)
     assert_close(without, task.expected(), torch.float32)

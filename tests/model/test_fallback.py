@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from aioinfer.errors import ConfigError
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import load_model
+from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
-from tests.model.checkpoints import FAMILIES, OWN, make_checkpoint
+from aioinfer.native.library import native_obstacle
+from tests.model.checkpoints import FAMILIES, NATIVE, OWN, make_checkpoint
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -40,6 +42,8 @@ STATE_SPACE = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
 }
+#: what native kernels compute as a whole
+DENSE = [family for family in NATIVE if "moe" not in family]
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -52,7 +56,8 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
     path, oracle = checkpoint(family)
     for force in (False, True):
         model = load(path, force_transformers=force)
-        assert isinstance(model, Decoder if family in OWN and not force else TransformersLM)
+        own = NativeDecoder if family in DENSE and native_obstacle() is None else Decoder
+        assert isinstance(model, own if family in OWN and not force else TransformersLM)
         spec, config = model.spec, oracle.config
         assert spec.num_layers == config.num_hidden_layers
         assert spec.num_heads == config.num_attention_heads

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from aioinfer.model.attention.choice import Kernels
 from aioinfer.model.loader import load_model
 from aioinfer.model.operations.torch_operations import TorchOperations
-from tests.model.checkpoints import FAMILIES, VOCAB
-from tests.model.harness import Driver
+from tests.model.checkpoints import BY_KERNELS, VOCAB
+from tests.model.harness import Driver, require
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
 NEW = 10
+KERNELS: list[Kernels] = ["sdpa", "native"]
+ROUNDED = ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2"]
 
 
 def prompts(seed: int, lengths: tuple[int, ...] = (23, 1, 14, 40)) -> list[list[int]]:
@@ -42,14 +45,18 @@ def oracle_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kernels"), BY_KERNELS)
 @pytest.mark.parametrize("chunk", [1, 3, 8, 100])
-def test_ids_equal_generate_and_every_logit_is_close(checkpoint: Checkpoint, family: str, chunk: int) -> None:
+def test_ids_equal_generate_and_every_logit_is_close(
+    checkpoint: Checkpoint, family: str, kernels: Kernels, chunk: int
+) -> None:
     """Four sequences arrive one after the other, so that chunks and decodes share steps."""
+    require(kernels)
     path, oracle = checkpoint(family)
-    model = load_model(path, dtype="float32", device=CPU)
+    model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
     batch = prompts(7)
-    sequences = Driver(model, chunk=chunk, seed=chunk).run(batch, NEW, gap=2, all_logits=True)
+    driver = Driver(model, chunk=chunk, seed=chunk, kernels=kernels)
+    sequences = driver.run(batch, NEW, gap=2, all_logits=True)
     for prompt, sequence in zip(batch, sequences, strict=True):
         assert sequence.ids == generate(oracle, prompt, NEW)
         wanted = oracle_logits(oracle, sequence.ids[:-1])
@@ -59,37 +66,50 @@ def test_ids_equal_generate_and_every_logit_is_close(checkpoint: Checkpoint, fam
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * scale)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("page_size", [1, 5, 16, 32])
-def test_page_size_changes_no_token(checkpoint: Checkpoint, page_size: int) -> None:
+def test_page_size_changes_no_token(checkpoint: Checkpoint, page_size: int, kernels: Kernels) -> None:
+    require(kernels)
     path, oracle = checkpoint("mistral-window")
-    model = load_model(path, dtype="float32", device=CPU)
-    driver = Driver(model, chunk=6, page_size=page_size, num_pages=200)
+    model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
+    driver = Driver(model, chunk=6, page_size=page_size, num_pages=200, kernels=kernels)
     for prompt, sequence in zip(prompts(8), driver.run(prompts(8), NEW, gap=1), strict=True):
         assert sequence.ids == generate(oracle, prompt, NEW)
 
 
-def test_logits_are_computed_for_the_wanted_rows_only(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_are_computed_for_the_wanted_rows_only(checkpoint: Checkpoint, kernels: Kernels) -> None:
+    require(kernels)
     path, _ = checkpoint("qwen3")
-    model = load_model(path, dtype="float32", device=CPU)
-    (few,) = Driver(model, chunk=8).run(prompts(9, (23,)), 2)
-    (all_,) = Driver(model, chunk=8).run(prompts(9, (23,)), 2, all_logits=True)
+    model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
+    (few,) = Driver(model, chunk=8, kernels=kernels).run(prompts(9, (23,)), 2)
+    (all_,) = Driver(model, chunk=8, kernels=kernels).run(prompts(9, (23,)), 2, all_logits=True)
     assert sorted(few.logits) == [7, 15, 22, 23]
     assert sorted(all_.logits) == list(range(24))
     for position, logits in few.logits.items():
         torch.testing.assert_close(logits, all_.logits[position], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2"])
-def test_bfloat16_is_as_close_as_rounding_allows(checkpoint: Checkpoint, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        pair
+        for pair in BY_KERNELS
+        if pair[0] in ("llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2")
+    ],
+)
+def test_bfloat16_is_as_close_as_rounding_allows(
+    checkpoint: Checkpoint, family: str, kernels: Kernels
+) -> None:
     """No further from transformers in bfloat16 than transformers in bfloat16 is from float32."""
+    require(kernels)
     path, oracle = checkpoint(family)
-    model = load_model(path, dtype="bfloat16", device=CPU)
+    model = load_model(path, dtype="bfloat16", device=CPU, kernels=kernels)
     oracle_bf16 = type(oracle).from_pretrained(path, dtype=torch.bfloat16).eval()
     batch = prompts(10)
     distance, rounding = 0.0, 0.0
-    for prompt, sequence in zip(
-        batch, Driver(model, chunk=8).run(batch, 1, gap=2, all_logits=True), strict=True
-    ):
+    driver = Driver(model, chunk=8, kernels=kernels)
+    for prompt, sequence in zip(batch, driver.run(batch, 1, gap=2, all_logits=True), strict=True):
         got = torch.stack([sequence.logits[position] for position in range(len(prompt))])
         theirs, exact = oracle_logits(oracle_bf16, prompt), oracle_logits(oracle, prompt)
         distance += float((got - theirs).pow(2).sum())

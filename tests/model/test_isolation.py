@@ -14,23 +14,26 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
-from tests.model.checkpoints import greedy
+from tests.model.checkpoints import BY_KERNELS, greedy
+from tests.model.harness import fill, require
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
+FAMILIES = ["qwen3", "qwen3-moe", "mistral-window", "gpt2"]
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral-window", "gpt2"])
+
+@pytest.mark.parametrize(("family", "kernels"), [pair for pair in BY_KERNELS if pair[0] in FAMILIES])
 async def test_a_pool_full_of_nan_changes_no_token(
-    checkpoint: Callable[[str], tuple[Path, Any]], family: str
+    checkpoint: Callable[[str], tuple[Path, Any]], family: str, kernels: Any
 ) -> None:
+    require(kernels)
     path, oracle = checkpoint(family)
     config = EngineConfig(
-        model=str(path), dtype="float32", page_size=8, num_pages=64, chunk_size=6, threads=1
-    )
+        model=str(path), dtype="float32", page_size=8, num_pages=64, chunk_size=6, threads=1,
+        attention=kernels,
+    )  # fmt: skip
     device = TorchDevice(config)
     batch = prompts(2, 7)
     async with Engine(config, launcher=lambda _: ThreadLauncher(device)) as engine:
-        pool = device._backend._runner.attention._pool  # type: ignore[union-attr]
-        for cells in (*pool.keys, *pool.values):
-            cells.fill_(math.nan)
+        fill(device._backend._runner.attention, math.nan)  # type: ignore[union-attr]
         results = await asyncio.gather(*[engine.generate(prompt, GREEDY) for prompt in batch])
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]

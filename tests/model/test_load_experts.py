@@ -164,7 +164,7 @@ def test_the_doctor_says_what_computes_the_experts(tmp_path: Path) -> None:
 
     text, description = report()
     assert text == "grouped: the device is a cpu"
-    assert "sdpa attention, grouped experts" in description
+    assert "attention, grouped experts" in description
     text, description = report(experts="loop")
     assert text == "loop: asked for"
     assert "loop experts" in description

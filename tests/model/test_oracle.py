@@ -15,7 +15,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from tests.model.checkpoints import FAMILIES, OWN, VOCAB, greedy
+from tests.model.checkpoints import BY_KERNELS, OWN, VOCAB, greedy
+from tests.model.harness import require
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14
@@ -31,27 +32,28 @@ def config(path: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(path), dtype="float32", num_pages=64, page_size=8, threads=1, **changes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str) -> None:
+@pytest.mark.parametrize(("family", "kernels"), BY_KERNELS)
+def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str, kernels: str) -> None:
+    require(kernels)
     path, oracle = checkpoint(family)
     prompt = prompts(1, 1)[0] + [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     wanted = greedy(oracle, prompt, TOKENS)
     for chunk in (1, 3, 8, 100):
-        with LLM(config(path, chunk_size=chunk)) as llm:
+        with LLM(config(path, attention=kernels, chunk_size=chunk)) as llm:
             (result,) = llm.generate([prompt], GREEDY)
         assert result.token_ids == wanted, (family, chunk)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str) -> None:
+@pytest.mark.parametrize(("family", "kernels"), BY_KERNELS)
+async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str, kernels: str) -> None:
     """Requests arrive while others are in prefill and decode, in a pool too small for all of them."""
+    require(kernels)
     path, oracle = checkpoint(family)
     batch = prompts(2, 7)
     wanted = [greedy(oracle, prompt, TOKENS) for prompt in batch]
     changes: dict[str, Any] = {"chunk_size": 6, "max_running_requests": 4, "max_step_tokens": 16}
-    small = EngineConfig(
-        model=str(path), dtype="float32", page_size=8, num_pages=12, max_model_len=64, threads=1, **changes
-    )
+    changes |= {"attention": kernels, "max_model_len": 64}
+    small = EngineConfig(model=str(path), dtype="float32", page_size=8, num_pages=12, threads=1, **changes)
     async with Engine(small) as engine:
         streams = []
         for prompt in batch:

@@ -269,15 +269,16 @@ def test_greedy_ids_equal_transformers(
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, 6) for prompt in batch]
 
 
-def test_a_cpu_has_torchs_own_kernels() -> None:
+def test_a_cpu_has_torchs_own_kernels_for_the_asking() -> None:
     cpu = torch.device("cpu")
-    assert choose_attention(cpu, 64, torch.float32) == Choice("sdpa", "the device is a cpu")
-    assert choose_attention(cpu, 64, torch.float32, "sdpa") == Choice("sdpa", "asked for")
-    pool = KVPool(
-        num_layers=1, num_kv_heads=1, head_dim=16, num_pages=1, page_size=8, dtype=torch.float32, device=cpu
-    )
-    assert isinstance(make_attention(pool, choose_attention(cpu, 16, torch.float32)), SDPAAttention)
-    assert isinstance(make_operations(choose_attention(cpu, 16, torch.float32)), TorchOperations)
+    choice = choose_attention(cpu, 64, torch.float32, "sdpa")
+    assert choice == Choice("sdpa", "asked for")
+    attention = make_attention(
+        choice, num_layers=1, num_kv_heads=1, head_dim=16, num_pages=1, page_size=8,
+        dtype=torch.float32, device=cpu,
+    )  # fmt: skip
+    assert isinstance(attention, SDPAAttention)
+    assert isinstance(make_operations(choice), TorchOperations)
 
 
 def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Where kernels run: in Triton's interpreter on the CPU, or compiled on CUDA."""
+"""Where kernels run: in Triton's interpreter on the CPU, or compiled on CUDA; and who samples on a CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from aioinfer.sampling.choice import Kernels
 from tests.model.kernels import DEVICES, kernels_or_skip
+from tests.sampling.support import native_or_skip
+
+
+@pytest.fixture(params=["torch", "native"])
+def sampling(request: pytest.FixtureRequest) -> Kernels:
+    """What a sampler on a CPU may be made of."""
+    if request.param == "native":
+        native_or_skip()
+    found: Kernels = request.param
+    return found
 
 
 @pytest.fixture(params=DEVICES)

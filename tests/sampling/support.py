@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
+from aioinfer.native.library import Team, native_obstacle, shared_team
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.noise import gumbel
 from aioinfer.scheduling.step import BAD_LOGITS
@@ -26,6 +29,14 @@ DEFAULTS: dict[str, float] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+
+
+def native_or_skip(threads: int = 2) -> Team:
+    """A team for kernels in C++, where they can be compiled."""
+    obstacle = native_obstacle()
+    if obstacle is not None:
+        pytest.skip(f"no native kernels: {obstacle}")
+    return shared_team(threads)
 
 
 def make_batch(rows: list[dict[str, Any]], device: torch.device = CPU, **extra: Any) -> SamplingBatch:
@@ -152,3 +163,51 @@ def chi_square(counts: torch.Tensor, wanted: torch.Tensor) -> float:
     statistic = float(((counts - wanted)[possible] ** 2 / wanted[possible]).sum())
     spread = 2 / (9 * degrees)
     return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
+LINE = np.random.default_rng(5).normal(0, 2, 100).astype(np.float32)
+#: filters, and what one that is a little off, or forgotten, amounts to
+FILTERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"min_p": 0.1}, {"min_p": 0.15}),
+    ({"top_k": 5}, {"top_k": 4}),
+    ({"top_k": 99, "temperature": 1e30}, {"top_k": 0}),
+    ({"top_k": 100, "temperature": 1e30}, {"top_k": 99}),
+    ({"top_p": 0.6}, {"top_p": 0.57}),
+    ({"top_p": 0.9999999}, {"top_p": 0.999}),
+    ({"top_k": 20, "top_p": 0.8}, {"top_k": 0}),
+    ({"top_k": 20, "min_p": 0.1}, {"min_p": 0.0}),
+    ({"top_p": 0.99, "min_p": 0.3}, {"min_p": 0.0}),
+]
+
+
+@cache
+def telling_rows() -> list[dict[str, Any]]:
+    """The filters with seeds at which the almost right one would draw something else."""
+    rows = []
+    for row, change in FILTERS:
+        seeds = ({**row, "seed": seed} for seed in range(4000))
+        rows.append(next(one for one in seeds if reference(LINE, one) != reference(LINE, {**one, **change})))
+    return rows
+
+
+#: rows [100] of all kinds
+EDGES: dict[str, list[float]] = {
+    "one token": [-math.inf] * 70 + [3.0] + [-math.inf] * 29,
+    "nothing": [-math.inf] * 100,
+    "nan": [0.0] * 50 + [math.nan] + [1.0] * 49,
+    "inf": [0.0] * 99 + [math.inf],
+    "nan beside inf": [math.nan] + [0.0] * 60 + [math.inf] + [0.0] * 38,
+    "two tokens": [-math.inf, 5.0] + [-math.inf] * 97 + [5.0],
+    "all alike": [-2.5] * 100,
+    "near the end": [3e38] * 3 + [-3e38] * 97,
+    "denormal": [1e-44, -1e-44, 1e-40, 0.0, -0.0] * 20,
+    "alike but for the coldest": [3e-37] + [0.0] * 99,
+    "ties at the threshold": [4.0] * 2 + [3.0] * 5 + [1.0] * 93,
+}
+#: parameters to try them with
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 1e-38, "top_p": 0.5},
+    {"top_k": 3, "top_p": 0.9, "min_p": 0.01},
+]

@@ -7,18 +7,34 @@ import torch
 
 from aioinfer import kernels
 from aioinfer.errors import ConfigError
+from aioinfer.native import library
 from aioinfer.sampling import choice
 from aioinfer.sampling.choice import SamplingChoice
 from aioinfer.sampling.sampler import Sampler
+from tests.sampling.support import native_or_skip
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 choose = choice.choose_sampling
 
 
-def test_a_cpu_samples_by_torch() -> None:
-    assert choose(CPU) == SamplingChoice("torch", "the device is a cpu")
-    assert choose(CUDA, "torch") == SamplingChoice("torch", "asked for")
+def test_a_cpu_samples_natively_where_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_or_skip()
+    assert choose(CPU) == SamplingChoice("native", "the device is a cpu")
+    assert choose(CPU, "native") == SamplingChoice("native", "asked for")
+    assert Sampler(2, 10, CPU).choice.kernels == "native"
+    with pytest.raises(ConfigError, match="native was asked for, and the device is no CPU"):
+        choose(CUDA, "native")
+    monkeypatch.setattr(library, "native_obstacle", lambda: "there is no compiler")
+    assert choose(CPU) == SamplingChoice("torch", "there is no compiler")
     assert Sampler(2, 10, CPU).choice.kernels == "torch"
+    with pytest.raises(ConfigError, match="native was asked for, and there is no compiler"):
+        choose(CPU, "native")
+
+
+def test_torch_samples_where_nothing_else_does() -> None:
+    assert choose(CUDA, "torch") == SamplingChoice("torch", "asked for")
+    assert choose(torch.device("meta")) == SamplingChoice("torch", "the device is a meta")
+    assert Sampler(2, 10, CPU, "torch").choice.kernels == "torch"
 
 
 def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from aioinfer.execution.roster import Parameters
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.batch import PenaltyReset
+from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.penalties import Penalties, _penalise
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import BAD_LOGITS, Admission
@@ -27,13 +28,15 @@ PENALTIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("vocab", [12, 5000])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("row", PENALTIES)
-def test_tokens_count_before_the_host_knows_them(row: dict[str, Any], temperature: float, vocab: int) -> None:
+def test_tokens_count_before_the_host_knows_them(
+    row: dict[str, Any], temperature: float, vocab: int, sampling: Kernels
+) -> None:
     """30 tokens, each step counting the one before on the device, equal the formulas and a sampler that
     starts from the tokens so far."""
     rng = np.random.default_rng(1)
     prompt, output = [1, 2, 3, 3], [4]
     row = {**row, "temperature": temperature, "seed": 5, "slot": 2}
-    sampler = Sampler(4, vocab, CPU)
+    sampler = Sampler(4, vocab, CPU, sampling)
     resets = [PenaltyReset(2, prompt, list(output))]
     for step in range(30):
         row["position"] = step
@@ -44,14 +47,14 @@ def test_tokens_count_before_the_host_knows_them(row: dict[str, Any], temperatur
         token = int(sampler.sample(tensor, make_batch([row], penalty_resets=resets)))
         assert token == reference(penalise(logits, prompt, output, row), row), (step, output)
         late = make_batch([row], penalty_resets=[PenaltyReset(2, prompt, list(output))])
-        assert token == int(Sampler(4, vocab, CPU).sample(tensor, late)), (step, output)
+        assert token == int(Sampler(4, vocab, CPU, sampling).sample(tensor, late)), (step, output)
         output.append(token)
         resets = []
 
 
 @pytest.mark.parametrize("vocab", [8, 5000])
-def test_a_new_tenant_of_a_slot_inherits_no_counts(vocab: int) -> None:
-    sampler = Sampler(4, vocab, CPU)
+def test_a_new_tenant_of_a_slot_inherits_no_counts(vocab: int, sampling: Kernels) -> None:
+    sampler = Sampler(4, vocab, CPU, sampling)
     logits = torch.zeros(1, vocab)
     logits[0, :8] = torch.arange(8.0)
     first = {"frequency_penalty": 2.0, "temperature": 0.0, "slot": 1}
@@ -150,9 +153,9 @@ def test_a_tenant_without_penalties_gives_back_the_row_of_the_one_before() -> No
     assert not sampler._penalties._row_of.any()
 
 
-def test_counts_may_be_reset_by_a_step_that_samples_nothing() -> None:
+def test_counts_may_be_reset_by_a_step_that_samples_nothing(sampling: Kernels) -> None:
     """The first chunk of a long prompt takes the slot; a later step samples."""
-    sampler = Sampler(2, 6, CPU)
+    sampler = Sampler(2, 6, CPU, sampling)
     sampler.reset([PenaltyReset(1, [5], [])])
     row = {"slot": 1, "temperature": 0.0, "repetition_penalty": 10.0}
     assert int(sampler.sample(torch.arange(6.0)[None], make_batch([row]))) == 4

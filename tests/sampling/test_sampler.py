@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aioinfer.sampling.batch import PenaltyReset
+from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import BAD_LOGITS
 from tests.sampling.support import (
@@ -26,7 +27,7 @@ from tests.sampling.support import (
 
 
 @pytest.mark.parametrize(("vocab", "rounds"), [(2, 60), (7, 60), (300, 60), (3000, 12), (5000, 12)])
-def test_every_row_equals_the_plain_implementation(vocab: int, rounds: int) -> None:
+def test_every_row_equals_the_plain_implementation(vocab: int, rounds: int, sampling: Kernels) -> None:
     """Mixed batches of greedy and filtered rows, penalties, bans, ties, infinities, broken rows."""
     for seed in range(rounds):
         rng = np.random.default_rng([seed, vocab])
@@ -48,19 +49,19 @@ def test_every_row_equals_the_plain_implementation(vocab: int, rounds: int) -> N
         before = torch.from_numpy(np.stack(lines))
         logits = before.clone()
         batch = make_batch(rows, penalty_resets=resets)
-        got = Sampler(8, vocab, CPU).sample(logits, batch)
+        got = Sampler(8, vocab, CPU, sampling).sample(logits, batch)
         assert got.dtype == torch.int64
         assert got.tolist() == wanted, (seed, rows)
         assert torch.equal(before.nan_to_num(), logits.nan_to_num()), "the logits were written to"
 
 
 @pytest.mark.parametrize("vocab", [900, 5000])
-def test_a_row_does_not_depend_on_its_batch(vocab: int) -> None:
+def test_a_row_does_not_depend_on_its_batch(vocab: int, sampling: Kernels) -> None:
     for seed in range(3):
         rng = np.random.default_rng(seed)
         logits = torch.from_numpy(rng.normal(0, 3, (12, vocab)).astype(np.float32))
         rows = [random_row(rng) for _ in range(12)]
-        sampler = Sampler(16, vocab, CPU)
+        sampler = Sampler(16, vocab, CPU, sampling)
         together = sampler.sample(logits, make_batch(rows)).tolist()
         alone = [
             int(sampler.sample(logits[at : at + 1], make_batch([{**row, "slot": int(rng.integers(1, 16))}])))
@@ -78,7 +79,7 @@ def test_taking_rows_one_at_a_time_changes_nothing() -> None:
     rng = np.random.default_rng(8)
     logits = torch.from_numpy(np.stack([random_logits(rng, 5000) for _ in range(40)]))
     batch = make_batch([random_row(rng) for _ in range(40)])
-    sampler = Sampler(40, 5000, CPU)
+    sampler = Sampler(40, 5000, CPU, "torch")
     assert torch.equal(sampler.sample(logits, batch), sampler._rows(logits, batch))
 
 
@@ -97,7 +98,7 @@ def test_nothing_is_read_back_from_the_device() -> None:
 def test_a_greedy_batch_draws_nothing_penalised_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where what rows ask for cannot be looked at."""
     monkeypatch.setattr(Sampler, "_draw", None)
-    sampler = Sampler(2, 6, CPU)
+    sampler = Sampler(2, 6, CPU, "torch")
     sampler._on_host = False
     rows = [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 10.0}]
     batch = make_batch(rows, penalty_resets=[PenaltyReset(2, [5], [])])
@@ -146,10 +147,10 @@ def exact(row: dict[str, Any], order: tuple[str, ...] = RIGHT) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("row", FILTERS, ids=lambda row: " ".join(f"{name} {row[name]}" for name in row))
-def test_frequencies_follow_the_exact_distribution(row: dict[str, Any]) -> None:
+def test_frequencies_follow_the_exact_distribution(row: dict[str, Any], sampling: Kernels) -> None:
     """20,000 draws at fixed seeds fit the right order of filters, and none whose outcome differs."""
     draws = 20_000
-    sampler = Sampler(1, 10, CPU)
+    sampler = Sampler(1, 10, CPU, sampling)
     logits = LOGITS.float().expand(draws, -1)
     for name in ("position", "seed"):
         rows = [{"seed": 1234, "position": 56, **row, name: at, "slot": 1} for at in range(draws)]
@@ -176,11 +177,11 @@ def test_the_orders_of_the_filters_can_be_told_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["position", "seed"])
-def test_successive_tokens_are_independent(name: str) -> None:
+def test_successive_tokens_are_independent(name: str, sampling: Kernels) -> None:
     draws = 30_000
     logits = torch.tensor([1.0, 0.0, 0.5]).expand(draws, -1)
     rows = [{"seed": -9, "position": 3, name: at, "slot": 1} for at in range(draws)]
-    tokens = Sampler(1, 3, CPU).sample(logits, make_batch(rows))
+    tokens = Sampler(1, 3, CPU, sampling).sample(logits, make_batch(rows))
     probabilities = logits[0].double().softmax(-1)
     for lag in (1, 2, 7, 256):
         pairs = torch.bincount(tokens[:-lag] * 3 + tokens[lag:], minlength=9)
@@ -191,17 +192,18 @@ def test_successive_tokens_are_independent(name: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
-def test_top_k_of_one_is_greedy_and_the_lowest_of_equal_ids_wins(vocab: int) -> None:
+def test_top_k_of_one_is_greedy_and_the_lowest_of_equal_ids_wins(vocab: int, sampling: Kernels) -> None:
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(3)).round()
-    greedy = Sampler(8, vocab, CPU).sample(logits, make_batch([{"temperature": 0}] * 6)).tolist()
+    greedy = Sampler(8, vocab, CPU, sampling).sample(logits, make_batch([{"temperature": 0}] * 6)).tolist()
     assert greedy == [int((line == line.max()).nonzero()[0]) for line in logits]
-    mixed = Sampler(8, vocab, CPU).sample(logits, make_batch([{"temperature": 0}, {}] * 3)).tolist()
+    mixed = Sampler(8, vocab, CPU, sampling).sample(logits, make_batch([{"temperature": 0}, {}] * 3)).tolist()
     assert mixed[::2] == greedy[::2]
     # Without ties, one survivor.
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(3))
     for row in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-9}):
         assert (
-            Sampler(8, vocab, CPU).sample(logits, make_batch([row] * 6)).tolist() == logits.argmax(1).tolist()
+            Sampler(8, vocab, CPU, sampling).sample(logits, make_batch([row] * 6)).tolist()
+            == logits.argmax(1).tolist()
         )
 
 
@@ -222,7 +224,7 @@ BROKEN = {"nan": math.nan, "inf": math.inf, "nan beside inf": math.nan}
         {"repetition_penalty": 1.5, "temperature": 0.0},
     ],
 )
-def test_rows_without_a_finite_maximum_fail_alone(row: dict[str, Any], vocab: int) -> None:
+def test_rows_without_a_finite_maximum_fail_alone(row: dict[str, Any], vocab: int, sampling: Kernels) -> None:
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0))
     logits[0, 3] = math.nan
     logits[1, 3] = math.inf
@@ -237,9 +239,9 @@ def test_rows_without_a_finite_maximum_fail_alone(row: dict[str, Any], vocab: in
     rows[4]["banned"] = [3]
     rows[5]["banned"] = [0]
     resets = [PenaltyReset(slot, [1, 2], [2, 3]) for slot in range(1, 9)]
-    tokens = Sampler(8, vocab, CPU).sample(logits, make_batch(rows, penalty_resets=resets)).tolist()
+    tokens = Sampler(8, vocab, CPU, sampling).sample(logits, make_batch(rows, penalty_resets=resets)).tolist()
     assert tokens[:6] == [BAD_LOGITS] * 6
-    alone = Sampler(8, vocab, CPU).sample(
+    alone = Sampler(8, vocab, CPU, sampling).sample(
         logits[6:], make_batch([{**rows[6], "slot": 7}, {**rows[7], "slot": 8}], penalty_resets=resets)
     )
     assert tokens[6:] == alone.tolist()
@@ -248,14 +250,14 @@ def test_rows_without_a_finite_maximum_fail_alone(row: dict[str, Any], vocab: in
 
 
 @pytest.mark.parametrize("vocab", [4, 5000])
-def test_banned_ids_are_never_sampled(vocab: int) -> None:
+def test_banned_ids_are_never_sampled(vocab: int, sampling: Kernels) -> None:
     logits = torch.zeros(64, vocab)
     logits[:, 2] = 9.0
     logits[:, 3] = 8.0
     rows = [{"seed": at, "temperature": at % 2, "banned": [2] if at % 4 < 2 else []} for at in range(64)]
-    tokens = Sampler(64, vocab, CPU).sample(logits, make_batch(rows)).tolist()
+    tokens = Sampler(64, vocab, CPU, sampling).sample(logits, make_batch(rows)).tolist()
     assert all(token != 2 for at, token in enumerate(tokens) if at % 4 < 2)
     assert tokens[0::4] == [3] * 16
     assert tokens[2::4] == [2] * 16
     all_greedy = make_batch([{"temperature": 0, "banned": [2]}, {"temperature": 0}])
-    assert Sampler(2, vocab, CPU).sample(logits[:2], all_greedy).tolist() == [3, 2]
+    assert Sampler(2, vocab, CPU, sampling).sample(logits[:2], all_greedy).tolist() == [3, 2]

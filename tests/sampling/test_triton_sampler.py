@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,17 @@ from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import BAD_LOGITS
 from tests.model.kernels import interpreted_only
-from tests.sampling.support import make_batch, penalise, random_logits, random_row, reference
+from tests.sampling.support import (
+    EDGES,
+    LINE,
+    MIXED,
+    make_batch,
+    penalise,
+    random_logits,
+    random_row,
+    reference,
+    telling_rows,
+)
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -95,31 +104,6 @@ def test_large_vocabularies_equal_the_torch_path_on_the_same_device(device: str,
         assert torch.equal(Sampler(40, vocab, at, "triton").sample(logits, batch), wanted), seed
 
 
-LINE = np.random.default_rng(5).normal(0, 2, 100).astype(np.float32)
-#: filters, and what one that is a little off, or forgotten, amounts to
-FILTERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"min_p": 0.1}, {"min_p": 0.15}),
-    ({"top_k": 5}, {"top_k": 4}),
-    ({"top_k": 99, "temperature": 1e30}, {"top_k": 0}),
-    ({"top_k": 100, "temperature": 1e30}, {"top_k": 99}),
-    ({"top_p": 0.6}, {"top_p": 0.57}),
-    ({"top_p": 0.9999999}, {"top_p": 0.999}),
-    ({"top_k": 20, "top_p": 0.8}, {"top_k": 0}),
-    ({"top_k": 20, "min_p": 0.1}, {"min_p": 0.0}),
-    ({"top_p": 0.99, "min_p": 0.3}, {"min_p": 0.0}),
-]
-
-
-@cache
-def telling_rows() -> list[dict[str, Any]]:
-    """The filters with seeds at which the almost right one would draw something else."""
-    rows = []
-    for row, change in FILTERS:
-        seeds = ({**row, "seed": seed} for seed in range(4000))
-        rows.append(next(one for one in seeds if reference(LINE, one) != reference(LINE, {**one, **change})))
-    return rows
-
-
 def filtered(device: str, tuning: str) -> tuple[list[int], list[int]]:
     """What is drawn and what should be."""
     rows = telling_rows()
@@ -151,27 +135,6 @@ def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(triton_sampler, *PLANTED[bug])
     got, wanted = filtered(device, "long lists")
     assert got != wanted
-
-
-EDGES: dict[str, list[float]] = {
-    "one token": [-math.inf] * 70 + [3.0] + [-math.inf] * 29,
-    "nothing": [-math.inf] * 100,
-    "nan": [0.0] * 50 + [math.nan] + [1.0] * 49,
-    "inf": [0.0] * 99 + [math.inf],
-    "nan beside inf": [math.nan] + [0.0] * 60 + [math.inf] + [0.0] * 38,
-    "two tokens": [-math.inf, 5.0] + [-math.inf] * 97 + [5.0],
-    "all alike": [-2.5] * 100,
-    "near the end": [3e38] * 3 + [-3e38] * 97,
-    "denormal": [1e-44, -1e-44, 1e-40, 0.0, -0.0] * 20,
-    "alike but for the coldest": [3e-37] + [0.0] * 99,
-    "ties at the threshold": [4.0] * 2 + [3.0] * 5 + [1.0] * 93,
-}
-MIXED: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {},
-    {"temperature": 1e-38, "top_p": 0.5},
-    {"top_k": 3, "top_p": 0.9, "min_p": 0.01},
-]
 
 
 @pytest.mark.parametrize("name", EDGES)

@@ -64,10 +64,12 @@ class NativeExperts:
         dtype: torch.dtype,
         sizes: tuple[int, int, int],
         experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        rounded: bool = False,
     ) -> None:
         """``sizes``: how many experts, hidden, middle. ``experts`` come one by one, [2 * middle, hidden] and
-        [hidden, middle]; each is packed before the next is asked for."""
-        self.packed = PackedExperts(team, _NUMBERS[dtype], *sizes)
+        [hidden, middle]; each is packed before the next is asked for, ``rounded`` to 8 bits."""
+        self.packed = PackedExperts(team, _NUMBERS[dtype], *sizes, rounded=rounded)
         for index, (gate_up, down) in enumerate(experts):
             gate_up, down = gate_up.contiguous(), down.contiguous()
             self.packed.pack(index, gate_up.data_ptr(), down.data_ptr())

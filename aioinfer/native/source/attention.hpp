@@ -64,10 +64,10 @@ template <class T>
 struct AttentionScratch {
   explicit AttentionScratch(int64_t head_dim)
       : queries(MAX_ROWS * head_dim), weights(MAX_ROWS * SPAN), scores(MAX_ROWS * SPAN), sums(MAX_ROWS * head_dim),
-        tile(2 * TILE * head_dim) {}
+        tiles(2 * SPAN * head_dim) {}
   std::vector<uint32_t> queries, weights;
   std::vector<float> scores, sums;
-  std::vector<T> tile;
+  std::vector<T> tiles;
 };
 
 // One task's way through its context, for QUERIES queries.
@@ -90,46 +90,54 @@ class Attending {
   }
 
   void run() {
-    std::fill_n(scratch_.sums.begin(), QUERIES * head_dim_, 0.0f);
     const int64_t first = *std::min_element(from_, from_ + QUERIES) / SPAN * SPAN;
     const int64_t behind = *std::max_element(to_, to_ + QUERIES);
     for (int64_t at = first; at < behind; at += SPAN) {
-      const int count = static_cast<int>(std::min<int64_t>(SPAN, behind - at));
-      score(at, (count + TILE - 1) / TILE);
-      weigh(at, (count + TILE - 1) / TILE);
-      add_values(at, count, behind);
+      const int count = static_cast<int>(std::min<int64_t>(SPAN, behind - at)), tiles = (count + TILE - 1) / TILE;
+      locate(at / TILE, tiles, (behind + TILE - 1) / TILE);
+      score(tiles);
+      weigh(at, tiles);
+      add_values(count, at == first);
     }
   }
 
-  // put(query, dimension, LANES results)
+  // put(dimension, LANES results) of one query
   template <class Put>
-  void finish(Put&& put) const {
-    for (int q = 0; q < QUERIES; q++)
-      for (int64_t d = 0; d < head_dim_; d += LANES)
-        put(q, d, load<Floats>(&scratch_.sums[q * head_dim_ + d]) / total_[q]);
+  void finish(int q, Put&& put) const {
+    const float share = 1.0f / total_[q];
+    for (int64_t d = 0; d < head_dim_; d += LANES) put(d, load<Floats>(&scratch_.sums[q * head_dim_ + d]) * share);
   }
 
  private:
   // So few queries that memory, not arithmetic, is what they wait for.
   static constexpr bool LEAN = QUERIES <= MAX_ROWS / 2;
 
-  // Raw scores of all queries and of ``tiles`` tiles from position ``at`` on.
-  void score(int64_t at, int tiles) {
+  // Find the tiles of a stretch from tile ``first`` on, and those of the stretch behind it, of ``all`` tiles.
+  void locate(int64_t first, int tiles, int64_t all) {
+    const int64_t half = TILE * head_dim_;
+    for (int i = 0; i < tiles; i++) {
+      tile_[i] = context_.tile(first + i, &scratch_.tiles[2 * half * i]);
+      const int64_t later = first + i + SPAN / TILE;
+      next_[i] = LEAN && later < all && context_.lies() ? context_.tile(later, nullptr) : tile_[i];
+    }
+  }
+
+  // Raw scores of all queries and of ``tiles`` tiles.
+  void score(int tiles) {
     constexpr int WIDE = context_vectors();
     const int vectors = tiles * PER_TILE;
     int v = 0;
-    if (!context_.one_by_one())
-      for (; v + WIDE <= vectors; v += WIDE) score_vectors<WIDE>(at, v);
-    for (; v < vectors; v++) score_vectors<1>(at, v);
+    for (; v + WIDE <= vectors; v += WIDE) score_vectors<WIDE>(v);
+    for (; v < vectors; v++) score_vectors<1>(v);
   }
 
   template <int COUNT>
-  AIOINFER_INLINE void score_vectors(int64_t at, int first) {
+  AIOINFER_INLINE void score_vectors(int first) {
     const uint32_t *keys[COUNT], *values[COUNT];
     Floats sums[QUERIES][COUNT];
     AIOINFER_UNROLL
     for (int v = 0; v < COUNT; v++) {
-      keys[v] = context_.keys(at / TILE + (first + v) / PER_TILE) + (first + v) % PER_TILE * LANES;
+      keys[v] = tile_[(first + v) / PER_TILE] + (first + v) % PER_TILE * LANES;
       values[v] = keys[v] + TILE * head_dim_ / PER_UNIT;
     }
     clear(sums);
@@ -196,39 +204,37 @@ class Attending {
     for (int i = 0; i < COUNT; i++) scratch_.weights[(at / PER_UNIT + i) * QUERIES + q] = units[i];
   }
 
-  // sums = sums * shrink + weights * values of ``count`` positions from ``at`` on. Cells behind them may hold
+  // sums = sums * shrink + weights * values of ``count`` positions; ``fresh`` sums are 0. Cells behind them may hold
   // anything and are not touched.
-  void add_values(int64_t at, int count, int64_t behind) {
+  void add_values(int count, bool fresh) {
     constexpr int WIDE = context_vectors();
     const int vectors = static_cast<int>(head_dim_ / LANES);
     int v = 0;
-    for (; v + WIDE <= vectors; v += WIDE) add_vectors<WIDE>(at, count, v, behind);
-    for (; v < vectors; v++) add_vectors<1>(at, count, v, behind);
+    for (; v + WIDE <= vectors; v += WIDE) add_vectors<WIDE>(count, v, fresh);
+    for (; v < vectors; v++) add_vectors<1>(count, v, fresh);
   }
 
   template <int COUNT>
-  AIOINFER_INLINE void add_vectors(int64_t at, int count, int first, int64_t behind) {
+  AIOINFER_INLINE void add_vectors(int count, int first, bool fresh) {
     Floats sums[QUERIES][COUNT];
-    AIOINFER_UNROLL
-    for (int q = 0; q < QUERIES; q++)
+    clear(sums);
+    if (!fresh)
       AIOINFER_UNROLL
-      for (int v = 0; v < COUNT; v++)
-        sums[q][v] = load<Floats>(&scratch_.sums[q * head_dim_ + (first + v) * LANES]) * shrink_[q];
+      for (int q = 0; q < QUERIES; q++)
+        AIOINFER_UNROLL
+        for (int v = 0; v < COUNT; v++)
+          sums[q][v] = load<Floats>(&scratch_.sums[q * head_dim_ + (first + v) * LANES]) * shrink_[q];
     for (int done = 0; done < count; done += TILE) {
-      const int64_t tile = (at + done) / TILE, later = tile + SPAN / TILE;
-      const uint32_t* values = context_.values(tile) + first * LANES;
+      const uint32_t* values = tile_[done / TILE] + TILE * head_dim_ / PER_UNIT + first * LANES;
+      const uint32_t* keys = next_[done / TILE] + first * LANES;
       const uint32_t* weights = &scratch_.weights[done / PER_UNIT * QUERIES];
-      const int whole = std::min(TILE, count - done) / PER_UNIT;
       const uint32_t *vectors[COUNT], *ahead[COUNT];
-      const bool fetch = LEAN && later * TILE < behind && !context_.one_by_one();
-      const uint32_t* keys = fetch ? context_.keys(later) + first * LANES : values;
       AIOINFER_UNROLL
       for (int v = 0; v < COUNT; v++) vectors[v] = values + v * LANES, ahead[v] = keys + v * LANES;
-      if (fetch)
-        accumulate<T, true>(sums, weights, vectors, head_dim_, whole, ahead);
-      else
-        accumulate<T, false>(sums, weights, vectors, head_dim_, whole, ahead);
-      if (count - done < TILE && count % PER_UNIT) add_last<COUNT>(sums, weights + whole * QUERIES, values + whole * head_dim_);
+      const int whole = std::min(TILE, count - done) / PER_UNIT;
+      accumulate<T, LEAN>(sums, weights, vectors, head_dim_, whole, ahead);
+      if (count - done < TILE && count % PER_UNIT)
+        add_last<COUNT>(sums, weights + whole * QUERIES, values + whole * head_dim_);
     }
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
@@ -264,18 +270,19 @@ class Attending {
   const Scoring& scoring_;
   const int64_t length_;
   AttentionScratch<T>& scratch_;
+  const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE];
   int64_t from_[QUERIES], to_[QUERIES];
   float best_[QUERIES], total_[QUERIES], shrink_[QUERIES];
 };
 
-// One task. put(token, index, LANES results), the index counting through all query heads.
-template <class T, class Put>
+// One task. sink(token) returns a put(index, LANES results), the index counting through all query heads.
+template <class T, class Sink>
 void attend_task(const AttentionTask& task, const Rows& rows, const Pool<T>& pool, const Scoring& scoring,
-                 const Projected<T>& projected, int64_t group, AttentionScratch<T>& scratch, Put& put) {
+                 const Projected<T>& projected, int64_t group, AttentionScratch<T>& scratch, Sink& sink) {
   constexpr int PER_UNIT = Number<T>::PER_UNIT;
   const int64_t head_dim = pool.head_dim, begin = rows.starts[task.row], length = rows.lengths[task.row];
   const int64_t start = length - (rows.starts[task.row + 1] - begin);
-  const Context<T> context(pool, rows.tables + task.row * rows.width, length, task.head, scratch.tile.data());
+  const Context<T> context(pool, rows.tables + task.row * rows.width, length, task.head);
   with_height(task.queries, [&](auto height) {
     constexpr int QUERIES = decltype(height)::value;
     int64_t token[QUERIES], head[QUERIES], position[QUERIES];
@@ -289,7 +296,10 @@ void attend_task(const AttentionTask& task, const Rows& rows, const Pool<T>& poo
     }
     Attending<T, QUERIES> attending(context, head_dim, scoring, position, length, scratch);
     attending.run();
-    attending.finish([&](int q, int64_t d, Floats values) { put(token[q], head[q] * head_dim + d, values); });
+    for (int q = 0; q < QUERIES; q++) {
+      auto put = sink(token[q]);
+      attending.finish(q, [&](int64_t d, Floats values) { put(head[q] * head_dim + d, values); });
+    }
   });
 }
 
@@ -301,19 +311,19 @@ struct AttentionInput {
   Rows rows;
 };
 
-// A layer's attention: keys and values of all tokens are stored, then every query attends. put(token, index, LANES
-// results), the index counting through all query heads.
-template <class T, class Put>
+// A layer's attention: keys and values of all tokens are stored, then every query attends. sink(token) returns a
+// put(index, LANES results), the index counting through all query heads.
+template <class T, class Sink>
 void attend(Member& member, const std::vector<AttentionTask>& tasks, const AttentionInput& input,
             const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, const Pool<T>& pool,
-            const Scoring& scoring, AttentionScratch<T>& scratch, Put&& put) {
+            const Scoring& scoring, AttentionScratch<T>& scratch, Sink&& sink) {
   member.parallel_in_runs(input.tokens * shape.kv_heads, [&](int64_t i) {
     const int64_t token = i / shape.kv_heads, at = input.rotary == nullptr ? token : input.rotary[token];
     prepare_token(projected, shape, rotary, token, at, i % shape.kv_heads, input.cells[token], pool,
                   scratch.sums.data());
   });
   member.parallel(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
-    attend_task(tasks[index], input.rows, pool, scoring, projected, shape.group(), scratch, put);
+    attend_task(tasks[index], input.rows, pool, scoring, projected, shape.group(), scratch, sink);
   });
 }
 

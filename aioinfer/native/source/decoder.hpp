@@ -82,8 +82,8 @@ class Decoder {
     reserve(step, team.size());
     const int64_t tokens = step.attention.tokens;
     const auto tasks = divide(step.attention.rows, shape_.kv_heads, shape_.group());
-    double unused[PARTS];
     team.run([&](Member& member) {
+      double unused[PARTS] = {};
       Stopwatch watch(member.index() == 0 ? seconds : unused);
       member.parallel_in_runs(tokens, [&](int64_t t) {
         std::memcpy(residual(t), embedding_ + step.ids[t] * hidden_, sizeof(T) * hidden_);
@@ -118,7 +118,9 @@ class Decoder {
     const Activations<T> mixed(wide_.data(), tokens, shape_.heads * shape_.head_dim);
     attend(member, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, rotary_, pool,
            layer.scoring, *scratch_[member.index()],
-           [&](int64_t token, int64_t at, Floats values) { mixed.put(mixed.row(token), at, values); });
+           [&](int64_t token) {
+             return [&mixed, to = mixed.row(token)](int64_t at, Floats values) { mixed.put(to, at, values); };
+           });
     watch.add(ATTENTION);
     multiply(member, mixed, *layer.out, add_to_residual());
     watch.add(LINEAR);

@@ -22,14 +22,15 @@ namespace aioinfer {
 template <class T>
 class Experts {
  public:
-  Experts(int64_t count, int64_t hidden, int64_t middle) : count(count), hidden(hidden), middle(middle) {
-    const Weights<T> one(nullptr, middle, hidden, true), other(nullptr, hidden, middle, false);
-    const int64_t each = one.units() + other.units();
-    memory_ = Memory(sizeof(uint32_t) * each * count);
+  Experts(int64_t count, int64_t hidden, int64_t middle, Format format)
+      : count(count), hidden(hidden), middle(middle) {
+    const Weights<T> one(nullptr, middle, hidden, true, format), other(nullptr, hidden, middle, false, format);
+    const int64_t each = one.bytes() + other.bytes();
+    memory_ = Memory(each * count);
     for (int64_t e = 0; e < count; e++) {
-      uint32_t* place = memory_.as<uint32_t>() + e * each;
-      gate_up_.emplace_back(place, middle, hidden, true);
-      down_.emplace_back(place + one.units(), hidden, middle, false);
+      char* place = memory_.as<char>() + e * each;
+      gate_up_.emplace_back(place, middle, hidden, true, format);
+      down_.emplace_back(place + one.bytes(), hidden, middle, false, format);
     }
   }
 

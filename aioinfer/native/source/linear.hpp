@@ -16,6 +16,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -123,17 +124,40 @@ struct Activations {
   int64_t depth;
 };
 
+// How weights are stored: as what the model is made of, or as 8-bit integers with a factor for every output.
+enum class Format { PLAIN, INT8 };
+
+// How a lane's unit of each format is read. A *piece* is what a pointer counts.
+template <class T, Format FORMAT>
+struct Stored;
+
+template <class T>
+struct Stored<T, Format::PLAIN> {
+  using Piece = uint32_t;
+  static constexpr int PER_UNIT = 1;
+  static AIOINFER_INLINE Ints units(const Piece* from) { return load<Ints>(from); }
+};
+
+template <class T>
+struct Stored<T, Format::INT8> {
+  using Piece = int8_t;
+  static constexpr int PER_UNIT = Number<T>::PER_UNIT;
+  static AIOINFER_INLINE Ints units(const Piece* from) { return Number<T>::of_bytes(from); }
+};
+
 // Weights [outputs, inner] in panels, with a bias or without.
 //
-// Gated weights are two matrices of ``outputs`` rows; each panel holds LANES rows of the first and the same
-// of the second, so that gate and gated meet in registers.
+// Gated weights are two matrices of ``outputs`` rows; each panel holds LANES rows of the first and the same of the
+// second, so that gate and gated meet in registers. Rounded to 8 bits, an output's weights are multiples of its
+// factor, the largest of them 127 times.
 template <class T>
 class Weights {
  public:
-  Weights(Team& team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated)
-      : Weights(nullptr, outputs, inner, gated) {
-    memory_ = Memory(sizeof(uint32_t) * units());
-    data_ = memory_.as<uint32_t>();
+  Weights(Team& team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated,
+          Format format = Format::PLAIN)
+      : Weights(nullptr, outputs, inner, gated, format) {
+    memory_ = Memory(bytes());
+    data_ = memory_.as<char>();
     set(team, rows, inner);
     if (bias == nullptr) return;
     bias_.resize(panels * PANEL);
@@ -144,11 +168,12 @@ class Weights {
       }
   }
 
-  // Without a bias, in memory of units() that belongs to somebody else; what set() packs is there from then on.
-  Weights(uint32_t* data, int64_t outputs, int64_t inner, bool gated)
+  // Without a bias, in memory of bytes() that belongs to somebody else; what set() packs is there from then on.
+  Weights(char* data, int64_t outputs, int64_t inner, bool gated, Format format)
       : outputs(outputs), depth((inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT), gated(gated),
-        panel_outputs(gated ? LANES : PANEL), data_(data) {
+        panel_outputs(gated ? LANES : PANEL), format(format), data_(data) {
     panels = (outputs + panel_outputs - 1) / panel_outputs;
+    if (format == Format::INT8) factors_.resize(panels * PANEL);
   }
 
   void set(Team& team, const T* rows, int64_t inner) {
@@ -157,17 +182,35 @@ class Weights {
     });
   }
 
-  int64_t units() const { return panels * depth * PANEL; }
+  int64_t bytes() const { return panels * panel_bytes(); }
+  int64_t panel_bytes() const {
+    return depth * PANEL * (format == Format::INT8 ? Number<T>::PER_UNIT : sizeof(uint32_t));
+  }
 
-  const uint32_t* panel(int64_t index) const { return data_ + index * depth * PANEL; }
+  // Where a panel begins; its format is the caller's to know.
+  template <class Piece = uint32_t>
+  const Piece* panel(int64_t index) const {
+    return reinterpret_cast<const Piece*>(data_ + index * panel_bytes());
+  }
 
-  // The bias of half a panel: its first or its second vector.
-  AIOINFER_INLINE Floats bias(int64_t panel, int half) const { return load<Floats>(&bias_[panel * PANEL + half * LANES]); }
-  bool has_bias() const { return !bias_.empty(); }
+  // Half a panel's sums, its first or its second vector, with what each output's factor and bias make of them.
+  AIOINFER_INLINE Floats finished(Floats sums, int64_t panel, int half) const {
+    if (!factors_.empty()) sums *= load<Floats>(&factors_[panel * PANEL + half * LANES]);
+    if (!bias_.empty()) sums += load<Floats>(&bias_[panel * PANEL + half * LANES]);
+    return sums;
+  }
+
+  // A panel in the plain format, into depth * PANEL units.
+  void expand(int64_t index, uint32_t* to) const {
+    constexpr int STEP = LANES * Number<T>::PER_UNIT;
+    const int8_t* from = panel<int8_t>(index);
+    for (int64_t i = 0; i < 2 * depth; i++) store(to + i * LANES, Number<T>::of_bytes(from + i * STEP));
+  }
 
   int64_t outputs, depth, panels;
   bool gated;
   int panel_outputs;
+  Format format;
 
  private:
   // Row of the matrix that a lane of a panel holds; -1 for padding.
@@ -179,33 +222,42 @@ class Weights {
 
   void pack(int64_t index, const T* rows, int64_t inner) {
     constexpr int PER_UNIT = Number<T>::PER_UNIT;
-    T* to = reinterpret_cast<T*>(data_ + index * depth * PANEL);
+    char* panel = data_ + index * panel_bytes();
     for (int lane = 0; lane < PANEL; lane++) {
       const int64_t row = source(index, lane);
-      for (int64_t k = 0; k < depth * PER_UNIT; k++) {
-        T& place = to[(k / PER_UNIT * PANEL + lane) * PER_UNIT + k % PER_UNIT];
-        place = row < 0 || k >= inner ? Number<T>::make(0.0f) : rows[row * inner + k];
+      auto weight = [&](int64_t k) { return row < 0 || k >= inner ? Number<T>::make(0.0f) : rows[row * inner + k]; };
+      auto place = [&](int64_t k) { return (k / PER_UNIT * PANEL + lane) * PER_UNIT + k % PER_UNIT; };
+      if (format == Format::PLAIN) {
+        for (int64_t k = 0; k < depth * PER_UNIT; k++) reinterpret_cast<T*>(panel)[place(k)] = weight(k);
+        continue;
       }
+      float most = 0;
+      for (int64_t k = 0; k < inner; k++) most = std::max(most, std::abs(Number<T>::read(weight(k))));
+      const float factor = most > 0 ? most / 127 : 1.0f;
+      factors_[index * PANEL + lane] = factor;
+      for (int64_t k = 0; k < depth * PER_UNIT; k++)
+        reinterpret_cast<int8_t*>(panel)[place(k)] =
+            static_cast<int8_t>(std::clamp(std::nearbyint(Number<T>::read(weight(k)) / factor), -127.0f, 127.0f));
     }
   }
 
-  uint32_t* data_;
+  char* data_;
   Memory memory_;
-  std::vector<float> bias_;
+  std::vector<float> bias_, factors_;
 };
 
 // sums[r][v] += sum over units k of a[k * ROWS + r] * vectors[v][k * step .. + LANES]
 //
 // With FETCH the same places behind ``ahead`` are asked for on the way: they will be wanted next.
-template <class T, bool FETCH, int ROWS, int VECTORS>
+template <class T, bool FETCH, Format FORMAT = Format::PLAIN, int ROWS, int VECTORS, class Piece>
 AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a,
-                                const uint32_t* const (&vectors)[VECTORS], int64_t step, int64_t depth,
-                                const uint32_t* const (&ahead)[VECTORS]) {
+                                const Piece* const (&vectors)[VECTORS], int64_t step, int64_t depth,
+                                const Piece* const (&ahead)[VECTORS]) {
   for (int64_t k = 0; k < depth; k++) {
     Ints b[VECTORS];
     AIOINFER_UNROLL
     for (int v = 0; v < VECTORS; v++) {
-      b[v] = load<Ints>(vectors[v] + k * step);
+      b[v] = Stored<T, FORMAT>::units(vectors[v] + k * step);
       if constexpr (FETCH) __builtin_prefetch(ahead[v] + k * step, 0, 2);
     }
     AIOINFER_UNROLL
@@ -230,87 +282,129 @@ AIOINFER_INLINE void with_height(int height, Call&& call) {
   with_height(height, call, std::make_integer_sequence<int, MAX_ROWS>{});
 }
 
-// ``next``: a panel to fetch, or -1.
-template <class T, int ROWS, int COUNT, class Store>
-AIOINFER_INLINE void multiply_tile(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t panel,
-                                   int64_t next, Store& store) {
-  const uint32_t *vectors[2 * COUNT], *ahead[2 * COUNT];
+// Panels as a block of rows meets them: in memory in a format, or one expanded elsewhere.
+template <class T, Format FORMAT>
+struct Panels {
+  using Piece = typename Stored<T, FORMAT>::Piece;
+  static constexpr int64_t STEP = PANEL * Stored<T, FORMAT>::PER_UNIT;
+
+  const Weights<T>& weights;
+  const Piece* first;  // of panel ``from``
+  int64_t from;
+  int64_t next;  // a panel to fetch meanwhile, or -1
+
+  static Panels in_memory(const Weights<T>& weights, int64_t next) {
+    return {weights, weights.template panel<Piece>(0), 0, next};
+  }
+
+  AIOINFER_INLINE const Piece* vector(int64_t panel, int half) const {
+    return first + (panel - from) * weights.depth * STEP + half * (STEP / 2);
+  }
+};
+
+template <class T, int ROWS, int COUNT, Format FORMAT, class Store>
+AIOINFER_INLINE void multiply_tile(const Activations<T>& a, int64_t block, const Panels<T, FORMAT>& panels,
+                                   int64_t panel, Store& store) {
+  using Piece = typename Panels<T, FORMAT>::Piece;
+  const Weights<T>& w = panels.weights;
+  const Piece *vectors[2 * COUNT], *ahead[2 * COUNT];
   Floats sums[ROWS][2 * COUNT];
   AIOINFER_UNROLL
-  for (int v = 0; v < 2 * COUNT; v++) vectors[v] = w.panel(panel + v / 2) + v % 2 * LANES;
-  AIOINFER_UNROLL
-  for (int v = 0; v < 2 * COUNT; v++) ahead[v] = w.panel(next + v / 2) + v % 2 * LANES;
+  for (int v = 0; v < 2 * COUNT; v++) {
+    vectors[v] = panels.vector(panel + v / 2, v % 2);
+    ahead[v] = panels.vector(panels.next + v / 2, v % 2);
+  }
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++)
     AIOINFER_UNROLL
     for (int v = 0; v < 2 * COUNT; v++) sums[r][v] = Floats{};
-  if (next >= 0)
-    accumulate<T, true>(sums, a.block(block), vectors, PANEL, w.depth, ahead);
+  constexpr int64_t STEP = Panels<T, FORMAT>::STEP;
+  if (panels.next >= 0)
+    accumulate<T, true, FORMAT>(sums, a.block(block), vectors, STEP, w.depth, ahead);
   else
-    accumulate<T, false>(sums, a.block(block), vectors, PANEL, w.depth, vectors);
+    accumulate<T, false, FORMAT>(sums, a.block(block), vectors, STEP, w.depth, vectors);
   const int64_t left = a.blocks.rows - block * ROWS;
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++) {
     if (r >= left) break;
     AIOINFER_UNROLL
-    for (int p = 0; p < COUNT; p++) {
-      Floats one = sums[r][2 * p], other = sums[r][2 * p + 1];
-      if (w.has_bias()) one += w.bias(panel + p, 0), other += w.bias(panel + p, 1);
-      store(Place{block, r, block * ROWS + r}, panel + p, one, other);
-    }
+    for (int p = 0; p < COUNT; p++)
+      store(Place{block, r, block * ROWS + r}, panel + p, w.finished(sums[r][2 * p], panel + p, 0),
+            w.finished(sums[r][2 * p + 1], panel + p, 1));
   }
 }
 
-// A block of rows times panels [from, to). While it does so, panel ``next`` is fetched, if it is not -1.
-template <class T, class Store>
-void multiply_block(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t from, int64_t to,
-                    int64_t next, Store& store) {
+// A block of rows times panels [from, to).
+template <class T, Format FORMAT, class Store>
+void multiply_block(const Activations<T>& a, int64_t block, const Panels<T, FORMAT>& panels, int64_t from, int64_t to,
+                    Store& store) {
   with_height(a.blocks.height, [&](auto height) {
     constexpr int ROWS = decltype(height)::value, COUNT = panels_at_once(ROWS);
     int64_t panel = from;
     if constexpr (COUNT > 1)
-      for (; panel + COUNT <= to; panel += COUNT) multiply_tile<T, ROWS, COUNT>(a, block, w, panel, next, store);
-    for (; panel < to; panel++) multiply_tile<T, ROWS, 1>(a, block, w, panel, next, store);
+      for (; panel + COUNT <= to; panel += COUNT) multiply_tile<T, ROWS, COUNT>(a, block, panels, panel, store);
+    for (; panel < to; panel++) multiply_tile<T, ROWS, 1>(a, block, panels, panel, store);
   });
 }
 
-// All blocks times panels [from, to): panel by panel where the activations stay in the cache meanwhile.
+// Bytes of panels, or of activations, that stay in a core's cache beside whatever else it needs.
+constexpr int64_t CACHE = 512 << 10;
+
+// Whether the activations stay in the cache while one panel after the other passes.
+template <class T>
+bool stays(const Activations<T>& a) {
+  return a.blocks.rows * a.depth * static_cast<int64_t>(sizeof(uint32_t)) <= CACHE;
+}
+
+// All blocks times panels [from, to): panel by panel if the activations stay in the cache, each fetched while the one
+// before is used; else block by block, so that it is the panels that stay.
 template <class T, class Store>
-void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store&& store) {
-  constexpr int64_t CACHE = 512 << 10;
-  const bool panel_by_panel =
-      a.blocks.count > 1 && a.blocks.rows * a.depth * static_cast<int64_t>(sizeof(uint32_t)) <= CACHE;
-  if (!panel_by_panel) {
-    for (int64_t b = 0; b < a.blocks.count; b++) multiply_block(a, b, w, from, to, -1, store);
+void multiply_plain(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
+  if (a.blocks.count == 1 || !stays(a)) {
+    const auto panels = Panels<T, Format::PLAIN>::in_memory(w, -1);
+    for (int64_t b = 0; b < a.blocks.count; b++) multiply_block(a, b, panels, from, to, store);
     return;
   }
   for (int64_t panel = from; panel < to; panel++)
-    for (int64_t b = 0; b < a.blocks.count; b++)
-      multiply_block(a, b, w, panel, panel + 1, b == 0 && panel + 1 < to ? panel + 1 : -1, store);
+    for (int64_t b = 0; b < a.blocks.count; b++) {
+      const auto panels = Panels<T, Format::PLAIN>::in_memory(w, b == 0 && panel + 1 < to ? panel + 1 : -1);
+      multiply_block(a, b, panels, panel, panel + 1, store);
+    }
 }
 
-// store(place, panel, first vector, second vector) for all rows and panels of a * w, shared among the team.
-//
-// Few rows: a task is a run of panels, each multiplied with all blocks while the next one is fetched from
-// memory. Many rows: as many panels as fit into the cache beside a block, so that panels are what stays.
+// The same for 8-bit weights: read as they are by a single block, expanded once for several.
+template <class T, class Store>
+void multiply_bytes(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
+  if (a.blocks.count == 1)
+    return multiply_block(a, 0, Panels<T, Format::INT8>::in_memory(w, -1), from, to, store);
+  thread_local std::vector<uint32_t> expanded;
+  grow(expanded, w.depth * PANEL);
+  for (int64_t panel = from; panel < to; panel++) {
+    w.expand(panel, expanded.data());
+    const Panels<T, Format::PLAIN> panels{w, expanded.data(), panel, -1};
+    for (int64_t b = 0; b < a.blocks.count; b++) multiply_block(a, b, panels, panel, panel + 1, store);
+  }
+}
+
+// All blocks times panels [from, to).
+template <class T, class Store>
+void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store&& store) {
+  if (w.format == Format::PLAIN)
+    multiply_plain(a, w, from, to, store);
+  else
+    multiply_bytes(a, w, from, to, store);
+}
+
+// store(place, panel, first vector, second vector) for all rows and panels of a * w, shared among the team by runs of
+// panels.
 template <class T, class Store>
 void multiply(Member& member, const Activations<T>& a, const Weights<T>& w, Store&& store) {
-  constexpr int64_t CACHE = 512 << 10, RUN = 256 << 10;
-  const int64_t panel_bytes = w.depth * PANEL * sizeof(uint32_t);
-  const int64_t activation_bytes = a.blocks.rows * a.depth * sizeof(uint32_t);
+  constexpr int64_t RUN = 256 << 10;
   const int at_once = panels_at_once(a.blocks.height);
-  const bool panel_by_panel = a.blocks.count > 1 && activation_bytes <= CACHE;
-  const int64_t wanted = std::max<int64_t>(1, (a.blocks.count > 1 && !panel_by_panel ? CACHE : RUN) / panel_bytes);
+  const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
   const int64_t run = (wanted + at_once - 1) / at_once * at_once;
   member.parallel((w.panels + run - 1) / run, [&](int64_t task) {
-    const int64_t from = task * run, to = std::min(w.panels, from + run);
-    if (!panel_by_panel) {
-      for (int64_t b = 0; b < a.blocks.count; b++) multiply_block(a, b, w, from, to, -1, store);
-      return;
-    }
-    for (int64_t panel = from; panel < to; panel++)
-      for (int64_t b = 0; b < a.blocks.count; b++)
-        multiply_block(a, b, w, panel, panel + 1, b == 0 && panel + 1 < to ? panel + 1 : -1, store);
+    multiply_panels(a, w, task * run, std::min(w.panels, (task + 1) * run), store);
   });
 }
 

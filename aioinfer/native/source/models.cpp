@@ -43,8 +43,12 @@ class Packing {
 extern "C" {
 
 // Packed weights: ``rows`` [outputs, inner], or [2 * outputs, inner] of gates and what they gate; ``bias`` or null.
-void* NAMED(weights)(void* team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated) {
-  return guarded<void*>(nullptr, [&] { return new Weights<T>(team_of(team), rows, bias, outputs, inner, gated); });
+// ``bytes``: rounded to 8 bits.
+void* NAMED(weights)(void* team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated, bool bytes) {
+  return guarded<void*>(nullptr, [&] {
+    const Format format = bytes ? Format::INT8 : Format::PLAIN;
+    return new Weights<T>(team_of(team), rows, bias, outputs, inner, gated, format);
+  });
 }
 
 void NAMED(free_weights)(void* weights) { delete static_cast<Weights<T>*>(weights); }
@@ -83,8 +87,10 @@ bool NAMED(attend)(void* team, T* queries, T* keys, T* values, int64_t query_str
       attend(member, tasks, input, Projected<T>{queries, keys, values, query_stride, kv_stride}, shape,
              Rotary<T>{cos, sin, rotary_dim}, Pool<T>{pool, page_size, kv_heads, head_dim},
              Scoring{scale, soft_cap, window, block}, scratch[member.index()],
-             [&](int64_t token, int64_t at, Floats values) {
-               Number<T>::store_lanes(out + token * heads * head_dim + at, values);
+             [&](int64_t token) {
+               return [to = out + token * heads * head_dim](int64_t at, Floats values) {
+                 Number<T>::store_lanes(to + at, values);
+               };
              });
     });
     return true;
@@ -118,8 +124,10 @@ bool NAMED(route)(void* team, const void* router, const T* in, int64_t count, in
 }
 
 // Room for ``count`` experts, to be filled one by one.
-void* NAMED(experts)(int64_t count, int64_t hidden, int64_t middle) {
-  return guarded<void*>(nullptr, [&] { return new Experts<T>(count, hidden, middle); });
+void* NAMED(experts)(int64_t count, int64_t hidden, int64_t middle, bool bytes) {
+  return guarded<void*>(nullptr, [&] {
+    return new Experts<T>(count, hidden, middle, bytes ? Format::INT8 : Format::PLAIN);
+  });
 }
 
 void NAMED(free_experts)(void* experts) { delete static_cast<Experts<T>*>(experts); }

@@ -45,11 +45,26 @@ struct Pool {
     }
   }
 
+  // One of the numbers of each of head_dim units; others may be written at the same time.
+  void put_in_units(T* units, int which, const T* values) const {
+    int64_t d = 0;
+#if defined(__AVX512BW__)
+    if constexpr (PER_UNIT == 2) {
+      const __mmask32 mask = which ? 0xaaaaaaaau : 0x55555555u;
+      for (; d < head_dim; d += LANES) {
+        typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+        const Words wide = __builtin_convertvector(load<Halves>(values + d), Words);
+        _mm512_mask_storeu_epi16(units + d * PER_UNIT, mask, cast<__m512i>(which ? wide << 16 : wide));
+      }
+    }
+#endif
+    for (; d < head_dim; d++) units[d * PER_UNIT + which] = values[d];
+  }
+
   void write_to_tile(T* tile, int at, const T* key, const T* value) const {
     for (int64_t d = 0; d < head_dim; d += PER_UNIT)
       std::memcpy(tile + (d / PER_UNIT * TILE + at) * PER_UNIT, key + d, sizeof(uint32_t));
-    T* to = tile + half() + at / PER_UNIT * head_dim * PER_UNIT + at % PER_UNIT;
-    for (int64_t d = 0; d < head_dim; d++) to[d * PER_UNIT] = value[d];
+    put_in_units(tile + half() + at / PER_UNIT * head_dim * PER_UNIT, at % PER_UNIT, value);
   }
 };
 
@@ -57,40 +72,34 @@ struct Pool {
 template <class T>
 class Context {
  public:
-  // ``pages`` is the sequence's page table, ``length`` how many positions of it exist. ``scratch`` has room for a
-  // tile; what is read lies there where pages hold no tiles.
-  Context(const Pool<T>& pool, const int64_t* pages, int64_t length, int64_t head, T* scratch)
-      : pool_(pool), pages_(pages), length_(length), head_(head), scratch_(scratch) {}
+  // ``pages`` is the sequence's page table, ``length`` how many positions of it exist.
+  Context(const Pool<T>& pool, const int64_t* pages, int64_t length, int64_t head)
+      : pool_(pool), pages_(pages), length_(length), head_(head), tiles_per_page_(pool.page_size / TILE) {}
 
-  // A tile's keys; if one_by_one(), until the next call of these two.
-  AIOINFER_INLINE const uint32_t* keys(int64_t index) const { return reinterpret_cast<const uint32_t*>(tile(index)); }
-  AIOINFER_INLINE const uint32_t* values(int64_t index) const {
-    return reinterpret_cast<const uint32_t*>(tile(index) + pool_.half());
+  // A tile where it lies, or made in ``scratch``, which has room for one: its keys, and its values behind them.
+  AIOINFER_INLINE const uint32_t* tile(int64_t index, T* scratch) const {
+    if (!pool_.tiled()) return assembled(index, scratch);
+    const int64_t page = index / tiles_per_page_;
+    return reinterpret_cast<const uint32_t*>(pool_.tile(pages_[page], head_, index - page * tiles_per_page_));
   }
 
-  bool one_by_one() const { return !pool_.tiled(); }
+  // Tiles lie somewhere, so that they can be fetched before they are wanted.
+  bool lies() const { return pool_.tiled(); }
 
  private:
-  AIOINFER_INLINE const T* tile(int64_t index) const {
-    if (!pool_.tiled()) return assembled(index);
-    const int64_t first = index * TILE;
-    return pool_.tile(pages_[first / pool_.page_size], head_, first % pool_.page_size / TILE);
-  }
-
-  const T* assembled(int64_t index) const {
+  const uint32_t* assembled(int64_t index, T* scratch) const {
     for (int i = 0; i < TILE; i++) {
       const int64_t position = std::min(index * TILE + i, length_ - 1);
       const int64_t cell = pages_[position / pool_.page_size] * pool_.page_size + position % pool_.page_size;
       const T* key = pool_.cell(cell, head_);
-      pool_.write_to_tile(scratch_, i, key, key + pool_.head_dim);
+      pool_.write_to_tile(scratch, i, key, key + pool_.head_dim);
     }
-    return scratch_;
+    return reinterpret_cast<const uint32_t*>(scratch);
   }
 
   const Pool<T>& pool_;
   const int64_t* pages_;
-  int64_t length_, head_;
-  T* scratch_;
+  const int64_t length_, head_, tiles_per_page_;
 };
 
 }  // namespace aioinfer

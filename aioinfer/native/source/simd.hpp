@@ -56,22 +56,29 @@ AIOINFER_INLINE Floats spread(float value) { return Floats{} + value; }
 
 AIOINFER_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// Halves are folded onto each other: an order that depends on nothing.
-AIOINFER_INLINE float sum(Floats v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+// Lanes are folded by halves onto each other: an order that depends on nothing.
+#define AIOINFER_FOLD(v, RESULT)                                      \
+  typedef float Eight __attribute__((vector_size(32)));               \
+  typedef float Four __attribute__((vector_size(16)));                \
+  float lanes[LANES];                                                 \
+  store(lanes, v);                                                    \
+  for (int half = LANES / 2; half >= 8; half /= 2) {                  \
+    const Eight a = load<Eight>(lanes), b = load<Eight>(lanes + half); \
+    store(lanes, RESULT);                                             \
+  }                                                                   \
+  {                                                                   \
+    const Four a = load<Four>(lanes), b = load<Four>(lanes + 4);      \
+    store(lanes, RESULT);                                             \
+  }                                                                   \
+  for (int half = 2; half; half /= 2)                                 \
+    for (int i = 0; i < half; i++) {                                  \
+      const float a = lanes[i], b = lanes[i + half];                  \
+      lanes[i] = RESULT;                                              \
+    }                                                                 \
   return lanes[0];
-}
 
-AIOINFER_INLINE float largest(Floats v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
-}
+AIOINFER_INLINE float sum(Floats v) { AIOINFER_FOLD(v, a + b) }
+AIOINFER_INLINE float largest(Floats v) { AIOINFER_FOLD(v, a > b ? a : b) }
 
 // 2^n * p for whole n, with infinity and 0 where that does not fit.
 AIOINFER_INLINE Floats scale_by_power(Floats p, Floats n) {
@@ -128,6 +135,16 @@ struct Number<float> {
   static AIOINFER_INLINE float make(float v) { return v; }
   static AIOINFER_INLINE Floats load_lanes(const float* from) { return load<Floats>(from); }
   static AIOINFER_INLINE void store_lanes(float* to, Floats v) { store(to, v); }
+  // Units of LANES numbers that are small integers.
+  static AIOINFER_INLINE Ints of_bytes(const int8_t* from) {
+#if defined(__AVX512F__)
+    const __m512i wide = _mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from));
+    return cast<Ints>(_mm512_maskz_cvtepi32_ps(0xffff, wide));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
+    return cast<Ints>(__builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats));
+#endif
+  }
   // sum + a * b
   static AIOINFER_INLINE Floats multiply_add(Floats sum, Ints a, Ints b) {
 #if defined(__AVX512F__)
@@ -155,6 +172,19 @@ struct Number<bfloat16> {
 #else
     typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
     store(to, __builtin_convertvector(rounded_words(v), Halves));
+#endif
+  }
+  // Units of 2 * LANES numbers that are small integers.
+  static AIOINFER_INLINE Ints of_bytes(const int8_t* from) {
+    const Floats low = cast<Floats>(Number<float>::of_bytes(from));
+    const Floats high = cast<Floats>(Number<float>::of_bytes(from + LANES));
+#if defined(__AVX512BF16__)
+    return cast<Ints>(_mm512_cvtne2ps_pbh(high, low));
+#else
+    bfloat16 numbers[2 * LANES];
+    store_lanes(numbers, low);
+    store_lanes(numbers + LANES, high);
+    return load<Ints>(numbers);
 #endif
   }
   // sum + a.low * b.low + a.high * b.high

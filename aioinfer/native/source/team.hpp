@@ -65,16 +65,17 @@ class Member {
 
 class Team {
  public:
+  // Throws std::system_error where there are no more threads to be had.
   explicit Team(int size) : size_(size) {
-    for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { work(i); });
+    } catch (...) {
+      close();
+      throw;
+    }
   }
 
-  ~Team() {
-    closing_.store(true);
-    start_.fetch_add(1);
-    start_.notify_all();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Team() { close(); }
 
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
@@ -101,6 +102,13 @@ class Team {
   struct alignas(64) Counter {
     std::atomic<int64_t> next{0};
   };
+
+  void close() {
+    closing_.store(true);
+    start_.fetch_add(1);
+    start_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
 
   void work(int index) {
     for (uint32_t seen = 0;; seen++) {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,12 +12,30 @@ import torch
 
 from aioinfer.sampling import masks as by_torch
 from aioinfer.sampling.batch import PenaltyReset
+from aioinfer.sampling.native_logits import NativeLogits
 from aioinfer.sampling.penalties import Penalties
-from tests.sampling.support import CPU, make_batch, random_logits
+from tests.model.kernels import DEVICES, kernels_or_skip
+from tests.sampling.support import CPU, make_batch, native_or_skip, random_logits
 
-pytest.importorskip("triton", reason="triton is not installed")
 
-from aioinfer.sampling import triton_logits as kernels
+class Kernels(NamedTuple):
+    """Who computes, and where. ``steering`` has the functions of masks, and penalise."""
+
+    device: str
+    steering: Any
+
+
+@pytest.fixture(params=[*DEVICES, pytest.param("native")])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """In Triton, interpreted or compiled, or in C++. The interpreter warns of infinity less infinity."""
+    if request.param == "native":
+        yield Kernels("cpu", NativeLogits(native_or_skip()))
+        return
+    kernels_or_skip(request.param)
+    from aioinfer.sampling import triton_logits
+
+    with np.errstate(all="ignore"):
+        yield Kernels(request.param, triton_logits)
 
 
 def some_logits(seed: int, rows: int, vocab: int, device: str) -> torch.Tensor:
@@ -35,8 +55,9 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "words"), [(40, 2), (2100, 66), (2100, 40), (4096, 128), (31, 3)])
-def test_masks(device: str, vocab: int, words: int) -> None:
+def test_masks(kernels: Kernels, vocab: int, words: int) -> None:
     """Shorter and longer than the vocabulary; all bits, the sign too; rows without a mask are left alone."""
+    device, steering = kernels
     generator = torch.Generator().manual_seed(vocab)
     logits = some_logits(1, 5, vocab, device)
     rows = torch.tensor([4, 0, 2])
@@ -45,14 +66,15 @@ def test_masks(device: str, vocab: int, words: int) -> None:
     masks[2] = 0
     wanted = logits.cpu().clone()
     by_torch.apply_masks_(wanted, rows, masks)
-    kernels.apply_masks_(logits, rows.to(device), masks.to(device))
+    steering.apply_masks_(logits, rows.to(device), masks.to(device))
     assert_same(logits, wanted)
-    kernels.apply_masks_(logits, rows[:0].to(device), masks[:0].to(device))
+    steering.apply_masks_(logits, rows[:0].to(device), masks[:0].to(device))
     assert_same(logits, wanted)
 
 
 @pytest.mark.parametrize("pairs", [0, 1, 128, 300])
-def test_biases_and_bans(device: str, pairs: int) -> None:
+def test_biases_and_bans(kernels: Kernels, pairs: int) -> None:
+    device, steering = kernels
     generator = torch.Generator().manual_seed(pairs)
     logits = some_logits(2, 5, 90, device)
     cells = torch.randperm(450, generator=generator)[:pairs]
@@ -60,21 +82,22 @@ def test_biases_and_bans(device: str, pairs: int) -> None:
     bits = torch.randn(pairs, generator=generator).view(torch.int32).to(torch.int64)
     wanted = logits.cpu().clone()
     by_torch.add_biases_(wanted, rows, ids, bits)
-    kernels.add_biases_(logits, rows.to(device), ids.to(device), bits.to(device))
+    steering.add_biases_(logits, rows.to(device), ids.to(device), bits.to(device))
     assert_same(logits, wanted)
     # The same ban twice, next to each other and far apart.
     rows, ids = (torch.cat((part, part[:50], part[:1])) for part in (rows, ids))
     by_torch.ban_(wanted, rows, ids)
-    kernels.ban_(logits, rows.to(device), ids.to(device))
+    steering.ban_(logits, rows.to(device), ids.to(device))
     assert_same(logits, wanted)
 
 
 @pytest.mark.parametrize("vocab", [90, 2100])
-def test_penalties(device: str, vocab: int) -> None:
+def test_penalties(kernels: Kernels, vocab: int) -> None:
     """Also neutral rows over counts, rows without counts, and counts above a float's exactness."""
+    device, steering = kernels
     logits = some_logits(3, 5, vocab, device)
-    fused, plain = (Penalties(6, vocab, at, fused=at != CPU) for at in (torch.device(device), CPU))
-    fused._fused = True
+    fused = Penalties(6, vocab, torch.device(device), steering.penalise)
+    plain = Penalties(6, vocab, CPU)
     resets = [
         PenaltyReset(slot, [1, 2, 3 * slot], [4, 4, 2, vocab - slot] * (3 * slot)) for slot in (1, 2, 5)
     ]

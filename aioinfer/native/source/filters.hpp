@@ -1,0 +1,142 @@
+// Filters: top-k and top-p as the smallest scaled logit that survives; see aioinfer.sampling.filters.
+//
+// A threshold is the smallest *key* whose cumulative weight reaches a target, found digit by digit with one histogram
+// each. Weights are whole numbers: neither the order of addition nor who adds up what changes anything.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cfloat>
+#include <cmath>
+
+#include "simd.hpp"
+
+namespace aioinfer {
+
+// The weights of a vector's tokens: two registers full.
+struct Weights {
+  typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
+
+  Longs low, high;
+};
+
+// A bit for every lane of a comparison that is true.
+AIOINFER_INLINE uint32_t lanes_of(Ints condition) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(cast<__m512i>(condition), cast<__m512i>(condition));
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(cast<__m256>(condition)));
+#else
+  uint32_t bits = 0;
+  for (int lane = 0; lane < LANES; lane++) bits |= (static_cast<uint32_t>(condition[lane]) >> 31) << lane;
+  return bits;
+#endif
+}
+
+// Logits ``at`` and behind it out of ``count``; beyond them -inf, which changes no outcome.
+AIOINFER_INLINE Floats piece(const float* logits, int64_t at, int64_t count) {
+  if (at + LANES <= count) return load<Floats>(logits + at);
+  float lanes[LANES];
+  for (int lane = 0; lane < LANES; lane++) lanes[lane] = at + lane < count ? logits[at + lane] : -INFINITY;
+  return load<Floats>(lanes);
+}
+
+// From logits to scaled ones: relative to the maximum of their row, divided by its temperature, at most 0.
+struct Scale {
+  float peak, heat;
+
+  template <class F>
+  AIOINFER_INLINE F operator()(F logit) const {
+    return (logit - peak) / heat;
+  }
+
+  // The lowest logit that is ``floor`` or more when it is scaled, which keeps order: from there on a comparison of
+  // logits does, with the outcome of one of scaled logits.
+  float lowest(float floor) const {
+    int64_t low = ordered(cast<int32_t>(-FLT_MAX)), high = ordered(cast<int32_t>(peak));
+    while (low < high) {
+      const int64_t middle = (low + high) >> 1;
+      if ((*this)(cast<float>(ordered(static_cast<int32_t>(middle)))) >= floor)
+        high = middle;
+      else
+        low = middle + 1;
+    }
+    return cast<float>(ordered(static_cast<int32_t>(low)));
+  }
+
+ private:
+  // From a float's bits to a number that orders as floats do, and back.
+  static int32_t ordered(int32_t bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; }
+};
+
+// How probability is weighed.
+struct Masses {
+  // The likeliest token's weight: with as many of them as there are tokens, sums stay below 2^63.
+  explicit Masses(int64_t vocab) : unit(std::ldexp(1.0f, 62 - std::bit_width(static_cast<uint64_t>(vocab - 1)))) {}
+
+  AIOINFER_INLINE Weights operator()(Floats scaled) const {
+    typedef float Half __attribute__((vector_size(LANES * 2)));
+    float lanes[LANES];
+    store(lanes, exponential(scaled) * unit);
+    return {__builtin_convertvector(load<Half>(lanes), Weights::Longs),
+            __builtin_convertvector(load<Half>(lanes + LANES / 2), Weights::Longs)};
+  }
+
+  // What the logits that are not below ``floor`` when scaled weigh.
+  int64_t sum(const float* logits, int64_t count, const Scale& scale, float floor = -INFINITY) const {
+    Weights::Longs total{};
+    for (int64_t at = 0; at < count; at += LANES) {
+      const Floats scaled = scale(piece(logits, at, count));
+      const Weights weights = (*this)(scaled >= floor ? scaled : spread(-INFINITY));
+      total += weights.low + weights.high;
+    }
+    int64_t whole = 0;
+    for (int lane = 0; lane < LANES / 2; lane++) whole += total[lane];
+    return whole;
+  }
+
+  const float unit;
+};
+
+// Every token weighs 1.
+struct Ones {
+  AIOINFER_INLINE Weights operator()(Floats) const { return {Weights::Longs{} + 1, Weights::Longs{} + 1}; }
+};
+
+// The least scaled logit such that it and all above weigh at least ``target``, which all together do.
+template <class Weigh>
+float smallest_surviving(const float* logits, int64_t count, const Scale& scale, const Weigh& weigh, int64_t target) {
+  struct Digit {
+    int shift, bits;
+  };
+  // of keys: the bits of floats that are not negative order like the floats
+  constexpr Digit DIGITS[] = {{20, 11}, {10, 10}, {0, 10}};
+  int64_t histogram[1 << 11];
+  uint32_t prefix = 0;
+  for (const Digit& digit : DIGITS) {
+    const uint32_t bins = 1u << digit.bits;
+    std::fill_n(histogram, bins, 0);
+    for (int64_t at = 0; at < count; at += LANES) {
+      const Floats scaled = scale(piece(logits, at, count));
+      const Words key = cast<Words>(scaled) & 0x7fffffffu;
+      uint32_t inside = lanes_of((key >> (digit.shift + digit.bits)) == prefix);
+      if (!inside) continue;
+      const Words bin = (key >> digit.shift) & (bins - 1);
+      const Weights weights = weigh(scaled);
+      uint32_t to[LANES];
+      int64_t what[LANES];
+      store(to, bin);
+      store(what, weights);
+      for (; inside; inside &= inside - 1) {
+        const int lane = std::countr_zero(inside);
+        histogram[to[lane]] += what[lane];
+      }
+    }
+    uint32_t found = 0;
+    while (found < bins - 1 && histogram[found] < target) target -= histogram[found++];
+    prefix = prefix << digit.bits | found;
+  }
+  return -cast<float>(prefix);
+}
+
+}  // namespace aioinfer

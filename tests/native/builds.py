@@ -1,0 +1,66 @@
+"""The tests of the native kernels on other builds of them: ``python -m tests.native.builds [name ...]``.
+
+For older processors, whose vectors are narrower, and with the compiler's detectors of what is undefined, of
+memory that is read or written by mistake, and of races. Takes some minutes; needs g++ and its sanitizers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+_SOURCE = _ROOT / "aioinfer" / "native" / "source"
+_TESTS = ["tests/native", "tests/model/test_isolation.py"]
+_DETECT = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+#: name -> flags; what the tests are run with
+FLAGS = {
+    "avx2": "-march=x86-64-v3",
+    "baseline": "-march=x86-64-v2",
+    "address": f"-march=native {_DETECT}",
+    "address-avx2": f"-march=x86-64-v3 {_DETECT}",
+}
+
+
+def main(names: list[str]) -> int:
+    """Run builds, all unless told. Returns how many of them failed."""
+    failed = 0
+    for name in names or [*FLAGS, "threads"]:
+        print(f"-- {name}", flush=True)
+        failed += not (_races() if name == "threads" else _tests(FLAGS[name]))
+    print(f"-- {failed} failed")
+    return failed
+
+
+def _tests(flags: str) -> bool:
+    env = {**os.environ, "AIOINFER_CXXFLAGS": flags, "PYTHONPATH": str(_ROOT)}
+    if "sanitize" in flags:
+        # They must be there before anything else is loaded. Python itself keeps what it allocates.
+        asked = ["g++", "-print-file-name=libasan.so"]
+        env["LD_PRELOAD"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        env["ASAN_OPTIONS"] = "detect_leaks=0"
+        env["UBSAN_OPTIONS"] = "print_stacktrace=1"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *_TESTS]
+    return subprocess.run(command, cwd=_ROOT, env=env).returncode == 0
+
+
+def _races() -> bool:
+    """Python and torch know nothing of this detector, so a program in C++ stands in for them."""
+    results = []
+    for number, name in (("float", "float32"), ("bfloat16", "bfloat16")):
+        with tempfile.TemporaryDirectory() as directory:
+            program = str(Path(directory) / "races")
+            sources = [Path(__file__).with_name("races.cpp"), _SOURCE / "common.cpp"]
+            flags = f"-std=c++20 -O1 -g -march=native -pthread -fsanitize=thread -I{_SOURCE}".split()
+            flags += [f"-DNUMBER={number}", f"-DNAME={name}"]
+            subprocess.run(["g++", *flags, *map(str, sources), "-o", program], check=True)
+            env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+            results.append(subprocess.run([program], env=env).returncode == 0)
+    return all(results)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

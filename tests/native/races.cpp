@@ -1,0 +1,128 @@
+// Programs of teams for a race detector: decoders, attention, linear layers and argmax, by several callers at once.
+//
+// Compiled by tests.native.builds together with the kernels of one type (NUMBER, NAME). Ends with 1 if results depend on the team.
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "decoder.hpp"
+
+using namespace aioinfer;
+using T = NUMBER;
+
+extern "C" bool aioinfer_argmax(void* team, const float* values, int64_t rows, int64_t width, int64_t* out);
+
+namespace {
+
+constexpr int64_t HIDDEN = 48, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 16, MIDDLE = 80, VOCABULARY = 101;
+constexpr int64_t LAYERS = 2, PAGE = 16, PAGES = 12, POSITIONS = 64;
+
+std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal(0.0f, size);
+  std::vector<T> values(count);
+  for (T& value : values) value = Number<T>::make(normal(generator));
+  return values;
+}
+
+// A model, and two prompts and a decode of one step.
+struct Model {
+  explicit Model(Team& team) {
+    auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
+      const auto rows = noise((gated ? 2 : 1) * outputs * inner, seed);
+      weights.push_back(std::make_unique<Weights<T>>(team, rows.data(), nullptr, outputs, inner, gated));
+      return weights.back().get();
+    };
+    const HeadShape<T> shape{HEADS, KV_HEADS, HEAD_DIM, nullptr, 1e-6f};
+    decoder = std::make_unique<Decoder<T>>(embedding.data(), norm.data(), pack(VOCABULARY, HIDDEN, false, 9), shape,
+                                           Rotary<T>{cos.data(), sin.data(), HEAD_DIM}, HIDDEN, MIDDLE, 1e-6f);
+    for (int layer = 0; layer < LAYERS; layer++)
+      decoder->add({norm.data(), pack(shape.width(), HIDDEN, false, 10 + layer), head_norm.data(),
+                    pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer), norm.data(),
+                    pack(MIDDLE, HIDDEN, true, 30 + layer), pack(HIDDEN, MIDDLE, false, 40 + layer),
+                    Scoring{0.25f, 0.0f, layer ? 7 : 0, 1}});
+  }
+
+  std::vector<float> forward(Team& team) {
+    const int64_t lengths[] = {33, 17, 1}, tables[] = {3, 7, 1, 5, 2, 0, 9, 0, 0};
+    std::vector<int64_t> starts{0}, ids, positions, cells, chosen;
+    for (int row = 0; row < 3; row++) {
+      for (int64_t at = 0; at < lengths[row]; at++) {
+        ids.push_back((7 * at + row) % VOCABULARY);
+        positions.push_back(at);
+        cells.push_back(tables[3 * row + at / PAGE] * PAGE + at % PAGE);
+      }
+      starts.push_back(static_cast<int64_t>(ids.size()));
+    }
+    for (size_t at = 0; at < ids.size(); at++) chosen.push_back(static_cast<int64_t>(at));
+    std::vector<std::vector<T>> cells_of;
+    std::vector<T*> pools;
+    for (int layer = 0; layer < LAYERS; layer++)
+      cells_of.emplace_back(PAGES * PAGE * KV_HEADS * 2 * HEAD_DIM, Number<T>::make(NAN));
+    for (auto& pool : cells_of) pools.push_back(pool.data());
+    std::vector<float> logits(ids.size() * VOCABULARY);
+    const AttentionInput attention{static_cast<int64_t>(ids.size()), cells.data(), positions.data(),
+                                   Rows{3, starts.data(), lengths, tables, 3}};
+    double seconds[PARTS] = {};
+    decoder->forward(team, {ids.data(), attention, pools.data(), PAGE, static_cast<int64_t>(chosen.size()),
+                            chosen.data(), logits.data()},
+                     seconds);
+    return logits;
+  }
+
+  std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), norm = noise(HIDDEN, 2, 1.0f);
+  std::vector<T> head_norm = noise((HEADS + KV_HEADS) * HEAD_DIM, 3, 1.0f);
+  std::vector<T> cos = noise(POSITIONS * HEAD_DIM, 4), sin = noise(POSITIONS * HEAD_DIM, 5);
+  std::vector<std::unique_ptr<Weights<T>>> weights;
+  std::unique_ptr<Decoder<T>> decoder;
+};
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), sizeof(float) * a.size()) == 0;
+}
+
+}  // namespace
+
+int main() {
+  Team alone(1);
+  const auto wanted = Model(alone).forward(alone);
+  for (const float value : wanted)
+    if (!std::isfinite(value)) return std::puts("not finite"), 1;
+  std::atomic<int> wrong{0};
+  for (int size : {2, 3, 5}) {
+    Team team(size);
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; caller++)
+      callers.emplace_back([&] {
+        Model model(team);
+        for (int i = 0; i < 15; i++) {
+          if (!same(model.forward(team), wanted)) wrong++;
+          int64_t found[5] = {};
+          aioinfer_argmax(&team, wanted.data(), 5, VOCABULARY, found);
+          for (int row = 0; row < 5; row++)
+            if (*std::max_element(&wanted[row * VOCABULARY], &wanted[(row + 1) * VOCABULARY]) !=
+                wanted[row * VOCABULARY + found[row]])
+              wrong++;
+        }
+      });
+    for (auto& caller : callers) caller.join();
+  }
+  // Teams that come and go, and programs that are over before all have begun.
+  for (int i = 0; i < 200; i++) {
+    Team team(1 + i % 4);
+    for (int j = 0; j < i % 3; j++) {
+      std::vector<int> done(7);
+      team.run([&](Member& member) {
+        member.parallel(7, [&](int64_t at) { done[at]++; });
+        member.parallel(7, [&](int64_t at) { done[6 - at]++; });
+        member.parallel(0, [&](int64_t) { wrong++; });
+        member.parallel_in_runs(7, [&](int64_t at) { done[at]++; });
+      });
+      for (int count : done) wrong += count != 3;
+    }
+  }
+  std::printf("%d wrong\n", wrong.load());
+  return wrong != 0;
+}

@@ -1,0 +1,171 @@
+"""Random problems for native kernels, and what they should come to by the formula in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.native_attention import NativeAttention
+from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm, split_heads
+from aioinfer.model.rope import Rotary
+from aioinfer.native.library import Team, native_obstacle, shared_team
+from tests.model.harness import build_batch, fill
+
+#: for ``pytestmark``: all of these tests need a compiler
+OBSTACLE = native_obstacle()
+DTYPES = [torch.float32, torch.bfloat16]
+#: largest relative error of one rounding
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@dataclass(slots=True)
+class Heads:
+    """What the heads of a layer are like, and how they see each other."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scoring: Scoring
+    norm: HeadNorm | None = None
+    #: rotated dimensions
+    rotary_dim: int = 0
+
+    @classmethod
+    def draw(cls, rng: random.Random, dtype: torch.dtype, **fixed: Any) -> Heads:
+        """Of any kind; blocks and windows too."""
+        group, kv_heads = rng.choice([1, 2, 3, 4, 5, 7, 8, 14, 15, 16]), rng.choice([1, 2, 3])
+        head_dim = rng.choice([16, 32, 48, 64, 80, 96, 112, 128, 192, 256])
+        window = rng.choice([None, None, 1, 2, 7, 16, 40, 127, 129])
+        scoring = Scoring(
+            scale=head_dim**-0.5,
+            window=window,
+            soft_cap=rng.choice([None, None, 3.0]),
+            block=1 if window else rng.choice([1, 1, 2, 4, 8, 32]),
+        )
+        norm = HeadNorm((1 + 0.3 * normal((group + 1) * kv_heads, head_dim, seed=3)).to(dtype), 1e-5)
+        rotary = rng.choice([head_dim, head_dim, head_dim // 2, 10, 2])
+        values = {"norm": rng.choice([norm, None]), "rotary_dim": rotary, "scoring": scoring, **fixed}
+        return cls(group * kv_heads, kv_heads, head_dim, dtype, **values)
+
+    @property
+    def width(self) -> int:
+        return self.heads + 2 * self.kv_heads
+
+    def rotary(self, positions: torch.Tensor) -> Rotary:
+        """Factors of the tokens at these positions."""
+        exponents = torch.arange(0, self.rotary_dim, 2) / max(self.rotary_dim, 1)
+        angles = positions[:, None, None] * 100.0**-exponents
+        sin = torch.cat((-angles.sin(), angles.sin()), -1)
+        return Rotary(torch.cat((angles, angles), -1).cos().to(self.dtype), sin.to(self.dtype))
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence of projected tokens, of which a step computes those from ``start`` on."""
+
+    qkv: torch.Tensor
+    start: int
+    pages: list[int] = field(default_factory=list)
+
+
+def draw_rows(rng: random.Random, heads: Heads, count: int, longest: int = 300) -> list[Row]:
+    """Decodes, chunks, whole prompts; boundaries of blocks where there are blocks."""
+    rows = []
+    for _ in range(count):
+        length = rng.choice([1, 2, 3, 15, 16, 17, rng.randint(1, 140), rng.randint(1, longest)])
+        start = rng.choice([length - 1, length - 1, 0, rng.randrange(length)])
+        start = start // heads.scoring.block * heads.scoring.block
+        seed = rng.randrange(1 << 30)
+        qkv = normal(length, heads.width, heads.head_dim, seed=seed, dtype=heads.dtype)
+        rows.append(Row(qkv, start))
+    return rows
+
+
+class Bench:
+    """A pool in which everything that no row owns is NaN, and steps over it."""
+
+    def __init__(self, heads: Heads, page_size: int, *, threads: int = 2, seed: int = 0) -> None:
+        self.heads, self.page_size = heads, page_size
+        self.team: Team = shared_team(threads)
+        pages = 5000 // page_size + 20
+        self.attention = NativeAttention(
+            self.team,
+            num_layers=1,
+            num_kv_heads=heads.kv_heads,
+            head_dim=heads.head_dim,
+            num_pages=pages,
+            page_size=page_size,
+            dtype=heads.dtype,
+        )
+        fill(self.attention, float("nan"))
+        self._free = list(range(1, pages + 1))
+        random.Random(seed).shuffle(self._free)
+
+    def deal(self, rows: Sequence[Row]) -> None:
+        """Pages for rows, nobody's next to each other."""
+        for row in rows:
+            row.pages = [self._free.pop() for _ in range(-(-len(row.qkv) // self.page_size))]
+
+    def batch(self, parts: Sequence[tuple[Row, int, int]]) -> Batch:
+        """A step of positions [from, to) of rows."""
+        table = [([0] * (stop - start), start, row.pages) for row, start, stop in parts]
+        return build_batch(table, self.page_size, num_decodes=0)
+
+    def step(self, parts: Sequence[tuple[Row, int, int]], *, fused: bool = True) -> list[torch.Tensor]:
+        """Results [to - from, heads, head_dim] of each part."""
+        heads, batch = self.heads, self.batch(parts)
+        qkv = torch.cat([row.qkv[start:stop] for row, start, stop in parts])
+        rotary = heads.rotary(batch.positions)
+        if fused:
+            got = self.attention.fused(0, qkv.clone(), heads.norm, rotary, batch, heads.scoring)
+        else:
+            kv, scoring = heads.kv_heads, heads.scoring
+            got = self.attention(0, *qkv.split((heads.heads, kv, kv), 1), batch, scoring)
+        return list(got.split([stop - start for _, start, stop in parts]))
+
+    def past(self, rows: Sequence[Row], *, fused: bool = True) -> None:
+        """What the rows' sequences have stored before their step."""
+        parts = [(row, 0, row.start) for row in rows if row.start]
+        if parts:
+            self.step(parts, fused=fused)
+
+    def run(self, rows: Sequence[Row], *, fused: bool = True) -> list[torch.Tensor]:
+        """One step of all rows, on new pages."""
+        self.deal(rows)
+        self.past(rows, fused=fused)
+        return self.step([(row, row.start, len(row.qkv)) for row in rows], fused=fused)
+
+
+def expected(heads: Heads, row: Row, *, fused: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention should come to, and the same of absolute values; both [tokens, heads, head_dim]."""
+    scoring, length = heads.scoring, len(row.qkv)
+    qkv, at = row.qkv.double(), torch.arange(length)
+    if fused:
+        rotary = heads.rotary(at)
+        norm = None if heads.norm is None else HeadNorm(heads.norm.weight.double(), heads.norm.eps)
+        exact = Rotary(rotary.cos.double(), rotary.sin.double())
+        q, k, v = split_heads(qkv, heads.kv_heads, norm, exact)
+    else:
+        q, k, v = qkv.split((heads.heads, heads.kv_heads, heads.kv_heads), 1)
+    group = heads.heads // heads.kv_heads
+    k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+    scores = torch.einsum("thd,nhd->htn", q[row.start :], k) * scoring.scale
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+    own, block = at[row.start :, None], scoring.block
+    seen = at < (own // block + 1) * block
+    if scoring.window is not None:
+        seen &= at > own - scoring.window
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("htn,nhd->thd", weights, v), torch.einsum("htn,nhd->thd", weights, v.abs())

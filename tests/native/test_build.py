@@ -1,0 +1,268 @@
+"""How kernels come to be compiled, and what an engine does where they cannot be.
+
+Most of it with compilers that are scripts: what a real one makes of the sources, all other tests here show.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
+from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.llm import LLM
+from aioinfer.model.attention.choice import Choice, choose_attention
+from aioinfer.model.layers import TorchLayers, make_layers
+from aioinfer.native import build as building
+from aioinfer.native import library
+from aioinfer.native.build import _UNITS, BuildFailed, build, cache_directory
+from aioinfer.params import SamplingParams
+
+CPU = torch.device("cpu")
+_ROOT = Path(__file__).parents[2]
+Compiler = Callable[[str], Path]
+#: writes what it is asked for, and a line into a log of its calls
+WORKS = """
+[ "$1" = --version ] && echo "fake 1" && exit
+echo "$@" >> "$(dirname "$0")/calls"
+while [ "$1" != -o ]; do shift; done
+echo made > "$2"
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Make a script the compiler, with a cache of its own."""
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "cache"))
+
+    def install(script: str) -> Path:
+        path = tmp_path / "c++"
+        path.write_text(f"#!/bin/sh{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("AIOINFER_CXX", str(path))
+        return path
+
+    return install
+
+
+@pytest.fixture
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has not yet tried to load kernels."""
+    monkeypatch.setattr(library, "_loaded", None)
+
+
+def calls(path: Path) -> int:
+    return len((path.parent / "calls").read_text().splitlines())
+
+
+def left() -> list[str]:
+    return sorted(file.suffix for file in cache_directory().iterdir())
+
+
+def test_what_was_compiled_is_found_again(compiler: Compiler) -> None:
+    script, told = compiler(WORKS), list[tuple[int, int]]()
+    path = build(lambda *done: told.append(done))
+    assert path.read_text() == "made\n"
+    count = len(_UNITS)
+    assert told == [(done, count) for done in range(count + 1)]
+    assert calls(script) == count + 1
+    assert build(lambda *done: told.append(done)) == path
+    assert (calls(script), len(told)) == (count + 1, count + 1)
+    assert left() == [".so"]
+
+
+def test_flags_compilers_processors_and_sources_have_libraries_of_their_own(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler(WORKS)
+    found = [build()]
+    monkeypatch.setenv("AIOINFER_CXXFLAGS", "-march=x86-64-v3 -DX")
+    found.append(build())
+    assert "-march=x86-64-v3 -DX" in (tmp_path / "calls").read_text()
+    compiler(WORKS.replace("fake 1", "fake 2"))
+    found.append(build())
+    monkeypatch.setattr(building, "_processor", lambda: "flags: none")
+    found.append(build())
+    source = tmp_path / "source"
+    shutil.copytree(building._SOURCE, source)
+    monkeypatch.setattr(building, "_SOURCE", source)
+    assert build() == found[-1]
+    (source / "simd.hpp").write_text((source / "simd.hpp").read_text() + "\n")
+    found.append(build())
+    assert len(set(found)) == 5
+    assert left() == [".so"] * 5
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "\n[ $1 = --version ] || { echo 'note: so\nx.hpp:1: error: no luck' >&2; exit 1; }",
+            "error: no luck",
+        ),
+        ("\n[ $1 = --version ] || { echo 'out of space' >&2; exit 1; }", "the compiler failed: out of space"),
+        ("\nexit 1", "does not run"),
+        ("\n[ $1 = --version ] || exec sleep 100", "did not end within"),
+        # It says that all went well and writes nothing.
+        ("\nexit 0", "cannot be written"),
+    ],
+)
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    compiler(script)
+    if "sleep" in script:
+        monkeypatch.setattr(building, "_PATIENCE", 0.2)
+    with pytest.raises(BuildFailed, match=said):
+        build()
+    assert not cache_directory().exists() or left() == []
+
+
+def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("AIOINFER_CXX", "no-such-compiler")
+    with pytest.raises(BuildFailed, match="there is no compiler no-such-compiler"):
+        build()
+    monkeypatch.delenv("AIOINFER_CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildFailed, match=r"no C\+\+ compiler"):
+        build()
+
+
+def test_the_users_cache_is_the_place_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIOINFER_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert cache_directory() == Path("/some/cache/aioinfer")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/some/home")
+    assert cache_directory() == Path("/some/home/.cache/aioinfer")
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler(WORKS)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(BuildFailed, match="file/cache cannot be written"):
+        build()
+
+
+def test_nobody_else_may_put_a_library_into_a_new_cache(compiler: Compiler) -> None:
+    compiler(WORKS)
+    build()
+    assert cache_directory().stat().st_mode & 0o077 == 0
+
+
+def test_two_processes_compile_at_once_and_both_have_a_whole_library(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    """Their compilers wait for each other, so that neither finds what the other has made."""
+    (tmp_path / "here").mkdir()
+    meet = f"""
+[ "$1" = --version ] && echo fake && exit
+touch "{tmp_path}/here/$PPID"
+until [ "$(ls "{tmp_path}/here" | wc -l)" -ge 2 ]; do :; done
+{WORKS.partition("exit")[2]}"""
+    compiler(meet)
+    code = "from aioinfer.native.build import build; print(build().read_text(), build())"
+    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = {process.communicate(timeout=60)[0] for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(said) == 1
+    assert said.pop().startswith("made")
+    assert left() == [".so"]
+
+
+# -- without kernels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["\nexit 1", WORKS], ids=["no library", "no library that can be loaded"])
+def test_without_kernels_an_engine_says_so_once_and_computes_with_torch(
+    compiler: Compiler, unsettled: None, script: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler(script)
+    config = EngineConfig(device="cpu", threads=1, num_pages=20, max_model_len=64)
+    with caplog.at_level(logging.WARNING, "aioinfer"):
+        device = TorchDevice(config)
+        assert "sdpa attention" in device.open().description
+        device.close()
+        with LLM(config) as llm:
+            (result,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(result.token_ids) == 3
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("no native kernels, the CPU will be slower than it could be: ")
+
+
+def test_kernels_that_were_asked_for_and_cannot_be_had_are_an_error(
+    compiler: Compiler, unsettled: None
+) -> None:
+    compiler("\nexit 1")
+    with pytest.raises(ConfigError, match=r"native was asked for, and .* does not run"):
+        TorchDevice(EngineConfig(device="cpu", attention="native")).open()
+    with pytest.raises(RuntimeError, match="no native kernels"):
+        library.kernels()
+
+
+def test_flags_that_a_real_compiler_refuses(
+    monkeypatch: pytest.MonkeyPatch, unsettled: None, tmp_path: Path
+) -> None:
+    try:
+        building._compiler()
+    except BuildFailed as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("AIOINFER_CXXFLAGS", "--no-such-flag")
+    assert "the compiler failed" in (library.native_obstacle() or "")
+
+
+# -- with kernels --------------------------------------------------------------------------------------
+
+loaded = pytest.mark.skipif(library.native_obstacle() is not None, reason="no native kernels")
+
+
+@loaded
+def test_a_cpu_has_native_kernels_where_they_fit_a_model() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert choose_attention(CPU, 64, dtype) == Choice("native", "the device is a cpu")
+        assert choose_attention(CPU, 16, dtype, "native") == Choice("native", "asked for")
+    for head_dim, dtype, why in (
+        (24, torch.float32, "heads of size 24 are no multiple of 16"),
+        (64, torch.float16, "there are no native kernels for float16"),
+    ):
+        assert choose_attention(CPU, head_dim, dtype) == Choice("sdpa", why)
+        with pytest.raises(ConfigError, match=f"native was asked for, and {why}"):
+            choose_attention(CPU, head_dim, dtype, "native")
+    with pytest.raises(ConfigError, match="the device is no CPU"):
+        choose_attention(torch.device("cuda"), 64, torch.float32, "native")
+
+
+@loaded
+def test_layers_of_other_sizes_are_torchs() -> None:
+    choice = Choice("native", "a test")
+    assert isinstance(make_layers(choice, CPU, torch.float32, [64, 40]), TorchLayers)
+    assert not isinstance(make_layers(choice, CPU, torch.float32, [64, 48]), TorchLayers)
+
+
+@loaded
+def test_what_fails_in_there_is_an_error_in_words() -> None:
+    kernels = library.kernels()
+    assert kernels.call("lanes") in (8, 16)
+    with pytest.raises(MemoryError, match=r"weights_float32: .*bad_alloc"):
+        kernels.call(
+            "weights_float32", library.shared_team(1).handle, None, None, 1 << 40, 1 << 20, False, False
+        )

@@ -1,0 +1,139 @@
+"""Every result is a function of its own row, to the last bit: whatever is computed beside it, however its
+prompt was cut, wherever its pages lie and whoever computes it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.model.loader import load_model
+from aioinfer.model.native import NativeDecoder, NativeLinear
+from aioinfer.native.library import shared_team
+from tests.model.block_models import block_config, write_checkpoint
+from tests.model.harness import attention_for, build_batch, fill
+from tests.native.support import DTYPES, OBSTACLE, Bench, Heads, Row, draw_rows, normal
+
+pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no native kernels: {OBSTACLE}")
+CPU = torch.device("cpu")
+KINDS = ["llama-biases", "mistral-window", "qwen2-window", "qwen3-wide-untied", "sdar"]
+
+
+def chunked(bench: Bench, row: Row, rng: random.Random) -> torch.Tensor:
+    """The row's own step, cut into chunks of whole blocks."""
+    block = bench.heads.scoring.block
+    bench.deal([row])
+    bench.past([row])
+    at, parts = row.start, []
+    while at < len(row.qkv):
+        stop = min(at + block * rng.choice([1, 1, 2, 3, 13, 14, 15, 40]), len(row.qkv))
+        parts += bench.step([(row, at, stop)])
+        at = stop
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(16))
+def test_attention_gives_a_row_the_same_bits_everywhere(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    heads = Heads.draw(rng, dtype)
+    rows = draw_rows(rng, heads, 4, longest=200)
+    together = Bench(heads, 16, threads=1).run(rows)
+    order = list(range(len(rows)))
+    rng.shuffle(order)
+    for page_size, threads in ((1, 2), (48, 3)):
+        shuffled = Bench(heads, page_size, threads=threads, seed=seed).run([rows[at] for at in order])
+        for at, got in zip(order, shuffled, strict=True):
+            assert torch.equal(got, together[at]), (page_size, threads, at)
+    for page_size in (3, 32):
+        for row, wanted in zip(rows, together, strict=True):
+            assert torch.equal(*[chunked(Bench(heads, page_size), row, rng), wanted]), page_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear_layers_give_a_row_the_same_bits_everywhere(gated: bool, dtype: torch.dtype) -> None:
+    weight, bias = normal(160, 208, seed=0, dtype=dtype), normal(160, seed=1, dtype=dtype)
+    values = normal(90, 208, seed=2, dtype=dtype)
+    alone = NativeLinear(shared_team(1), weight, bias, gated=gated)
+    wanted = torch.cat([alone(row[None]) for row in values])
+    for threads in (1, 2, 3):
+        linear = NativeLinear(shared_team(threads), weight, bias, gated=gated)
+        for rows in range(1, 91):
+            order = torch.randperm(90, generator=torch.Generator().manual_seed(rows))[:rows]
+            assert torch.equal(linear(values[order]), wanted[order]), (rows, threads)
+
+
+class Runs:
+    """Sequences through a decoder, in any order and by any chunks."""
+
+    def __init__(self, model: Any, page_size: int, seed: int) -> None:
+        self.model, self.page_size = model, page_size
+        pages = 900 // page_size + 20
+        self.attention = attention_for(model.spec, pages, page_size, "native")
+        fill(self.attention, float("nan"))
+        self._free = list(range(1, pages + 1))
+        random.Random(seed).shuffle(self._free)
+
+    def pages(self, length: int) -> list[int]:
+        return [self._free.pop() for _ in range(-(-length // self.page_size))]
+
+    def step(self, rows: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
+        batch = build_batch(
+            rows, self.page_size, num_decodes=0, logits_rows=range(sum(len(ids) for ids, _, _ in rows))
+        )
+        logits: torch.Tensor = self.model.forward(batch, self.attention)
+        return logits
+
+
+def models(path: Path, kind: str, dtype: str, get: Callable[[str], Any]) -> dict[int, Any]:
+    """The same model for teams of 1, 2 and 3 threads."""
+    made, before = {}, torch.get_num_threads()
+    if kind == "sdar":
+        write_checkpoint(path, block_config("sdar", intermediate_size=48))
+    else:
+        path = get(kind)[0]
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        size = 4 if kind == "sdar" else None
+        made[threads] = load_model(path, dtype=dtype, device=CPU, kernels="native", block_size=size)
+        assert isinstance(made[threads], NativeDecoder)
+    torch.set_num_threads(before)
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_gives_a_row_the_same_bits_everywhere(
+    tmp_path: Path, checkpoint: Callable[[str], Any], kind: str, dtype: str
+) -> None:
+    rng, block = random.Random(3), 4 if kind == "sdar" else 1
+    by_threads = models(tmp_path, kind, dtype, checkpoint)
+    prompts = [[rng.randrange(100) for _ in range(block * length)] for length in (1, 9, 17, 33)]
+    first = Runs(by_threads[1], 16, 0)
+    wanted = [first.step([(ids, 0, first.pages(len(ids)))]) for ids in prompts]
+    assert all(logits.isfinite().all() for logits in wanted)
+    for threads, page_size in ((1, 5), (2, 32), (3, 16)):
+        runs = Runs(by_threads[threads], page_size, threads)
+        held = [runs.pages(len(ids)) for ids in prompts]
+        done, parts = [0] * len(prompts), [[] for _ in prompts]  # type: ignore[var-annotated]
+        while any(at < len(ids) for at, ids in zip(done, prompts, strict=True)):
+            rows, who = [], []
+            for at in rng.sample(range(len(prompts)), len(prompts)):
+                take = block * rng.choice([0, 1, 2, 7, 15])
+                ids = prompts[at][done[at] : done[at] + take]
+                if ids:
+                    rows.append((ids, done[at], held[at]))
+                    who.append(at)
+                    done[at] += len(ids)
+            if not rows:
+                continue
+            logits = runs.step(rows).split([len(ids) for ids, _, _ in rows])
+            for at, part in zip(who, logits, strict=True):
+                parts[at].append(part)
+        for at, logits in enumerate(wanted):
+            assert torch.equal(torch.cat(parts[at]), logits), (threads, page_size, at)

@@ -1,0 +1,247 @@
+"""Sampling by the kernels in C++ against the plainest implementation, however the work is shared out.
+
+What any sampler must do, these must too: see ``test_sampler.py`` and ``test_distributions.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioinfer.native.library import Team, shared_team
+from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.logprobs import TorchLogprobs
+from aioinfer.sampling.native_logits import NativeLogprobs
+from aioinfer.sampling.native_sampler import sample_tokens
+from aioinfer.sampling.noise import gumbel, uniform
+from aioinfer.sampling.sampler import Sampler
+from aioinfer.scheduling.step import BAD_LOGITS
+from tests.sampling.support import (
+    CPU,
+    EDGES,
+    LINE,
+    MIXED,
+    make_batch,
+    native_or_skip,
+    random_logits,
+    random_row,
+    reference,
+    telling_rows,
+)
+
+#: a stretch of tokens is shared out as one; a list holds so many
+STRETCH, LISTED = 1024, 8192
+
+
+@pytest.fixture
+def team() -> Team:
+    return native_or_skip()
+
+
+def random_rows(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor:
+    return torch.from_numpy(np.stack([random_logits(rng, vocab) for _ in range(rows)]))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 16, 31, 150, STRETCH, STRETCH + 1, 2 * STRETCH + 17])
+def test_every_row_equals_the_plain_implementation(team: Team, vocab: int) -> None:
+    """Row by row, of which there are many here, and by stretches; vectors that end with the row or do not."""
+    for seed in range(12):
+        rng = np.random.default_rng([seed, vocab])
+        logits, rows = random_rows(rng, 9, vocab), [random_row(rng) for _ in range(9)]
+        before = logits.clone()
+        wanted = [reference(line.numpy(), row) for line, row in zip(logits, rows, strict=True)]
+        for count in (9, 3):
+            assert sample_tokens(team, logits[:count], make_batch(rows[:count])).tolist() == wanted[:count], (
+                seed
+            )
+        assert torch.equal(before.nan_to_num(), logits.nan_to_num()), "the logits were written to"
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(team: Team, name: str) -> None:
+    line = np.array(EDGES[name], np.float32)
+    wanted = [reference(line, row) for row in MIXED]
+    logits = torch.from_numpy(line).expand(4, -1)
+    assert sample_tokens(team, logits, make_batch(MIXED)).tolist() == wanted
+
+
+def test_filters_keep_neither_more_nor_less(team: Team) -> None:
+    """At seeds at which filters that are a little off would draw something else."""
+    rows = telling_rows()
+    wanted = [reference(LINE, row) for row in rows]
+    assert (
+        sample_tokens(team, torch.from_numpy(LINE).expand(len(rows), -1), make_batch(rows)).tolist() == wanted
+    )
+
+
+def shaped(name: str, vocab: int) -> torch.Tensor:
+    """A row by what becomes of its list of candidates."""
+    generator = torch.Generator().manual_seed(len(name))
+    line = torch.randn(vocab, generator=generator)
+    if name == "peaked":
+        line[torch.randperm(vocab, generator=generator)[:40]] += 12
+    elif name == "neighbours":
+        # More than a list holds, in few groups.
+        line[5 * STRETCH : 14 * STRETCH] += 12
+    elif name == "ties":
+        line = (line * 2).round()
+    elif name == "scaled to ties":
+        line *= 1e-5
+        line[7] = 1000
+    elif name == "alike":
+        line[:] = 3
+    elif name == "few":
+        line[40:] = -torch.inf
+    return line
+
+
+SHAPES = ["peaked", "neighbours", "flat", "ties", "scaled to ties", "alike", "few"]
+LONG = 3 * LISTED + 100
+FILTERED: list[dict[str, Any]] = [
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": LONG // STRETCH * 8},
+    {"top_k": LISTED},
+    {"top_k": LONG - 1, "temperature": 100.0},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 0.999999, "temperature": 3.0},
+    {"top_p": 1e-9, "temperature": 1e30},
+    {"top_k": 60, "top_p": 0.8, "min_p": 0.01},
+    {"top_k": 50, "top_p": 0.05, "temperature": 1000.0},
+    {"min_p": 0.2, "temperature": 1e-3},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lists_of_candidates_that_suffice_and_that_do_not(team: Team, shape: str) -> None:
+    line = shaped(shape, LONG)
+    rows = [{**row, "seed": seed} for row in FILTERED for seed in (1, 2)]
+    wanted = [reference(line.numpy(), row) for row in rows]
+    assert sample_tokens(team, line.expand(len(rows), -1), make_batch(rows)).tolist() == wanted
+
+
+def test_a_row_depends_on_itself_alone() -> None:
+    """Not on its company or the threads, nor on how logits and parameters lie in memory."""
+    native_or_skip()
+    rng = np.random.default_rng(3)
+    rows = [random_row(rng) for _ in range(20)]
+    logits = random_rows(rng, 20, 3000)
+    together = sample_tokens(shared_team(1), logits, make_batch(rows)).tolist()
+    for threads in (1, 2, 3):
+        team = shared_team(threads)
+        for count in (1, 2, 7, 20):
+            order = rng.permutation(20)[:count].tolist()
+            batch = make_batch([rows[index] for index in order])
+            wide = torch.full((count, 3100), torch.nan)
+            wide[:, :3000] = logits[order]
+            apart = {
+                name: getattr(batch, name).repeat_interleave(2)[::2]
+                for name in ("temperature", "top_p", "min_p", "top_k", "seeds", "positions")
+            }
+            for lying in (wide[:, :3000], logits[order].T.contiguous().T):
+                got = sample_tokens(team, lying, replace(batch, **apart)).tolist()
+                assert got == [together[index] for index in order], (threads, count)
+
+
+def test_noise_has_the_bits_of_torch(team: Team) -> None:
+    """Between equals the noise decides: the token with the most of it, of any seed, at any position."""
+    rng = np.random.default_rng(6)
+    rows = [
+        {"seed": int(rng.integers(-(2**63), 2**63 - 1)), "position": int(rng.integers(0, 2**31))}
+        for _ in range(64)
+    ]
+    batch = make_batch(rows)
+    wanted = gumbel(batch.seeds, batch.positions, torch.arange(5000)).argmax(dim=1)
+    assert torch.equal(sample_tokens(team, torch.zeros(64, 5000), batch), wanted)
+
+
+@pytest.mark.parametrize("later", [9, 2000])
+def test_of_equal_sums_the_lower_id_wins(team: Team, later: int) -> None:
+    """Even if the other token is the likeliest, in its stretch of the vocabulary or another one."""
+    found = 0
+    for seed in range(40):
+        # Noise as the kernels have it, in double precision: torch's is not always rounded correctly.
+        u = uniform(torch.tensor([seed]), torch.tensor([0]), torch.tensor([3, later]))[0]
+        inner = -torch.log1p(-u.double()).float()
+        lower, upper = -inner.double().log().float()
+        gap = upper - lower
+        if gap >= 0 or gap + lower != upper:
+            continue
+        logits = torch.full((1, 3000), -torch.inf)
+        logits[0, 3], logits[0, later] = gap, 0.0
+        assert int(sample_tokens(team, logits, make_batch([{"seed": seed}]))) == 3, seed
+        found += 1
+    assert found > 5
+
+
+def test_bans_are_gone_from_the_logits_afterwards(team: Team) -> None:
+    """Pairs that come twice, NaN and infinity too; rows that share memory are banned from one by one."""
+    logits = torch.zeros(4, 30)
+    logits[:, 7], logits[1, 3], logits[2, 4] = 5.0, torch.nan, torch.inf
+    before = logits.clone()
+    rows: list[dict[str, Any]] = [{"temperature": 0.0, "banned": [7, 7, 0]} for _ in range(4)]
+    rows[1]["banned"], rows[2]["banned"] = [3], [4]
+    assert sample_tokens(team, logits, make_batch(rows)).tolist() == [1, BAD_LOGITS, BAD_LOGITS, 1]
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+    rows = [{"temperature": 0.0, "banned": [7]}, {"temperature": 0.0}]
+    assert sample_tokens(team, logits[:1].expand(2, -1), make_batch(rows)).tolist() == [0, 7]
+
+
+def test_no_rows_give_no_tokens(team: Team) -> None:
+    empty = SamplingBatch(*(torch.zeros(0),) * 10, False, True, True, True, False)
+    assert sample_tokens(team, torch.zeros(0, 30), empty).shape == (0,)
+
+
+def test_a_sampler_warms_up() -> None:
+    native_or_skip()
+    Sampler(2, 70, CPU, "native").warm_up()
+
+
+# -- logprobs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 33, STRETCH, 5000])
+@pytest.mark.parametrize("top", [0, 1, 5, 300])
+def test_logprobs_are_those_of_torch(team: Team, vocab: int, top: int) -> None:
+    rng = np.random.default_rng([vocab, top])
+    logits = torch.from_numpy(rng.normal(0, 4, (6, vocab)).astype(np.float32))
+    logits[1] *= 20
+    logits[2, : vocab // 2] = -torch.inf
+    logits[3] = 2.5
+    found, wanted = NativeLogprobs(team, logits, top), TorchLogprobs(logits, top)
+    tokens = torch.from_numpy(rng.integers(-1, vocab, 6))
+    assert found.top.shape == found.top_ids.shape == (6, min(top, vocab))
+    torch.testing.assert_close(found.of(tokens), wanted.of(tokens), rtol=1e-6, atol=3e-6)
+    torch.testing.assert_close(found.top, wanted.top, rtol=1e-6, atol=3e-6)
+    # Torch's are those of equals in no particular order; here the lower id is first.
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(found.top_ids, order[:, :top])
+    assert torch.equal(
+        found.top, torch.stack([found.of(ids) for ids in found.top_ids.T], 1) if top else found.top
+    )
+
+
+def test_logprobs_of_a_row_depend_on_itself_alone(team: Team) -> None:
+    logits = torch.randn(9, 5000, generator=torch.Generator().manual_seed(1)) * 3
+    together, tokens = NativeLogprobs(team, logits, 4), torch.arange(9)
+    for at in range(9):
+        alone = NativeLogprobs(shared_team(1), logits[at : at + 1], 4)
+        assert torch.equal(alone.of(tokens[at : at + 1]), together.of(tokens)[at : at + 1])
+        assert torch.equal(alone.top[0], together.top[at])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logprobs_of_broken_rows_are_no_numbers(team: Team, value: float) -> None:
+    logits = torch.zeros(2, 3000)
+    logits[0, 1500] = value
+    if value < 0:
+        logits[0] = value
+    found = NativeLogprobs(team, logits, 3)
+    assert found.of(torch.zeros(2, dtype=torch.int64)).isnan().tolist() == [True, False]
+    assert found.top[0].isnan().any()
+    assert found.top_ids[1].tolist() == [0, 1, 2]
