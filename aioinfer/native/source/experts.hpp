@@ -1,9 +1,9 @@
 // Experts: the SwiGLUs of a layer of which each token passes a few, and one, shared, that all tokens pass.
 //
 //   tokens      2 0 1 3 ..        rows, by expert      gated, by row         outputs, by pair
-//   ┌ normed ─► choose ─► gather ┌ expert 0: 0 4 7 ┐ ─► gate, up ┌──┐ ─► down ┌ token 0: best, second .. ┐ ─► + ─► residual
-//   │                            └ expert 2: 1 5   ┘             └──┘         └ token 1: best, second .. ┘  ▲
-//   └──────────────────────────────────────────────────────────────────────────────────────── shared ────────┘
+//   ┌ normed ─► choose ─► gather ┌ expert 0: 0 4 7 ┐ ─► gate, up ┌──┐ ─► down ┌ token 0: best, .. ┐ ─► + ─► residual
+//   │                            └ expert 2: 1 5   ┘             └──┘         └ token 1: best, .. ┘    ▲
+//   └───────────────────────────────────────────────────────────────────────────────── shared ─────────┘
 //
 // A *pair* is a token and one of its experts, token by token, best expert first. Every output of an expert is a
 // function of the token's row alone, and those of a token are added up in the order of its pairs: its result
@@ -204,7 +204,8 @@ class Mixing {
     return (wanted + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
   }
 
-  static void gate(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, const Activations<T>& gated) {
+  static void gate(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to,
+                   const Activations<T>& gated) {
     multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
       gated.put(gated.row(place), panel * LANES, silu(gate) * up);
     });
