@@ -14,7 +14,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "aioinfer" / "native" / "source"
-_TESTS = ["tests/native", "tests/model/test_isolation.py"]
+#: Those of compilers and of engines without kernels have nothing to do with a build.
+_TESTS = ["tests/native", "tests/model/test_isolation.py", "--ignore", "tests/native/test_build.py"]
 #: What undefined behaviour costs in code is too much for the many sizes of registers' tiles of AVX-512.
 _ADDRESS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address"
 _UNDEFINED = "-fsanitize=undefined -fno-sanitize=null,object-size -fno-sanitize-recover=undefined"

@@ -16,9 +16,6 @@ from aioinfer.model.native import NativeLinear
 from aioinfer.native.library import Team, shared_team
 from tests.native.support import normal
 
-#: No signal comes through to a thread that hangs in a kernel: the process ends, and says where.
-pytestmark = pytest.mark.timeout(120, method="thread")
-
 
 def argmax(team: Team, values: torch.Tensor) -> list[int]:
     out = torch.full((len(values),), -1, dtype=torch.int64)
