@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -127,9 +128,7 @@ def _compile(
             _finish(process)
     finally:
         for process in running:
-            process.kill()
-            with process:
-                pass
+            _end(process)
     library = directory / "library.so"
     _finish(_start(compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
     if progress is not None:
@@ -139,9 +138,23 @@ def _compile(
 
 def _start(*command: str) -> subprocess.Popen[str]:
     try:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
     except OSError as error:
         raise BuildFailed(f"{command[0]} does not run: {error}") from error
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill it, if it still runs, with what works for it: a compiler's command only calls the compiler."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    with process:
+        pass
 
 
 def _finish(process: subprocess.Popen[str]) -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.model.harness import require
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """No signal comes through to a thread that hangs in a kernel: let the process end, and say where."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(120, method="thread"))
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,14 @@ def calls(path: Path) -> int:
     return len((path.parent / "calls").read_text().splitlines())
 
 
+def alive(process: int) -> bool:
+    """Zombies are not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def left() -> list[str]:
     return sorted(file.suffix for file in cache_directory().iterdir())
 
@@ -126,6 +134,21 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     with pytest.raises(BuildFailed, match=said):
         build()
     assert not cache_directory().exists() or left() == []
+
+
+def test_compilers_that_take_too_long_end_with_what_works_for_them(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What they are called by starts others: g++ does so."""
+    compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $! >> "{tmp_path}/workers"; wait')
+    monkeypatch.setattr(building, "_PATIENCE", 0.5)
+    with pytest.raises(BuildFailed, match="did not end"):
+        build()
+    workers = (tmp_path / "workers").read_text().split()
+    assert workers
+    for worker in workers:
+        while alive(int(worker)):
+            pass
 
 
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

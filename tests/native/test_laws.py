@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from aioinfer.model.attention.base import Scoring
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder, NativeLinear
 from aioinfer.native.library import shared_team
@@ -51,6 +52,22 @@ def test_attention_gives_a_row_the_same_bits_everywhere(seed: int, dtype: torch.
     for page_size in (3, 32):
         for row, wanted in zip(rows, together, strict=True):
             assert torch.equal(*[chunked(Bench(heads, page_size), row, rng), wanted]), page_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [100, 127, 129, 300])
+def test_windows_over_the_ends_of_stretches_have_the_same_bits_by_any_chunks(
+    window: int, dtype: torch.dtype
+) -> None:
+    """Queries side by side look back to different tiles; sums are divided by position all the same."""
+    heads = Heads(2, 2, 16, dtype, Scoring(1.5, window=window))
+    row = Row(normal(500, 6, 16, seed=window, dtype=dtype), 0)
+    (whole,) = Bench(heads, 16).run([row])
+    for chunk in (1, 5, 9):
+        bench = Bench(heads, 16)
+        bench.deal([row])
+        parts = [bench.step([(row, at, min(at + chunk, 500))])[0] for at in range(0, 500, chunk)]
+        assert torch.equal(torch.cat(parts), whole), chunk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

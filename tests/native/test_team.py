@@ -63,7 +63,6 @@ def test_callers_on_many_threads_take_turns() -> None:
         assert all(pool.map(call, range(8)))
 
 
-@pytest.mark.timeout(60)
 def test_many_more_threads_than_cores_get_through_thousands_of_small_programs() -> None:
     values = normal(3, 40, seed=1)
     wanted = values.argmax(1).tolist()
@@ -73,7 +72,6 @@ def test_many_more_threads_than_cores_get_through_thousands_of_small_programs() 
             assert argmax(team, values) == wanted
 
 
-@pytest.mark.timeout(60)
 def test_teams_come_and_go() -> None:
     """Those that have never computed anything, too."""
     values = normal(2, 8, seed=1)
