@@ -170,7 +170,7 @@ def test_random_weights_of_a_small_llada2_mini(tmp_path: Path) -> None:
     shape = {"hidden_size": 256, "num_hidden_layers": 20, "num_attention_heads": 16, "num_experts": 32}
     shape |= {"num_key_value_heads": 4, "intermediate_size": 640, "moe_intermediate_size": 64, "n_group": 8}
     write_config(tmp_path, block_config(**shape, topk_group=4, num_experts_per_tok=8))
-    model = load(tmp_path, load_format="random", dtype="bfloat16")
+    model = load(tmp_path, load_format="random", dtype="bfloat16", kernels="sdpa")
     attention = SDPAAttention(make_pool(model.spec, 4, 32))
     batch = build_batch([(list(range(64)), 0, [2, 1])], 32, num_decodes=0, logits_rows=range(64))
     with torch.inference_mode():

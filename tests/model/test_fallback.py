@@ -42,8 +42,6 @@ STATE_SPACE = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
 }
-#: what native kernels compute as a whole
-DENSE = [family for family in NATIVE if "moe" not in family]
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -56,7 +54,7 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
     path, oracle = checkpoint(family)
     for force in (False, True):
         model = load(path, force_transformers=force)
-        own = NativeDecoder if family in DENSE and native_obstacle() is None else Decoder
+        own = NativeDecoder if family in NATIVE and native_obstacle() is None else Decoder
         assert isinstance(model, own if family in OWN and not force else TransformersLM)
         spec, config = model.spec, oracle.config
         assert spec.num_layers == config.num_hidden_layers
