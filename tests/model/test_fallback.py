@@ -42,6 +42,8 @@ STATE_SPACE = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
 }
+#: what native kernels compute as a whole: inner sizes of the others' experts are no multiples of 16
+WHOLE = [family for family in NATIVE if family not in ("qwen3-moe", "qwen3-moe-window")]
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -54,7 +56,7 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
     path, oracle = checkpoint(family)
     for force in (False, True):
         model = load(path, force_transformers=force)
-        own = NativeDecoder if family in NATIVE and native_obstacle() is None else Decoder
+        own = NativeDecoder if family in WHOLE and native_obstacle() is None else Decoder
         assert isinstance(model, own if family in OWN and not force else TransformersLM)
         spec, config = model.spec, oracle.config
         assert spec.num_layers == config.num_hidden_layers
