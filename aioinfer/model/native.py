@@ -102,15 +102,13 @@ class NativeDecoder:
         eps: float,
         rope: Rope,
     ) -> None:
-        """As :class:`~aioinfer.model.decoder.Decoder`; layers as :func:`native_throughout` has them."""
+        """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native."""
         self.spec = spec
         cos, sin = rope.table
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        head_norms = [
-            None if layer.qk_norm is None else layer.qk_norm.weight.contiguous() for layer in layers
-        ]
+        head_norms = [None if layer.qk_norm is None else _own(layer.qk_norm.weight) for layer in layers]
         head_eps = next((layer.qk_norm.eps for layer in layers if layer.qk_norm is not None), 0.0)
-        words, last = embedding.contiguous(), norm.contiguous()
+        words, last = _own(embedding), _own(norm)
         #: what the kernels read where it lies
         self._kept = [words, last, cos, sin, *(weight for weight in head_norms if weight is not None)]
         self._stack = Stack(
@@ -128,7 +126,7 @@ class NativeDecoder:
         parts = _parts(layer.mlp)
         assert parts is not None
         dense = (None, None) if parts.dense is None else (parts.dense.gate_up.packed, parts.dense.down.packed)
-        norms = [layer.attention_norm.contiguous(), layer.mlp_norm.contiguous()]
+        norms = [_own(layer.attention_norm), _own(layer.mlp_norm)]
         self._kept += norms
         self._stack.add_layer(
             (norms[0].data_ptr(), None if head_norm is None else head_norm.data_ptr(), norms[1].data_ptr()),
@@ -194,6 +192,11 @@ class NativeLayers:
         if all(_parts(layer.mlp) for layer in layers):
             return NativeDecoder(self._team, spec, layers, **parts)
         return Decoder(spec, layers, operations=self.operations, **parts)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy: one view of a mapped checkpoint would keep all of it mapped, also what has been packed."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Parts(NamedTuple):

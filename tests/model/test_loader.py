@@ -15,6 +15,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model.loader import load_model
+from aioinfer.model.native import NativeDecoder
+from aioinfer.native.library import native_obstacle
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import Driver
@@ -169,6 +171,14 @@ def test_weights_in_the_right_dtype_stay_mapped(tmp_path: Path) -> None:
         pytest.skip("no /proc")
     assert mapped("float32")
     assert not mapped("bfloat16")
+
+
+@pytest.mark.skipif(native_obstacle() is not None, reason=f"{native_obstacle()}")
+def test_of_a_packed_checkpoint_nothing_stays_mapped(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    model = load(tmp_path, kernels="native")
+    assert isinstance(model, NativeDecoder)
+    assert str(tmp_path / "model.safetensors") not in Path("/proc/self/maps").read_text()
 
 
 def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
