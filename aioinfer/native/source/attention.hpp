@@ -122,7 +122,7 @@ class Attending {
     }
   }
 
-  // Raw scores of all queries and of ``tiles`` tiles.
+  // Scores of all queries and of ``tiles`` tiles, before any cap or mask.
   void score(int tiles) {
     constexpr int WIDE = context_vectors();
     const int vectors = tiles * PER_TILE;
@@ -145,25 +145,19 @@ class Attending {
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
       AIOINFER_UNROLL
-      for (int v = 0; v < COUNT; v++) store(&scratch_.scores[q * SPAN + (first + v) * LANES], sums[q][v]);
+      for (int v = 0; v < COUNT; v++)
+        store(&scratch_.scores[q * SPAN + (first + v) * LANES], sums[q][v] * scoring_.scale);
   }
 
-  // From scores to weights, exponentials relative to the best score so far; sums shrink when a better one comes.
+  // From scores to weights, exponentials relative to the best score so far; sums shrink when a better one comes. All
+  // queries find their best before any weighs, so that they do not wait for themselves.
   void weigh(int64_t at, int tiles) {
     const int vectors = tiles * PER_TILE;
+    for (int q = 0; q < QUERIES; q++) find_best(q, at, vectors);
     for (int q = 0; q < QUERIES; q++) {
-      float* scores = &scratch_.scores[q * SPAN];
-      Floats best = spread(-INFINITY);
-      for (int v = 0; v < vectors; v++) {
-        const Floats value = visible(q, at + v * LANES, scaled(load<Floats>(scores + v * LANES)));
-        store(scores + v * LANES, value);
-        best = larger(best, value);
-      }
-      const float now = std::max(best_[q], largest(best));
+      const float* scores = &scratch_.scores[q * SPAN];
       // Nothing seen yet: every difference is to be minus infinity, not NaN.
-      const float base = now == -INFINITY ? 0.0f : now;
-      shrink_[q] = exponential(spread(best_[q] - base))[0];
-      best_[q] = now;
+      const float base = best_[q] == -INFINITY ? 0.0f : best_[q];
       Floats total{};
       for (int v = 0; v < vectors; v++) {
         const Floats weight = exponential(load<Floats>(scores + v * LANES) - base);
@@ -174,8 +168,24 @@ class Attending {
     }
   }
 
-  AIOINFER_INLINE Floats scaled(Floats score) const {
-    score *= scoring_.scale;
+  void find_best(int q, int64_t at, int vectors) {
+    float* scores = &scratch_.scores[q * SPAN];
+    Floats best = spread(-INFINITY);
+    if (at >= from_[q] && at + vectors * LANES <= to_[q] && scoring_.soft_cap == 0) {
+      for (int v = 0; v < vectors; v++) best = larger(best, load<Floats>(scores + v * LANES));
+    } else {
+      for (int v = 0; v < vectors; v++) {
+        const Floats value = visible(q, at + v * LANES, capped(load<Floats>(scores + v * LANES)));
+        store(scores + v * LANES, value);
+        best = larger(best, value);
+      }
+    }
+    const float now = std::max(best_[q], largest(best));
+    shrink_[q] = now == best_[q] ? 1.0f : exponential(spread(best_[q] - now))[0];
+    best_[q] = now;
+  }
+
+  AIOINFER_INLINE Floats capped(Floats score) const {
     if (scoring_.soft_cap == 0) return score;
     float values[LANES];
     store(values, score);
