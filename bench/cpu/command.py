@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.cpu.cells import Cell
 from bench.cpu.contest import Contest, Contestant, Limits, needed_gib
-from bench.cpu.tables import print_results, summary
+from bench.cpu.tables import print_results, settings_of, summary
 from bench.peers.checkpoint import find_model, prepared
 from bench.peers.command import add_place
 from bench.peers.install import installed
@@ -190,10 +190,3 @@ def run(options: argparse.Namespace) -> int:
     }
     write_line(result, options.json)
     return int(any(engine.failed or engine.errors for engine in engines))
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The command line for the report, without where things lie on this machine."""
-    hidden = ("json", "lock", "place", "own")
-    settings = {key: value for key, value in vars(options).items() if key not in hidden}
-    return {**settings, "model": Path(options.model).name}

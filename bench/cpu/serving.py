@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cpu.cells import spread
+from bench.cpu.tables import settings_of
 from bench.load import Load, make_load
 from bench.peers.process import Process, end_of
 from bench.peers.registry import ROOT, Peer, python_of
@@ -296,8 +297,6 @@ def main(options: argparse.Namespace, peers: Sequence[Peer], model: Path) -> int
 
 def report(servers: Sequence[Server], options: argparse.Namespace) -> int:
     """Tables and the JSON line; returns the exit status."""
-    from bench.cpu.command import settings_of
-
     found = {server.name: {f"{rate:g}": pooled(server, rate) for rate in options.rates} for server in servers}
     print_results(servers, options.rates, found)
     result = {

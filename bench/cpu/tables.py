@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.cpu.cells import Cell, ratio, spread
 from bench.cpu.contest import Contestant
 
-__all__ = ["print_results", "summary"]
+__all__ = ["print_results", "settings_of", "summary"]
 
 
 def by_round(engine: Contestant, cell: Cell, metric: str) -> dict[int, float]:
@@ -103,3 +105,10 @@ def _noise(samples: Sequence[dict[str, Any]]) -> str:
 
 def _line(name: str, texts: Sequence[str]) -> None:
     print(f"{name:12s}" + "".join(f"  {text:>22s}" for text in texts))
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The command line for the report, without where things lie on this machine."""
+    hidden = ("json", "lock", "place", "own")
+    settings = {key: value for key, value in vars(options).items() if key not in hidden}
+    return {**settings, "model": Path(options.model).name}
