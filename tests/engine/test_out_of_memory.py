@@ -245,6 +245,7 @@ class Shortage(TorchDevice):
         class Sampler:
             reset = sampler.reset
             steering = sampler.steering
+            logprobs = sampler.logprobs
 
             def sample(self, *arguments: Any) -> Any:
                 tokens = sampler.sample(*arguments)
