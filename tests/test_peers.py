@@ -152,6 +152,9 @@ def test_processes_end_with_a_harness_that_was_killed(tmp_path: Path, stopped: b
         assert harness.stdout is not None
         members = tree(int(harness.stdout.readline()))
         assert len(members) == 1 + stopped
+        if stopped:
+            # The kernel looks for stopped ones at the very moment of the parent's death.
+            assert _wait_for(lambda: {_state(pid) for pid in members} == {"T"})
         harness.kill()
     assert _wait_for(lambda: {_state(pid) for pid in members} <= {None, "Z"})
 
