@@ -28,7 +28,11 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The one place where a GPU that is not there skips tests."""
+    """The one place where a GPU that is not there skips tests; for a compiler it is in tests.compiled."""
+    if item.get_closest_marker("native") is not None:
+        from tests.compiled import require_native
+
+        require_native()
     if item.get_closest_marker("gpu") is not None:
         import torch
 

@@ -108,7 +108,7 @@ def make_layers(
     """
     if layers_are_native(choice, sizes):
         from aioinfer.model.native import NativeLayers
-        from aioinfer.native.library import shared_team
+        from aioinfer.native.bindings import shared_team
 
         return NativeLayers(shared_team(torch.get_num_threads()), quantization)
     if quantization != "none":

@@ -26,7 +26,7 @@ from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec
-from aioinfer.native.library import PARTS, Number, PackedExperts, PackedRouter, PackedWeights, Stack, Team
+from aioinfer.native.bindings import PARTS, Number, PackedExperts, PackedRouter, PackedWeights, Stack, Team
 
 __all__ = ["NativeDecoder", "NativeLayers", "NativeLinear", "NativeSwiGLU"]
 

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["BuildFailed", "build", "cache_directory"]
+__all__ = ["BuildFailed", "build", "cache_directory", "find_compiler"]
 
 _SOURCE = Path(__file__).parent / "source"
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
@@ -59,7 +59,7 @@ def build(progress: Callable[[int, int], None] | None = None) -> Path:
     Raises:
         BuildFailed: there is no compiler, or it does not succeed.
     """
-    compiler = _compiler()
+    compiler = find_compiler()
     flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split()]
     path = cache_directory() / f"kernels-{_fingerprint(compiler, flags)}.so"
     if path.is_file():
@@ -75,7 +75,8 @@ def build(progress: Callable[[int, int], None] | None = None) -> Path:
     return path
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
+    """The compiler that :func:`build` takes. Raises BuildFailed if there is none."""
     named = os.environ.get("AIOINFER_CXX") or os.environ.get("CXX")
     for name in (named,) if named else ("c++", "g++", "clang++"):
         found = shutil.which(name)

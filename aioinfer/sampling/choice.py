@@ -49,6 +49,6 @@ def choose_sampling(device: torch.device, wanted: Literal["auto"] | Kernels = "a
 
 def _native_obstacle(device: torch.device) -> str | None:
     """What keeps native kernels from running there, if anything does. Compiles them."""
-    from aioinfer.native.library import native_obstacle
+    from aioinfer.native.bindings import native_obstacle
 
     return native_obstacle() if device.type == "cpu" else "the device is no CPU"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from aioinfer.native.library import Team
+from aioinfer.native.bindings import Team
 from aioinfer.sampling import masks
 
 __all__ = ["NativeLogits", "NativeLogprobs"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from aioinfer.native.library import Team
+from aioinfer.native.bindings import Team
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.scheduling.step import BAD_LOGITS
 

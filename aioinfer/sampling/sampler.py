@@ -78,7 +78,7 @@ class Sampler:
             self.steering, penalise = triton_logits, triton_logits.penalise
             self._kernel = triton_sampler.sample_tokens
         elif self.choice.kernels == "native":
-            from aioinfer.native.library import shared_team
+            from aioinfer.native.bindings import shared_team
             from aioinfer.sampling import native_logits, native_sampler
 
             team = shared_team(torch.get_num_threads())

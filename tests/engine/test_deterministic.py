@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from aioinfer import ConfigError, Engine, EngineConfig, Result, SamplingParams
-from aioinfer.native.library import native_obstacle
 
 #: of the bundled model's vocabulary, without special tokens
 VOCAB = (10, 860)
@@ -121,10 +120,7 @@ async def mix(seed: int, model: str = "tiny-chat", dtype: str = "auto", size: in
     return retractions
 
 
-needs_kernels = pytest.mark.skipif(native_obstacle() is not None, reason=f"{native_obstacle()}")
-
-
-@needs_kernels
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_company_changes_no_bit(dtype: str) -> None:
     retractions = [await mix(seed, dtype=dtype) for seed in range(2)]

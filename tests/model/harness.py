@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import pytest
 import torch
 
 from aioinfer.model.attention.base import Attention
@@ -21,7 +20,7 @@ from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM, ModelSpec
-from aioinfer.native.library import native_obstacle
+from tests.compiled import require_native
 
 
 @dataclass(slots=True)
@@ -56,8 +55,8 @@ def make_pool(spec: ModelSpec, num_pages: int, page_size: int, device: torch.dev
 
 def require(kernels: str) -> None:
     """Skip where such kernels cannot be had: native ones are compiled."""
-    if kernels == "native" and native_obstacle() is not None:
-        pytest.skip(f"no native kernels: {native_obstacle()}")
+    if kernels == "native":
+        require_native()
 
 
 def attention_for(

@@ -17,7 +17,7 @@ from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
-from aioinfer.native.library import native_obstacle
+from aioinfer.native.bindings import native_obstacle
 from tests.model.checkpoints import FAMILIES, NATIVE, OWN, make_checkpoint
 
 Checkpoint = Callable[[str], tuple[Path, Any]]

@@ -16,7 +16,6 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
-from aioinfer.native.library import native_obstacle
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import Driver
@@ -173,7 +172,7 @@ def test_weights_in_the_right_dtype_stay_mapped(tmp_path: Path) -> None:
     assert not mapped("bfloat16")
 
 
-@pytest.mark.skipif(native_obstacle() is not None, reason=f"{native_obstacle()}")
+@pytest.mark.native
 def test_of_a_packed_checkpoint_nothing_stays_mapped(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path)
     model = load(tmp_path, kernels="native")

@@ -22,7 +22,7 @@ from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.weights import Weights
-from aioinfer.native.library import Team, native_obstacle
+from aioinfer.native.bindings import Team
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint, write_config
 from tests.model.harness import build_batch, make_pool
 from tests.model.kernels import assert_close
@@ -30,7 +30,7 @@ from tests.model.mixtures import Mixture
 from tests.model.test_block_diffusion import SHAPES, run, tokens
 from tests.model.test_routing import plain_grouped, plain_softmax
 
-pytestmark = pytest.mark.skipif(native_obstacle() is not None, reason=f"no kernels: {native_obstacle()}")
+pytestmark = pytest.mark.native
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 #: what native layers take: multiples of 16

@@ -14,7 +14,7 @@ from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm, split_heads
 from aioinfer.model.rope import Rotary
-from aioinfer.native.library import Team, shared_team
+from aioinfer.native.bindings import Team, shared_team
 from tests.model.harness import build_batch, fill
 
 DTYPES = [torch.float32, torch.bfloat16]

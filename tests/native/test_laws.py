@@ -14,7 +14,7 @@ import torch
 from aioinfer.model.attention.base import Scoring
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder, NativeLinear
-from aioinfer.native.library import shared_team
+from aioinfer.native.bindings import shared_team
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import attention_for, build_batch, fill
 from tests.native.support import DTYPES, Bench, Heads, Row, draw_rows, normal

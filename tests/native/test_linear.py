@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.model.native import NativeLayers, NativeLinear
-from aioinfer.native.library import shared_team
+from aioinfer.native.bindings import shared_team
 from tests.native.support import DTYPES, UNIT, normal
 
 ROWS = [0, *range(1, 41), 100, 300]

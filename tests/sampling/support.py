@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 
-from aioinfer.native.library import Team, native_obstacle, shared_team
+from aioinfer.native.bindings import Team, shared_team
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.noise import gumbel
 from aioinfer.scheduling.step import BAD_LOGITS
+from tests.compiled import require_native
 
 CPU = torch.device("cpu")
 Floats = npt.NDArray[np.float32]
@@ -33,9 +33,7 @@ DEFAULTS: dict[str, float] = {
 
 def native_or_skip(threads: int = 2) -> Team:
     """A team for kernels in C++, where they can be compiled."""
-    obstacle = native_obstacle()
-    if obstacle is not None:
-        pytest.skip(f"no native kernels: {obstacle}")
+    require_native()
     return shared_team(threads)
 
 

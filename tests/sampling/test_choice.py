@@ -7,7 +7,7 @@ import torch
 
 from aioinfer import kernels
 from aioinfer.errors import ConfigError
-from aioinfer.native import library
+from aioinfer.native import bindings
 from aioinfer.sampling import choice
 from aioinfer.sampling.choice import SamplingChoice
 from aioinfer.sampling.sampler import Sampler
@@ -24,7 +24,7 @@ def test_a_cpu_samples_natively_where_there_is_a_compiler(monkeypatch: pytest.Mo
     assert Sampler(2, 10, CPU).choice.kernels == "native"
     with pytest.raises(ConfigError, match="native was asked for, and the device is no CPU"):
         choose(CUDA, "native")
-    monkeypatch.setattr(library, "native_obstacle", lambda: "there is no compiler")
+    monkeypatch.setattr(bindings, "native_obstacle", lambda: "there is no compiler")
     assert choose(CPU) == SamplingChoice("torch", "there is no compiler")
     assert Sampler(2, 10, CPU).choice.kernels == "torch"
     with pytest.raises(ConfigError, match="native was asked for, and there is no compiler"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.native.library import Team, shared_team
+from aioinfer.native.bindings import Team, shared_team
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import TorchLogprobs
 from aioinfer.sampling.native_logits import NativeLogprobs

@@ -84,7 +84,7 @@ def make_attention(
     sizes |= {"num_pages": num_pages, "page_size": page_size}
     if choice.kernels == "native":
         from aioinfer.model.attention.native_attention import NativeAttention
-        from aioinfer.native.library import shared_team
+        from aioinfer.native.bindings import shared_team
 
         return NativeAttention(shared_team(torch.get_num_threads()), dtype=dtype, **sizes)
     pool = KVPool(dtype=dtype, device=device, **sizes)
@@ -115,7 +115,7 @@ def _native_obstacle(
     device: torch.device, head_dim: int, dtype: torch.dtype, progress: Progress | None
 ) -> str | None:
     """What keeps native kernels from running there, if anything does. Compiles them."""
-    from aioinfer.native.library import native_obstacle
+    from aioinfer.native.bindings import native_obstacle
 
     if device.type != "cpu":
         return "the device is no CPU"

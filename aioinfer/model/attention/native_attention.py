@@ -10,7 +10,7 @@ from aioinfer.model.attention.base import Scoring
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
-from aioinfer.native.library import Team
+from aioinfer.native.bindings import Team
 
 __all__ = ["NativeAttention", "scoring_numbers"]
 

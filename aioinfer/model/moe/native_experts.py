@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
-from aioinfer.native.library import Number, PackedExperts, PackedRouter, PackedWeights, Team
+from aioinfer.native.bindings import Number, PackedExperts, PackedRouter, PackedWeights, Team
 
 __all__ = ["NativeExperts", "NativeRouter"]
 

@@ -1,8 +1,6 @@
 // The part of the interface that does not depend on the type of a model.
 #include <sys/mman.h>
 
-#include <cmath>
-
 #include "interface.hpp"
 #include "simd.hpp"
 #include "team.hpp"
@@ -14,30 +12,6 @@ std::string& last_error() {
   return error;
 }
 
-namespace {
-
-// The first of the largest of a row, in stretches of which most need no second look. A NaN is largest.
-int64_t argmax(const float* values, int64_t width) {
-  constexpr int64_t STRETCH = 1024;
-  float best = -INFINITY;
-  int64_t found = 0;
-  for (int64_t from = 0; from < width; from += STRETCH) {
-    const int64_t to = std::min(width, from + STRETCH), whole = from + (to - from) / LANES * LANES;
-    Ints look{};
-    for (int64_t i = from; i < whole; i += LANES) look |= ~(load<Floats>(values + i) <= best);
-    int any = 0;
-    for (int lane = 0; lane < LANES; lane++) any |= look[lane];
-    for (int64_t i = whole; i < to; i++) any |= !(values[i] <= best);
-    if (!any) continue;
-    for (int64_t i = from; i < to; i++) {
-      if (values[i] != values[i]) return i;
-      if (values[i] > best) best = values[i], found = i;
-    }
-  }
-  return found;
-}
-
-}  // namespace
 }  // namespace aioinfer
 
 using namespace aioinfer;
@@ -64,15 +38,5 @@ bool aioinfer_huge_pages(void* from, int64_t bytes) {
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
   return true;
-}
-
-// ``out`` [rows]: the first of the largest of each row of ``values`` [rows, width]; a NaN is largest.
-bool aioinfer_argmax(void* team, const float* values, int64_t rows, int64_t width, int64_t* out) {
-  return guarded(false, [&] {
-    static_cast<Team*>(team)->run([&](Member& member) {
-      member.parallel(rows, [&](int64_t row) { out[row] = argmax(values + row * width, width); });
-    });
-    return true;
-  });
 }
 }

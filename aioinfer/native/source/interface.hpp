@@ -1,4 +1,4 @@
-// What the C functions have in common that aioinfer.native.library calls.
+// What the C functions have in common that aioinfer.native.bindings calls.
 //
 // Functions that make something return null when they fail, others false; ``aioinfer_error`` says why, to the thread
 // that called. Sizes are counted in elements. Pointers that are handed over stay valid for as long as they are used.

@@ -1,4 +1,4 @@
-"""Library: the compiled kernels, as functions and handles of Python.
+"""Bindings: the compiled kernels, as functions and handles of Python.
 
 Everything is counted in elements and handed over as addresses; who calls keeps the memory alive. Every call
 releases the interpreter's lock for as long as it computes.
@@ -35,7 +35,6 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "lanes": (ctypes.c_int, []),
     "error": (ctypes.c_char_p, []),
     "huge_pages": (_bool, [_pointer, _int]),
-    "argmax": (_bool, [_pointer, _pointer, _int, _int, _pointer]),
     "sample": (
         _bool,
         [_pointer] * 2 + [_int] * 3 + [_pointer] * 6 + [_int, _pointer, _pointer, _int, _pointer],
@@ -157,10 +156,6 @@ class Team:
         self.threads = threads
         self.handle: int = self.kernels.call("team", threads)
         _release(self, self.kernels, "free_team", self.handle)
-
-    def argmax(self, values: int, rows: int, width: int, out: int) -> None:
-        """The first of the largest of each row of float32 [rows, width], into int64 [rows]."""
-        self.kernels.call("argmax", self.handle, values, rows, width, out)
 
 
 def shared_team(threads: int) -> Team:
