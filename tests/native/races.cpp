@@ -40,7 +40,7 @@ struct Model {
     for (int layer = 0; layer < LAYERS; layer++)
       decoder->add({norm.data(), pack(shape.width(), HIDDEN, false, 10 + layer), head_norm.data(),
                     pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer), norm.data(),
-                    pack(MIDDLE, HIDDEN, true, 30 + layer), pack(HIDDEN, MIDDLE, false, 40 + layer),
+                    pack(MIDDLE, HIDDEN, true, 30 + layer), pack(HIDDEN, MIDDLE, false, 40 + layer), nullptr, nullptr,
                     Scoring{0.25f, 0.0f, layer ? 7 : 0, 1}});
   }
 
