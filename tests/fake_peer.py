@@ -39,6 +39,8 @@ class FakePeer:
         if MODE == "family":
             # A child in a session of its own, which only its parent knows of.
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        if MODE == "ends slowly":
+            sys.stderr.flush = lambda: time.sleep(0.3)  # type: ignore[method-assign]
         return {"threads": settings.threads, "options": settings.options}
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:

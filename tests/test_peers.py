@@ -112,6 +112,13 @@ def test_a_peer_that_reads_nothing_does_not_hold_up_a_large_request(tmp_path: Pa
         peer.ask("run", 0.2, prompts=[[1] * 100_000])
 
 
+def test_a_peer_that_was_asked_to_end_may_take_its_time(start: Start) -> None:
+    peer = start("ends slowly")
+    peer.ask("load", 20, settings=SETTINGS)
+    peer.close()
+    assert peer.exit_code == 0
+
+
 @pytest.mark.parametrize("way", ["kill", "close"])
 def test_stopping_and_ending_reach_the_whole_family(start: Start, way: str) -> None:
     peer = start("family")

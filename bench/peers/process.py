@@ -86,6 +86,10 @@ class Process:
             if pipe is not None:
                 pipe.close()
 
+    def _wait(self, timeout: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+
     def _signal(self, number: signal.Signals, members: Sequence[int] | None = None) -> None:
         for pid in tree(self.pid) if members is None else members:
             with contextlib.suppress(ProcessLookupError):
@@ -144,6 +148,7 @@ class PeerProcess(Process):
             with contextlib.suppress(PeerFailed):
                 self.resume()
                 self.ask("quit", _GRACE)
+                self._wait(_GRACE)
             self._signal(signal.SIGKILL, [pid for pid in members if pid != self.pid])
         self.kill()
 
@@ -178,8 +183,7 @@ class PeerProcess(Process):
             self._heard += part
 
     def _ending(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE)
+        self._wait(_GRACE)
         return f"it ended with {self.exit_code}: {end_of(self.log)}"
 
 
