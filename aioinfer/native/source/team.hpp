@@ -28,9 +28,10 @@ inline void pause_briefly() {
 #endif
 }
 
-// Wait until ``value`` is no longer ``old``, first awake and then asleep.
+// Wait until ``value`` is no longer ``old``: awake for about the time that waking up takes, then asleep, which leaves
+// the core to a member that lost its own.
 inline void wait_for_change(const std::atomic<uint32_t>& value, uint32_t old) {
-  for (int i = 0; i < 4000; i++) {
+  for (int i = 0; i < 1000; i++) {
     if (value.load(std::memory_order_acquire) != old) return;
     pause_briefly();
   }
