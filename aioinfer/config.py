@@ -8,11 +8,12 @@ environment over the file, the file over the defaults below.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -309,9 +310,13 @@ def parse_setting(cls: type[Any], name: str, text: str) -> Any:
     return text
 
 
+#: the annotations of a class, evaluated once
+_hints: Callable[..., dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
 def _options(cls: type[Any], name: str) -> tuple[Any, ...]:
     """What a field may hold: types, and the values of a Literal."""
-    hint = typing.get_type_hints(cls)[name]
+    hint = _hints(cls)[name]
     # A Literal or None is typing's kind of union.
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     parts = typing.get_args(hint) if union else (hint,)
