@@ -38,12 +38,20 @@ class BuildFailed(Exception):
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept: AIOINFER_CACHE, or ``aioinfer`` in the user's cache directory."""
+    """Where compiled libraries are kept: AIOINFER_CACHE, or ``aioinfer`` in the user's cache directory.
+
+    Raises BuildFailed for a user who has none.
+    """
     own = os.environ.get("AIOINFER_CACHE")
     if own:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "aioinfer"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "aioinfer"
+    except RuntimeError as error:
+        raise BuildFailed(
+            "there is no home to keep a library in, and AIOINFER_CACHE names no place"
+        ) from error
 
 
 def build(progress: Callable[[int, int], None] | None = None) -> Path:

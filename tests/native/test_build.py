@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -169,6 +170,14 @@ def test_the_users_cache_is_the_place_where_none_is_named(monkeypatch: pytest.Mo
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/some/home")
     assert cache_directory() == Path("/some/home/.cache/aioinfer")
+
+
+def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AIOINFER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.raises(BuildFailed, match="AIOINFER_CACHE"):
+        build()
 
 
 def test_a_cache_that_cannot_be_written_is_named(
