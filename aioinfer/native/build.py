@@ -8,6 +8,7 @@ makes another library beside the old one.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
@@ -16,6 +17,8 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 __all__ = ["BuildFailed", "build", "cache_directory", "find_compiler"]
@@ -38,12 +41,20 @@ class BuildFailed(Exception):
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept: AIOINFER_CACHE, or ``aioinfer`` in the user's cache directory."""
+    """Where compiled libraries are kept: AIOINFER_CACHE, or ``aioinfer`` in the user's cache directory.
+
+    Raises BuildFailed for a user who has none.
+    """
     own = os.environ.get("AIOINFER_CACHE")
     if own:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "aioinfer"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "aioinfer"
+    except RuntimeError as error:
+        raise BuildFailed(
+            "there is no home to keep a library in, and AIOINFER_CACHE names no place"
+        ) from error
 
 
 def build(progress: Callable[[int, int], None] | None = None) -> Path:
@@ -121,6 +132,9 @@ def _compile(
         _start(compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
         for (source, further), target in zip(_UNITS, objects, strict=True)
     ]
+    kill = partial(_kill, running)
+    # A launch thread ends with the interpreter, wherever it is.
+    atexit.register(kill)
     try:
         # The smallest last: whatever order they end in, the count is right when it is complete.
         for done, process in enumerate(running):
@@ -128,8 +142,11 @@ def _compile(
                 progress(done, len(running))
             _finish(process)
     finally:
+        atexit.unregister(kill)
+        kill()
         for process in running:
-            _end(process)
+            with process:
+                pass
     library = directory / "library.so"
     _finish(_start(compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
     if progress is not None:
@@ -150,12 +167,12 @@ def _start(*command: str) -> subprocess.Popen[str]:
         raise BuildFailed(f"{command[0]} does not run: {error}") from error
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill it, if it still runs, with what works for it: a compiler's command only calls the compiler."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    with process:
-        pass
+def _kill(running: list[subprocess.Popen[str]]) -> None:
+    """Those that still run, with what works for them: a compiler's command only calls the compiler."""
+    for process in running:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _finish(process: subprocess.Popen[str]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -151,6 +152,26 @@ def test_compilers_that_take_too_long_end_with_what_works_for_them(
             pass
 
 
+def test_compilers_end_with_the_process_that_wants_them(compiler: Compiler, tmp_path: Path) -> None:
+    """Also where it ends while a thread waits for them, as a launch thread does."""
+    workers = tmp_path / "workers"
+    compiler(f'\n[ "$1" = --version ] && exit\necho $$ >> "{workers}"; exec sleep 100')
+    code = f"""if True:
+        import pathlib, threading
+        from aioinfer.native.build import _UNITS, build
+        threading.Thread(target=build, daemon=True).start()
+        workers = pathlib.Path({str(workers)!r})
+        while not workers.exists() or len(workers.read_text().split()) < len(_UNITS):
+            pass
+    """
+    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=True, capture_output=True)
+    for worker in workers.read_text().split():
+        while alive(int(worker)):
+            pass
+    assert left() == []
+
+
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("AIOINFER_CXX", "no-such-compiler")
@@ -169,6 +190,14 @@ def test_the_users_cache_is_the_place_where_none_is_named(monkeypatch: pytest.Mo
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/some/home")
     assert cache_directory() == Path("/some/home/.cache/aioinfer")
+
+
+def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AIOINFER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.raises(BuildFailed, match="AIOINFER_CACHE"):
+        build()
 
 
 def test_a_cache_that_cannot_be_written_is_named(
