@@ -8,6 +8,7 @@ makes another library beside the old one.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
@@ -16,6 +17,8 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 __all__ = ["BuildFailed", "build", "cache_directory", "find_compiler"]
@@ -31,6 +34,8 @@ _UNITS = (
 )
 #: seconds that a compiler may take
 _PATIENCE = 600
+#: the interpreter ends
+_leaving = False
 
 
 class BuildFailed(Exception):
@@ -125,19 +130,23 @@ def _compile(
 ) -> Path:
     """All units side by side, and then together."""
     objects = [directory / f"{at}.o" for at in range(len(_UNITS))]
-    running = [
-        _start(compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
-        for (source, further), target in zip(_UNITS, objects, strict=True)
-    ]
+    running: list[subprocess.Popen[str]] = []
+    leave = partial(_leave, running)
+    atexit.register(leave)
     try:
+        for (source, further), target in zip(_UNITS, objects, strict=True):
+            running.append(_start(compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target)))
         # The smallest last: whatever order they end in, the count is right when it is complete.
         for done, process in enumerate(running):
             if progress is not None:
                 progress(done, len(running))
             _finish(process)
     finally:
+        atexit.unregister(leave)
+        _kill(running)
         for process in running:
-            _end(process)
+            with process:
+                pass
     library = directory / "library.so"
     _finish(_start(compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
     if progress is not None:
@@ -158,12 +167,19 @@ def _start(*command: str) -> subprocess.Popen[str]:
         raise BuildFailed(f"{command[0]} does not run: {error}") from error
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill it, if it still runs, with what works for it: a compiler's command only calls the compiler."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    with process:
-        pass
+def _kill(running: list[subprocess.Popen[str]]) -> None:
+    """Those that still run, with what works for them: a compiler's command only calls the compiler."""
+    for process in running:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _leave(running: list[subprocess.Popen[str]]) -> None:
+    """The interpreter ends while a thread waits for compilers: neither is to go on."""
+    global _leaving
+    _leaving = True
+    _kill(running)
 
 
 def _finish(process: subprocess.Popen[str]) -> None:
@@ -171,6 +187,8 @@ def _finish(process: subprocess.Popen[str]) -> None:
         _, said = process.communicate(timeout=_PATIENCE)
     except subprocess.TimeoutExpired as error:
         raise BuildFailed(f"the compiler did not end within {_PATIENCE} seconds") from error
+    if _leaving:
+        raise SystemExit
     if process.returncode:
         first = next((line for line in said.splitlines() if "error" in line), said.strip()[:300])
         raise BuildFailed(f"the compiler failed: {first}")
