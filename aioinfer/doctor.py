@@ -80,7 +80,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     from aioinfer.execution.graphs import graph_obstacle
     from aioinfer.execution.torch_device import pick_device
     from aioinfer.model.attention.choice import choose_attention
-    from aioinfer.model.layers import layers_are_native
+    from aioinfer.model.layers import choose_layers
     from aioinfer.model.loader import inspect_model
     from aioinfer.model.moe.choice import choose_experts
     from aioinfer.sampling.choice import choose_sampling
@@ -94,13 +94,10 @@ def _plan(config: EngineConfig) -> list[Finding]:
         block_size=config.block_size,
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention)
-    native = layers_are_native(choice, model.inner_sizes)
+    layers = choose_layers(choice, model.inner_sizes)
     operations = "transformers' own"
     if model.own:
-        sizes_obstacle = choice.kernels == "native" and not native
-        plain = "native" if native else "triton" if choice.kernels == "triton" else "torch"
-        why = "inner dimensions are no multiples of 16" if sizes_obstacle else choice.reason
-        operations = f"{plain}: {why}"
+        operations = f"{'torch' if layers.kernels == 'sdpa' else layers.kernels}: {layers.reason}"
     sampling = choose_sampling(device, config.sampling)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     code += ", with random weights" if config.load_format == "random" else ""
@@ -108,6 +105,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     experts: list[Finding] = []
     expert_kernels: str | None = None
     if model.experts is not None:
+        native = layers.kernels == "native"
         kernels = choose_experts(device, *model.experts, model.dtype, config.experts, native=native)
         experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
         expert_kernels = kernels.kernels

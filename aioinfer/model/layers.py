@@ -20,7 +20,7 @@ from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
 
-__all__ = ["LayerKernels", "Quantization", "TorchLayers", "layers_are_native", "make_layers"]
+__all__ = ["LayerKernels", "Quantization", "TorchLayers", "choose_layers", "make_layers"]
 
 #: how the weights of linear layers are stored
 Quantization = Literal["none", "int8"]
@@ -89,10 +89,12 @@ class TorchLayers:
         return Decoder(spec, layers, operations=self.operations, **parts)
 
 
-def layers_are_native(choice: Choice, sizes: Sequence[int]) -> bool:
-    """Whether layers with these inner dimensions get native kernels when attention does: they compute 16 at a
-    time, and where they cannot, torch does everything but attention."""
-    return choice.kernels == "native" and not any(size % _NATIVE_MULTIPLE for size in sizes)
+def choose_layers(choice: Choice, sizes: Sequence[int]) -> Choice:
+    """Whose kernels layers of these inner dimensions get, and why, where attention gets those of ``choice``:
+    the same, but that native ones compute 16 at a time. Where they cannot, torch does all but attention."""
+    if choice.kernels == "native" and any(size % _NATIVE_MULTIPLE for size in sizes):
+        return Choice("sdpa", f"inner dimensions are no multiples of {_NATIVE_MULTIPLE}")
+    return choice
 
 
 def make_layers(
@@ -106,13 +108,16 @@ def make_layers(
 
     Raises ConfigError for weights that are to be quantised where nobody does it.
     """
-    if layers_are_native(choice, sizes):
+    layers = choose_layers(choice, sizes)
+    if layers.kernels == "native":
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.bindings import shared_team
 
         return NativeLayers(shared_team(torch.get_num_threads()), quantization)
     if quantization != "none":
-        raise ConfigError(f"quantization: {quantization} needs native kernels, layers here are torch's")
+        raise ConfigError(
+            f"quantization: {quantization} needs native layers, these are {layers.kernels}: {layers.reason}"
+        )
     # What Triton's kernels are captured with reads weights where they lie.
     make_linear = TorchLinear if choice.kernels == "triton" else packed_or_torch(device, dtype)
     return TorchLayers(make_operations(choice), make_linear)
