@@ -403,7 +403,9 @@ void multiply(Member& member, const Activations<T>& a, const Weights<T>& w, Stor
   const int at_once = panels_at_once(a.blocks.height);
   const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
   const int64_t run = (wanted + at_once - 1) / at_once * at_once;
-  member.parallel((w.panels + run - 1) / run, [&](int64_t task) {
+  // For no rows no panel is worth a look: a chunk of a prompt may want no logits.
+  const int64_t tasks = a.blocks.rows ? (w.panels + run - 1) / run : 0;
+  member.parallel(tasks, [&](int64_t task) {
     multiply_panels(a, w, task * run, std::min(w.panels, (task + 1) * run), store);
   });
 }
