@@ -85,7 +85,7 @@ class EngineConfig:
     quantization: Literal["none", "int8"] = _option(
         "none",
         "int8 rounds the weights of linear layers to 8 bits while loading, a factor for every output: half "
-        "the memory and about twice the speed of small batches; on a CPU with native kernels",
+        "the memory, faster in small batches and slower in large ones; on a CPU with native kernels",
     )
     max_model_len: int | None = _option(None, "longest prompt plus output in tokens")
     page_size: int = _option(
