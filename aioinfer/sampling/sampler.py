@@ -69,7 +69,7 @@ class Sampler:
         self.steering: Steering = masks
         #: logprobs of [N, V] float32 that nobody writes to any more, and so many of the likeliest tokens
         self.logprobs: Callable[[torch.Tensor, int], Logprobs] = TorchLogprobs
-        #: one token per row, of logits with penalties and bans; None: by torch's operations
+        #: one token per row, of logits with penalties; None: by torch's operations
         self._kernel: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] | None = None
         penalise: Penalise | None = None
         if self.choice.kernels == "triton":
@@ -138,7 +138,8 @@ class Sampler:
         """:meth:`sample` without the bookkeeping."""
         if batch.any_penalty:
             logits = self._penalties.apply(logits, batch)
-        if batch.banned_rows is not None and batch.banned_ids is not None:
+        # Native kernels write bans into the logits and undo it.
+        if batch.banned_ids is not None and batch.banned_rows is not None and self.choice.kernels != "native":
             logits = logits if batch.any_penalty else logits.clone()
             self.steering.ban_(logits, batch.banned_rows, batch.banned_ids)
         if self._kernel is not None:
