@@ -34,6 +34,8 @@ _UNITS = (
 )
 #: seconds that a compiler may take
 _PATIENCE = 600
+#: the interpreter ends
+_leaving = False
 
 
 class BuildFailed(Exception):
@@ -128,22 +130,20 @@ def _compile(
 ) -> Path:
     """All units side by side, and then together."""
     objects = [directory / f"{at}.o" for at in range(len(_UNITS))]
-    running = [
-        _start(compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
-        for (source, further), target in zip(_UNITS, objects, strict=True)
-    ]
-    kill = partial(_kill, running)
-    # A launch thread ends with the interpreter, wherever it is.
-    atexit.register(kill)
+    running: list[subprocess.Popen[str]] = []
+    leave = partial(_leave, running)
+    atexit.register(leave)
     try:
+        for (source, further), target in zip(_UNITS, objects, strict=True):
+            running.append(_start(compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target)))
         # The smallest last: whatever order they end in, the count is right when it is complete.
         for done, process in enumerate(running):
             if progress is not None:
                 progress(done, len(running))
             _finish(process)
     finally:
-        atexit.unregister(kill)
-        kill()
+        atexit.unregister(leave)
+        _kill(running)
         for process in running:
             with process:
                 pass
@@ -175,11 +175,20 @@ def _kill(running: list[subprocess.Popen[str]]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+def _leave(running: list[subprocess.Popen[str]]) -> None:
+    """The interpreter ends while a thread waits for compilers: neither is to go on."""
+    global _leaving
+    _leaving = True
+    _kill(running)
+
+
 def _finish(process: subprocess.Popen[str]) -> None:
     try:
         _, said = process.communicate(timeout=_PATIENCE)
     except subprocess.TimeoutExpired as error:
         raise BuildFailed(f"the compiler did not end within {_PATIENCE} seconds") from error
+    if _leaving:
+        raise SystemExit
     if process.returncode:
         first = next((line for line in said.splitlines() if "error" in line), said.strip()[:300])
         raise BuildFailed(f"the compiler failed: {first}")

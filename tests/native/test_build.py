@@ -153,14 +153,24 @@ def test_compilers_that_take_too_long_end_with_what_works_for_them(
 
 
 def test_compilers_end_with_the_process_that_wants_them(compiler: Compiler, tmp_path: Path) -> None:
-    """Also where it ends while a thread waits for them, as a launch thread does."""
+    """Also where it ends while a thread waits for them, as a launch thread does. That must not go on with
+    torch, whose operations abort a process that is about to end."""
     workers = tmp_path / "workers"
     compiler(f'\n[ "$1" = --version ] && exit\necho $$ >> "{workers}"; exec sleep 100')
     code = f"""if True:
-        import pathlib, threading
+        import atexit, pathlib, threading
         from aioinfer.native.build import _UNITS, build
-        threading.Thread(target=build, daemon=True).start()
+
+        def launch():
+            try:
+                build()
+            except Exception:
+                workers.with_name("went on").touch()
+
+        thread = threading.Thread(target=launch, daemon=True)
         workers = pathlib.Path({str(workers)!r})
+        atexit.register(thread.join)
+        thread.start()
         while not workers.exists() or len(workers.read_text().split()) < len(_UNITS):
             pass
     """
@@ -170,6 +180,7 @@ def test_compilers_end_with_the_process_that_wants_them(compiler: Compiler, tmp_
         while alive(int(worker)):
             pass
     assert left() == []
+    assert not workers.with_name("went on").exists()
 
 
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

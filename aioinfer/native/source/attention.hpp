@@ -80,7 +80,7 @@ class Attending {
   // ``position``: those of the queries.
   Attending(const Context<T>& context, int64_t head_dim, const Scoring& scoring, const int64_t (&position)[QUERIES],
             int64_t length, AttentionScratch<T>& scratch)
-      : context_(context), head_dim_(head_dim), scoring_(scoring), length_(length), scratch_(scratch) {
+      : context_(context), head_dim_(head_dim), scoring_(scoring), scratch_(scratch) {
     for (int q = 0; q < QUERIES; q++) {
       from_[q] = scoring.first_visible(position[q]);
       to_[q] = scoring.behind_visible(position[q], length);
@@ -278,7 +278,6 @@ class Attending {
   const Context<T>& context_;
   const int64_t head_dim_;
   const Scoring& scoring_;
-  const int64_t length_;
   AttentionScratch<T>& scratch_;
   const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE];
   int64_t from_[QUERIES], to_[QUERIES];
