@@ -161,7 +161,9 @@ class EngineConfig:
         "auto",
         "idle freezes what is there and collects between steps only; python leaves it; auto: idle on cuda",
     )
-    threads: int | None = _option(None, "CPU threads of the device; by default all cores")
+    threads: int | None = _option(
+        None, "CPU threads of the device; by default all cores that this process may use and has the time of"
+    )
     seed: int | None = _option(None, "seed of the seeds of requests that bring none")
     max_queued_requests: int = _option(4096, "requests waiting for a slot before new ones are rejected")
     max_queued_tokens: int = _option(4_000_000, "prompt tokens waiting before new requests are rejected")

@@ -50,7 +50,10 @@ def _package(name: str) -> str:
 def _cpu() -> str:
     import torch
 
-    text = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} of them and {_capability()}"
+    from aioinfer.execution.cores import cpu_quota, default_threads
+
+    threads = default_threads(torch.get_num_threads(), cpu_quota())
+    text = f"{os.cpu_count()} cores, a thread each on {threads} of them, {_capability()}"
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return f"{text}; {page * pages / 2**30:.1f} GiB of memory"
 

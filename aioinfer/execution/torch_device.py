@@ -46,15 +46,19 @@ class TorchDevice:
         import torch
 
         from aioinfer.execution.building import Parts, build
+        from aioinfer.execution.cores import cpu_quota, default_threads
         from aioinfer.execution.sizing import fit_blocks
         from aioinfer.execution.streams import lacks_memory
         from aioinfer.model.attention.choice import choose_attention
 
         config = self._config
         device = pick_device(config.device)
-        if config.threads is not None and device.type == "cpu":
-            self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(config.threads)
+        if device.type == "cpu":
+            before = torch.get_num_threads()
+            threads = config.threads or default_threads(before, cpu_quota())
+            if threads != before:
+                self._threads_before = before
+                torch.set_num_threads(threads)
         try:
             model = self._load(device, progress)
             spec = model.spec

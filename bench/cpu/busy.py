@@ -35,7 +35,10 @@ async def burn() -> None:
 
 
 async def forward_ms(engine: Engine, batch: int, prompt: int, tokens: int, busy: bool) -> float:
-    """Milliseconds of a forward, the mean over a batch's decodes."""
+    """Milliseconds of a forward, the mean over a batch's decodes.
+
+    Raises SystemExit if all had been computed when the first tokens were read.
+    """
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     other = asyncio.create_task(burn()) if busy else None
     try:
@@ -49,7 +52,10 @@ async def forward_ms(engine: Engine, batch: int, prompt: int, tokens: int, busy:
         if other is not None:
             other.cancel()
             await asyncio.wait([other])
-    return 1e3 * (after.busy - before.busy) / (after.steps - before.steps)
+    steps = after.steps - before.steps
+    if not steps:
+        raise SystemExit("there was no forward left to measure: ask for more --output-tokens")
+    return 1e3 * (after.busy - before.busy) / steps
 
 
 async def measure(config: EngineConfig, batch: int, prompt: int, tokens: int, rounds: int) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""By default there are as many threads as there are cores to be had, also in a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import aioinfer.execution.cores
+from aioinfer.config import EngineConfig
+from aioinfer.execution.cores import cpu_quota, default_threads
+from aioinfer.execution.torch_device import TorchDevice
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        ("0::/", {}, None),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        # The tightest of a group and those around it; nobody else's.
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3.0),
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "50000 50000", "c/cpu.max": "1 9"}, 1.0),
+        # The path is the host's, the mount the container's.
+        ("0::/kube/pod7", {"cpu.max": "200000 100000"}, 2.0),
+        ("0::/../other", {"cpu.max": "200000 100000"}, 2.0),
+        ("4:cpu:/d\n3:memory:/e", {"cpu/d/cpu.cfs_quota_us": "50", "cpu/d/cpu.cfs_period_us": "100"}, 0.5),
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100"}, None),
+        ("0::/", {"cpu.max": "rubbish"}, None),
+    ],
+)  # fmt: skip
+def test_the_quota_is_the_tightest_of_the_groups(
+    tmp_path: Path, membership: str, files: dict[str, str], quota: float | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    mine = tmp_path / "membership"
+    mine.write_text(membership + "\n")
+    assert cpu_quota(tmp_path, mine) == quota
+
+
+def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path, tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("usable", "quota", "threads"), [(8, None, 8), (8, 1.5, 2), (8, 0.2, 1), (2, 16.0, 2), (8, 4.0, 4)]
+)
+def test_threads_have_a_core_each_and_the_time_of_it(usable: int, quota: float | None, threads: int) -> None:
+    assert default_threads(usable, quota) == threads
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, 1), (2, 2)])
+def test_a_device_takes_what_is_granted_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, used: int
+) -> None:
+    monkeypatch.setattr(aioinfer.execution.cores, "cpu_quota", lambda: 0.7)
+    before = torch.get_num_threads()
+    device = TorchDevice(EngineConfig(device="cpu", threads=asked))
+    device.open()
+    assert torch.get_num_threads() == used
+    device.close()
+    assert torch.get_num_threads() == before
