@@ -128,6 +128,11 @@ class EngineConfig:
         None,
         "steps launched ahead of the one being read; 0 is sequential; default: 1, 0 for diffusion on a CPU",
     )
+    plan_late: bool = _option(
+        True,
+        "plan a step when the one before is about to end, not as soon as the window has room: who arrives "
+        "meanwhile is in it",
+    )
     max_overlapped_prefill: int = _option(
         256, "prefill tokens of a step behind which more prefill is launched before its result was read"
     )

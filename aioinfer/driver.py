@@ -3,6 +3,7 @@
 Read :meth:`Driver._turn` first. It is the whole life of the engine: launch while the in-flight window has
 room and there is something to compute; if not, resolve the oldest flight, when it has landed. It is a
 callback of the loop, called when a flight lands and, a turn of the loop later, when :meth:`Driver.wake` was.
+The window's last place is kept free until the oldest flight is about to land: see :mod:`aioinfer.pacing`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.observe.timeline import Timeline, now
+from aioinfer.pacing import Pace
 from aioinfer.request import Request
 from aioinfer.scheduling.audit import check_idle
 
@@ -35,7 +37,8 @@ class Driver:
 
     ``admitted`` hears of requests that got their first row, ``moved`` of those that a resolved step gave a
     token or an end, ``lost`` of the error after which nothing can go on: DeviceLost, or whatever else.
-    ``garbage`` is told when to collect, and when not.
+    ``garbage`` is told when to collect, and when not. ``pace`` says how late a step may be planned; None is
+    as early as the window allows.
     """
 
     __slots__ = (
@@ -50,9 +53,11 @@ class Driver:
         "_loop",
         "_lost",
         "_moved",
+        "_pace",
         "_quiet",
         "_stopping",
         "_timeline",
+        "_timer",
         "_turning",
         "_window",
         "failed_checks",
@@ -70,8 +75,10 @@ class Driver:
         lost: Callable[[BaseException], None],
         timeline: Timeline,
         garbage: Garbage | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._garbage = garbage
+        self._pace = pace
         self._timeline = timeline
         self._core = core
         self._launcher = launcher
@@ -82,7 +89,10 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         #: whoever wakes the driver, what it does is not done in their context
         self._context = contextvars.copy_context()
-        self._flights: deque[tuple[Step, Landing]] = deque()
+        #: steps, where their results arrive, and when they were launched
+        self._flights: deque[tuple[Step, Landing, float]] = deque()
+        #: when the next step is planned, unless something else happens before
+        self._timer: asyncio.TimerHandle | None = None
         #: a turn will come; one is going on
         self._due = False
         self._turning = False
@@ -102,7 +112,7 @@ class Driver:
 
     def _interrupt(self) -> None:
         """Steps in flight compute no more rounds than the one they are in."""
-        for step, _ in self._flights:
+        for step, _, _ in self._flights:
             if step.horizon is not None:
                 step.horizon.interrupted = True
 
@@ -121,6 +131,7 @@ class Driver:
         self._stopping = True
         if self._garbage is not None:
             self._garbage.rest()
+        self._set_timer_aside()
         self._set_quiet()
         self.wake()
 
@@ -160,7 +171,7 @@ class Driver:
                 # Consumers first: launching would compute the next step.
                 self._again()
                 return
-            if self._may_launch and (step := self._plan()) is not None:
+            if self._may_launch and not self._early() and (step := self._plan()) is not None:
                 self._launch(step)
             elif not flights:
                 self._rest()
@@ -197,6 +208,25 @@ class Driver:
     def _may_launch(self) -> bool:
         return len(self._flights) <= self._window and not self.paused
 
+    def _early(self) -> bool:
+        """Launched now, a step would fill the window long before that is of use; it will be, in time."""
+        if self._pace is None or not self._flights or len(self._flights) < self._window:
+            return False
+        step, landing, launched = self._flights[0]
+        spare = 0.0 if landing.done else self._pace.spare(step, launched, self._loop.time())
+        if spare > 0.0 and self._timer is None:
+            self._timer = self._loop.call_later(spare, self._in_time, context=self._context)
+        return spare > 0.0
+
+    def _set_timer_aside(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _in_time(self) -> None:
+        self._timer = None
+        self._landed()
+
     def _plan(self) -> Step | None:
         start = now()
         step = self._core.plan(self._flights[-1][0] if self._flights else None)
@@ -208,22 +238,26 @@ class Driver:
         start = now()
         landing = self._launcher.launch(step, self._landed)
         self._timeline.loop.add("pack", step.id, start, now())
-        self._flights.append((step, landing))
+        self._flights.append((step, landing, self._loop.time()))
         if self._garbage is not None:
             self._garbage.launched()
         for request in self._core.admitted:
             self._admitted(request)
 
-    def _resolve(self, step: Step, landing: Landing) -> None:
+    def _resolve(self, step: Step, landing: Landing, launched: float) -> None:
         """Commit a landed flight and tell of it."""
         self._last_progress = self._loop.time()
+        self._set_timer_aside()
         start = now()
         error, result, what = landing.error, landing.result, "resolve"
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
             assert result is not None
-            self._timeline.noticed(start - result.done_at)
+            delay = start - result.done_at
+            self._timeline.noticed(delay)
+            if self._pace is not None:
+                self._pace.landed(step, launched, self._last_progress, delay)
             moved = self._core.resolve(step, result)
         else:
             if isinstance(error, StepOutOfMemory):

@@ -28,6 +28,7 @@ from aioinfer.errors import (
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.intake import Intake
 from aioinfer.observe.timeline import Timeline
+from aioinfer.pacing import Pace
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.stats import EngineStats
@@ -147,6 +148,7 @@ class Engine:
             lost=self._lost,
             timeline=self._launcher.timeline,
             garbage=self._tuning.garbage,
+            pace=Pace() if config.plan_late else None,
         )
         self._state = EngineState.RUNNING
 

@@ -155,7 +155,9 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         defer=defer,
     )
     faults.device = device
-    launcher = TimedLauncher(device, lambda step: dice.choice([0.0, 0.001, 0.01]) + 1e-4 * step.num_tokens)
+    launcher = TimedLauncher(
+        device, lambda step: dice.choice([0.0, 0.001, 0.01, 0.03]) + 1e-4 * step.num_tokens
+    )
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: ToyTokenizer(VOCAB))
     return World(rng, engine, device, launcher, random_params, verify)
 
