@@ -251,3 +251,13 @@ def test_a_busy_loop_is_measured_beside_an_idle_one(
     for times in found.values():
         assert times["slower"] == times["busy_ms"] / times["idle_ms"] - 1
     assert "native, 1 thread " in capsys.readouterr().out
+
+
+@pytest.mark.native
+def test_rounded_weights_are_compared_with_others_on_the_same_questions(tmp_path: Path) -> None:
+    line = tmp_path / "line.json"
+    assert bench.cpu.command.run(parse(["--accuracy", "--requests", "2", "--json", str(line)])) == 0
+    found = json.loads(line.read_text())["found"]
+    assert set(found) == {"bfloat16", "int8", "float32"}
+    assert found["bfloat16"]["logprobs_apart"] == 0 < found["float32"]["logprobs_apart"]
+    assert found["int8"]["right"]["copy"] == 1.0

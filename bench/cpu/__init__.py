@@ -5,6 +5,7 @@
     python -m bench cpu --peers aioinfer --rounds 1 --set aioinfer.window=0
     python -m bench cpu --serve                     through the servers: staggered arrivals, TTFT and ITL
     python -m bench cpu --busy                      this engine's forward beside a loop that has other work
+    python -m bench cpu --accuracy                  8-bit weights beside bfloat16 and float32
 
 Every engine computes the same random prompts (never the same twice, no prefix caches) with the same number
 of threads and the same KV budget, greedily, whatever the end token is. A cell is run twice a round, for 1

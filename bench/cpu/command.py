@@ -61,10 +61,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     add_place(parser)
     parser.add_argument("--busy", action="store_true", help="this engine alone, beside a loop that is busy")
-    served = parser.add_argument_group("with --serve")
+    parser.add_argument("--accuracy", action="store_true", help="what 8-bit weights cost the bundled model")
+    served = parser.add_argument_group("with --serve and, for the number, --accuracy")
     served.add_argument("--serve", action="store_true", help="measure the servers, not the engines")
     served.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="arrivals per second")
-    served.add_argument("--requests", type=int, default=48, help="requests per rate and round")
+    served.add_argument("--requests", type=int, default=48, help="requests per rate and round, or task")
     options = parser.parse_args(arguments)
     options.max_batch = max([1, *options.concurrency])
     options.peers = options.peers or (_SERVERS if options.serve else _DEFAULT)
@@ -156,6 +157,10 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and report; returns the exit status."""
+    if options.accuracy:
+        from bench.cpu.accuracy import main as accuracy
+
+        return accuracy(options)
     try:
         model = find_model(options.model, options.place)
     except FileNotFoundError as error:
