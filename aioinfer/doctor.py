@@ -6,10 +6,15 @@ import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from aioinfer import __version__, assembly
 from aioinfer.config import EngineConfig
-from aioinfer.errors import AioInferError
+from aioinfer.errors import AioInferError, ConfigError
+
+if TYPE_CHECKING:
+    from aioinfer.model.attention.choice import Choice
+    from aioinfer.model.loader import Prospect
 
 __all__ = ["Finding", "examine"]
 
@@ -112,6 +117,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         kernels = choose_experts(device, *model.experts, model.dtype, config.experts, native=native)
         experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
         expert_kernels = kernels.kernels
+    _check_promises(config, model, layers, expert_kernels)
     blocks: list[Finding] = []
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
@@ -135,3 +141,15 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding("decode graphs", f"none: {obstacle}" if obstacle else f"up to {captured}"),
         Finding("launching", f"{config.launch_mode}, window {window}"),
     ]
+
+
+def _check_promises(config: EngineConfig, model: Prospect, layers: Choice, experts: str | None) -> None:
+    """Raises ConfigError for what only native kernels do."""
+    from aioinfer.model.layers import check_quantization
+
+    if model.own:
+        check_quantization(layers, config.quantization)
+    elif config.quantization != "none":
+        raise ConfigError(f"quantization: the code of {model.architecture} is transformers' own")
+    if config.deterministic and not (model.own and {layers.kernels, experts} <= {"native", None}):
+        raise ConfigError(f"deterministic: not all of {model.architecture} is computed by native kernels")

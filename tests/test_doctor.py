@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aioinfer.cli import main
 from aioinfer.config import EngineConfig
 from aioinfer.doctor import examine
+from aioinfer.errors import ConfigError
 from aioinfer.execution import graphs
 from aioinfer.execution.torch_device import TorchDevice
 from tests.model.block_models import block_config, write_checkpoint
@@ -88,3 +90,21 @@ def test_what_would_not_start_is_a_problem_and_an_exit_status(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("problem")
     assert ("missing" if "directory" in what else "CUDA") in last
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "int8", "attention": "sdpa"},
+        {"quantization": "int8", "transformers_fallback": True},
+        {"deterministic": True, "attention": "sdpa"},
+        {"deterministic": True, "transformers_fallback": True},
+    ],
+)
+def test_promises_that_an_engine_refuses_are_refused_here_too(settings: dict[str, Any]) -> None:
+    config = EngineConfig(device="cpu", **settings)
+    problem = examine(config)[-1]
+    assert problem.fatal
+    assert problem.text.startswith(next(iter(settings)))
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        TorchDevice(config).open()

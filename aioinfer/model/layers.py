@@ -20,7 +20,14 @@ from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
 
-__all__ = ["LayerKernels", "Quantization", "TorchLayers", "choose_layers", "make_layers"]
+__all__ = [
+    "LayerKernels",
+    "Quantization",
+    "TorchLayers",
+    "check_quantization",
+    "choose_layers",
+    "make_layers",
+]
 
 #: how the weights of linear layers are stored
 Quantization = Literal["none", "int8"]
@@ -97,6 +104,14 @@ def choose_layers(choice: Choice, sizes: Sequence[int]) -> Choice:
     return choice
 
 
+def check_quantization(layers: Choice, quantization: Quantization) -> None:
+    """Raises ConfigError for weights that are to be quantised where nobody does it."""
+    if quantization != "none" and layers.kernels != "native":
+        raise ConfigError(
+            f"quantization: {quantization} needs native layers, these are {layers.kernels}: {layers.reason}"
+        )
+
+
 def make_layers(
     choice: Choice,
     device: torch.device,
@@ -109,15 +124,12 @@ def make_layers(
     Raises ConfigError for weights that are to be quantised where nobody does it.
     """
     layers = choose_layers(choice, sizes)
+    check_quantization(layers, quantization)
     if layers.kernels == "native":
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.bindings import shared_team
 
         return NativeLayers(shared_team(torch.get_num_threads()), quantization)
-    if quantization != "none":
-        raise ConfigError(
-            f"quantization: {quantization} needs native layers, these are {layers.kernels}: {layers.reason}"
-        )
     # What Triton's kernels are captured with reads weights where they lie.
     make_linear = TorchLinear if choice.kernels == "triton" else packed_or_torch(device, dtype)
     return TorchLayers(make_operations(choice), make_linear)
