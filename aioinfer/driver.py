@@ -254,10 +254,9 @@ class Driver:
             raise error
         if error is None:
             assert result is not None
-            delay = start - result.done_at
-            self._timeline.noticed(delay)
+            self._timeline.noticed(start - result.done_at)
             if self._pace is not None:
-                self._pace.landed(step, launched, self._last_progress, delay)
+                self._pace.landed(step, launched, self._last_progress, landing.delay)
             moved = self._core.resolve(step, result)
         else:
             if isinstance(error, StepOutOfMemory):

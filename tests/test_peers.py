@@ -145,7 +145,8 @@ def test_stopping_and_ending_reach_the_whole_family(start: Start, way: str) -> N
 )
 def test_processes_end_with_a_harness_that_was_killed(tmp_path: Path, stopped: bool, code: str) -> None:
     script = (
-        "import sys; from pathlib import Path; from bench.peers.process import Process\n"
+        "import signal, sys; from pathlib import Path; from bench.peers.process import Process\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # as under nohup
         f"command, log = [sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log')!r})\n"
         f"process = Process(command, log=log, cwd=log.parent, environment={{}}, pipes=True)\n"
         f"process._process.stdout.read(1)\nif {stopped}: process.pause()\n"

@@ -37,17 +37,23 @@ class Landing:
     turn costs the loop's thread a fight for the interpreter, and the device's thread the other side of it.
     """
 
-    __slots__ = ("_tell", "done", "error", "result")
+    __slots__ = ("_tell", "delay", "done", "error", "result")
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
         self.done = False
         self.result: StepResult | None = None
         self.error: BaseException | None = None
+        #: seconds that the loop was late to hear of a result
+        self.delay = 0.0
 
-    def settle(self, result: StepResult | None, error: BaseException | None = None) -> None:
-        """The step has ended. On the loop's thread."""
+    def settle(
+        self, result: StepResult | None, error: BaseException | None = None, *, delay: float | None = None
+    ) -> None:
+        """The step has ended. On the loop's thread. ``delay`` is for loops whose time is not the device's."""
         self.done, self.result, self.error = True, result, error
+        if result is not None:
+            self.delay = now() - result.done_at if delay is None else delay
         self._tell()
 
 

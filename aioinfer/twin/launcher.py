@@ -57,7 +57,7 @@ class TimedLauncher:
             else:
                 landing.settle(None, error)
         else:
-            landing.settle(result)
+            landing.settle(result, delay=0.0)
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         self._device.close()
