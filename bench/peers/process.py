@@ -24,7 +24,7 @@ __all__ = ["PeerFailed", "PeerProcess", "Process", "end_of"]
 _LONGEST = 64 * 2**20
 #: seconds that a peer may take to end when it is asked to
 _GRACE = 5.0
-#: becomes the command, to be killed (9) when its parent dies (PR_SET_PDEATHSIG, 1), which it may have already,
+#: becomes the command, to be killed (9) when its parent dies (PR_SET_PDEATHSIG, 1), which may have happened,
 #: and to be ended by a hang-up also where this process ignores those (nohup)
 _MORTAL = """
 import ctypes, os, signal, sys
