@@ -13,7 +13,7 @@ from aioinfer.engine import Engine
 from aioinfer.pacing import Pace
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.twin import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop
+from aioinfer.twin import TimedLauncher, ToyDevice, VirtualLoop
 
 STEP = 0.1
 
@@ -24,10 +24,11 @@ def run(main: Any) -> Any:
 
 
 def engine_of(step_time: Any, **settings: Any) -> tuple[Engine, TimedLauncher]:
+    # Without a tokenizer: text that waits for its rest would make tokens late.
     config = EngineConfig(model="toy", page_size=4, num_pages=400, max_running_requests=8, **settings)
     device = ToyDevice(num_pages=400, page_size=4, num_slots=config.num_slots)
     launcher = TimedLauncher(device, step_time)
-    return Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: ToyTokenizer()), launcher
+    return Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: None), launcher
 
 
 async def course(step_time: Any, **settings: Any) -> tuple[list[float], float]:
@@ -36,12 +37,12 @@ async def course(step_time: Any, **settings: Any) -> tuple[list[float], float]:
     loop, dice = asyncio.get_running_loop(), random.Random(5)
     waits: list[float] = []
     async with engine:
-        long = engine.generate([1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True))
+        long = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
         await long.accepted()
         for at in range(12):
             await asyncio.sleep(dice.uniform(4, 9) * STEP)
             begin = loop.time()
-            short = engine.generate([at, 7, 8], SamplingParams(max_tokens=2, ignore_eos=True))
+            short = engine.generate([at, 7, 8], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
             await anext(short)
             waits.append(loop.time() - begin)
             await short
