@@ -28,7 +28,7 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The one place where a GPU that is not there skips tests; for a compiler it is in tests.compiled."""
+    """The one place where something that is not there skips tests: a GPU."""
     if item.get_closest_marker("native") is not None:
         from tests.compiled import require_native
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,8 +66,9 @@ def build(progress: Callable[[int, int], None] | None = None) -> Path:
     """The library for this machine, compiled if that has not been done yet; half a minute, then.
 
     Several processes may do so at once: the last one to finish wins, and nobody sees half a file.
-    AIOINFER_CXX names another compiler than the first of ``$CXX``, ``c++``, ``g++`` and ``clang++``, and
-    AIOINFER_CXXFLAGS other flags than those for the processor at hand.
+    AIOINFER_CXX names another compiler than the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of
+    the package ziglang (the extra "compiler"); AIOINFER_CXXFLAGS other flags than those for the processor at
+    hand.
 
     Args:
         progress: called with how many of how many files have been compiled.
@@ -88,19 +92,21 @@ def build(progress: Callable[[int, int], None] | None = None) -> Path:
     return path
 
 
-def find_compiler() -> str:
-    """The compiler that :func:`build` takes. Raises BuildFailed if there is none."""
+def find_compiler() -> list[str]:
+    """The command of the compiler that :func:`build` takes. Raises BuildFailed if there is none."""
     named = os.environ.get("AIOINFER_CXX") or os.environ.get("CXX")
-    for name in (named,) if named else ("c++", "g++", "clang++"):
+    for name, *arguments in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(name)
         if found:
-            return found
-    raise BuildFailed(
-        f"there is no compiler {named}" if named else "there is no C++ compiler (c++, g++, clang++)"
-    )
+            return [found, *arguments]
+    if named:
+        raise BuildFailed(f"there is no compiler {named}")
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++"]
+    raise BuildFailed("there is no C++ compiler (c++, g++, clang++, nor the package ziglang)")
 
 
-def _fingerprint(compiler: str, flags: list[str]) -> str:
+def _fingerprint(compiler: list[str], flags: list[str]) -> str:
     digest = hashlib.sha256()
     for part in (_version(compiler), *flags, platform.machine(), _processor()):
         digest.update(part.encode() + b"\0")
@@ -109,11 +115,11 @@ def _fingerprint(compiler: str, flags: list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _version(compiler: str) -> str:
+def _version(compiler: list[str]) -> str:
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildFailed(f"{compiler} does not run: {error}") from error
+        raise BuildFailed(f"{' '.join(compiler)} does not run: {error}") from error
 
 
 def _processor() -> str:
@@ -126,7 +132,7 @@ def _processor() -> str:
 
 
 def _compile(
-    compiler: str, flags: list[str], directory: Path, progress: Callable[[int, int], None] | None
+    compiler: list[str], flags: list[str], directory: Path, progress: Callable[[int, int], None] | None
 ) -> Path:
     """All units side by side, and then together."""
     objects = [directory / f"{at}.o" for at in range(len(_UNITS))]
@@ -135,7 +141,9 @@ def _compile(
     atexit.register(leave)
     try:
         for (source, further), target in zip(_UNITS, objects, strict=True):
-            running.append(_start(compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target)))
+            running.append(
+                _start(*compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
+            )
         # The smallest last: whatever order they end in, the count is right when it is complete.
         for done, process in enumerate(running):
             if progress is not None:
@@ -148,7 +156,7 @@ def _compile(
             with process:
                 pass
     library = directory / "library.so"
-    _finish(_start(compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
+    _finish(_start(*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
     if progress is not None:
         progress(len(running), len(running))
     return library

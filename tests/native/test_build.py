@@ -5,6 +5,7 @@ Most of it with compilers that are scripts: what a real one makes of the sources
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -25,7 +26,7 @@ from aioinfer.model.attention.choice import Choice, choose_attention
 from aioinfer.model.layers import TorchLayers, make_layers
 from aioinfer.native import bindings
 from aioinfer.native import build as building
-from aioinfer.native.build import _UNITS, BuildFailed, build, cache_directory
+from aioinfer.native.build import _UNITS, BuildFailed, build, cache_directory, find_compiler
 from aioinfer.params import SamplingParams
 from tests.model.harness import require
 
@@ -88,6 +89,26 @@ def test_what_was_compiled_is_found_again(compiler: Compiler) -> None:
     assert build(lambda *done: told.append(done)) == path
     assert (calls(script), len(told)) == (count + 1, count + 1)
     assert left() == [".so"]
+
+
+def test_a_compiler_may_be_called_by_another_program(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = compiler(WORKS)
+    monkeypatch.setenv("AIOINFER_CXX", f"env -u NOTHING '{script}'")
+    assert build().read_text() == "made\n"
+    assert calls(script) == len(_UNITS) + 1
+
+
+def test_where_the_system_has_no_compiler_that_of_the_extra_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AIOINFER_CXX", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = find_compiler()
+    assert command == [sys.executable, "-m", "ziglang", "c++"]
+    assert "clang" in subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
 
 
 def test_flags_compilers_processors_and_sources_have_libraries_of_their_own(
@@ -190,6 +211,7 @@ def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         build()
     monkeypatch.delenv("AIOINFER_CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BuildFailed, match=r"no C\+\+ compiler"):
         build()
 

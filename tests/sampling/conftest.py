@@ -9,14 +9,14 @@ import pytest
 
 from aioinfer.sampling.choice import Kernels
 from tests.model.kernels import DEVICES, kernels_or_skip
-from tests.sampling.support import native_or_skip
+from tests.sampling.support import native_team
 
 
 @pytest.fixture(params=["torch", "native"])
 def sampling(request: pytest.FixtureRequest) -> Kernels:
     """What a sampler on a CPU may be made of."""
     if request.param == "native":
-        native_or_skip()
+        native_team()
     found: Kernels = request.param
     return found
 

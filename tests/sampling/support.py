@@ -31,7 +31,7 @@ DEFAULTS: dict[str, float] = {
 }
 
 
-def native_or_skip(threads: int = 2) -> Team:
+def native_team(threads: int = 2) -> Team:
     """A team for kernels in C++, where they can be compiled."""
     require_native()
     return shared_team(threads)

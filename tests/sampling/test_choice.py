@@ -11,14 +11,14 @@ from aioinfer.native import bindings
 from aioinfer.sampling import choice
 from aioinfer.sampling.choice import SamplingChoice
 from aioinfer.sampling.sampler import Sampler
-from tests.sampling.support import native_or_skip
+from tests.sampling.support import native_team
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 choose = choice.choose_sampling
 
 
 def test_a_cpu_samples_natively_where_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    native_or_skip()
+    native_team()
     assert choose(CPU) == SamplingChoice("native", "the device is a cpu")
     assert choose(CPU, "native") == SamplingChoice("native", "asked for")
     assert Sampler(2, 10, CPU).choice.kernels == "native"
