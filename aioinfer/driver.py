@@ -131,7 +131,7 @@ class Driver:
         self._stopping = True
         if self._garbage is not None:
             self._garbage.rest()
-        self._set_timer_aside()
+        self._cancel_timer()
         self._set_quiet()
         self.wake()
 
@@ -171,7 +171,7 @@ class Driver:
                 # Consumers first: launching would compute the next step.
                 self._again()
                 return
-            if self._may_launch and not self._early() and (step := self._plan()) is not None:
+            if self._may_launch and not self._put_off() and (step := self._plan()) is not None:
                 self._launch(step)
             elif not flights:
                 self._rest()
@@ -208,22 +208,22 @@ class Driver:
     def _may_launch(self) -> bool:
         return len(self._flights) <= self._window and not self.paused
 
-    def _early(self) -> bool:
-        """Launched now, a step would fill the window long before that is of use; it will be, in time."""
+    def _put_off(self) -> bool:
+        """Whether the step that fills the window is planned later; a timer is set for that, then."""
         if self._pace is None or not self._flights or len(self._flights) < self._window:
             return False
         step, landing, launched = self._flights[0]
         spare = 0.0 if landing.done else self._pace.spare(step, launched, self._loop.time())
         if spare > 0.0 and self._timer is None:
-            self._timer = self._loop.call_later(spare, self._in_time, context=self._context)
+            self._timer = self._loop.call_later(spare, self._put_off_no_longer, context=self._context)
         return spare > 0.0
 
-    def _set_timer_aside(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _in_time(self) -> None:
+    def _put_off_no_longer(self) -> None:
         self._timer = None
         self._landed()
 
@@ -247,14 +247,14 @@ class Driver:
     def _resolve(self, step: Step, landing: Landing, launched: float) -> None:
         """Commit a landed flight and tell of it."""
         self._last_progress = self._loop.time()
-        self._set_timer_aside()
+        self._cancel_timer()
         start = now()
         error, result, what = landing.error, landing.result, "resolve"
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
             assert result is not None
-            self._timeline.noticed(start - result.done_at)
+            self._timeline.noticed(landing.delay)
             if self._pace is not None:
                 self._pace.landed(step, launched, self._last_progress, landing.delay)
             moved = self._core.resolve(step, result)
