@@ -117,7 +117,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         kernels = choose_experts(device, *model.experts, model.dtype, config.experts, native=native)
         experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
         expert_kernels = kernels.kernels
-    _check_promises(config, model, layers, expert_kernels)
+    _check_promises(config, model, choice.kernels, layers, expert_kernels)
     blocks: list[Finding] = []
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
@@ -143,13 +143,12 @@ def _plan(config: EngineConfig) -> list[Finding]:
     ]
 
 
-def _check_promises(config: EngineConfig, model: Prospect, layers: Choice, experts: str | None) -> None:
+def _check_promises(
+    config: EngineConfig, model: Prospect, attention: str, layers: Choice, experts: str | None
+) -> None:
     """Raises ConfigError for what only native kernels do."""
-    from aioinfer.model.layers import check_quantization
+    from aioinfer.model.layers import check_quantization, why_variant
 
-    if model.own:
-        check_quantization(layers, config.quantization)
-    elif config.quantization != "none":
-        raise ConfigError(f"quantization: the code of {model.architecture} is transformers' own")
+    check_quantization(layers if model.own else None, model.architecture, config.quantization)
     if config.deterministic and not (model.own and {layers.kernels, experts} <= {"native", None}):
-        raise ConfigError(f"deterministic: not all of {model.architecture} is computed by native kernels")
+        raise ConfigError(f"deterministic: {why_variant(model.architecture, attention)}")

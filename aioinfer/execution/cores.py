@@ -37,10 +37,8 @@ def cpu_quota(
         top = root / "cpu" if controllers else root
         group = top / path.lstrip("/")
         # In a container the path may be the host's: what is mounted at the top is the container's own.
-        for directory in {top, group, *(parent for parent in group.parents if top in parent.parents)}:
-            limit = _limit(directory)
-            if limit is not None:
-                found.append(limit)
+        limits = [_limit(place) for place in (group, *group.parents) if place.is_relative_to(top)]
+        found += [limit for limit in limits if limit is not None]
     return min(found, default=None)
 
 

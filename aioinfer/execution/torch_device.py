@@ -50,6 +50,7 @@ class TorchDevice:
         from aioinfer.execution.sizing import fit_blocks
         from aioinfer.execution.streams import lacks_memory
         from aioinfer.model.attention.choice import choose_attention
+        from aioinfer.model.layers import why_variant
 
         config = self._config
         device = pick_device(config.device)
@@ -65,7 +66,7 @@ class TorchDevice:
             config = fit_blocks(config, spec)
             choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention)
             if config.deterministic and not model.invariant:
-                raise ConfigError(f"deterministic: {_variant(model, choice.kernels)}")
+                raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.kernels)}")
             parts = Parts(config, model, choice, device, self._masks, self.lane)
             self._backend, size = build(parts, self._capture, progress)
         except Exception as error:
@@ -139,13 +140,6 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
-
-
-def _variant(model: CausalLM, kernels: str) -> str:
-    """Why a model's results depend on the company."""
-    if kernels != "native":
-        return f"the bits that {kernels} kernels compute depend on the batch; native ones' on a CPU do not"
-    return f"not all of {model.spec.architecture} is computed by native kernels"
 
 
 def _packer(config: EngineConfig, spec: ModelSpec, max_len: int, graph_rows: int) -> Packer | BlockPacker:

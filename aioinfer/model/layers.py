@@ -27,6 +27,7 @@ __all__ = [
     "check_quantization",
     "choose_layers",
     "make_layers",
+    "why_variant",
 ]
 
 #: how the weights of linear layers are stored
@@ -104,12 +105,25 @@ def choose_layers(choice: Choice, sizes: Sequence[int]) -> Choice:
     return choice
 
 
-def check_quantization(layers: Choice, quantization: Quantization) -> None:
-    """Raises ConfigError for weights that are to be quantised where nobody does it."""
-    if quantization != "none" and layers.kernels != "native":
-        raise ConfigError(
-            f"quantization: {quantization} needs native layers, these are {layers.kernels}: {layers.reason}"
-        )
+def check_quantization(layers: Choice | None, architecture: str, quantization: Quantization) -> None:
+    """Raises ConfigError for weights that are to be quantised where nobody does it.
+
+    ``layers`` is whose kernels they get, None if they are transformers'.
+    """
+    if quantization == "none" or (layers is not None and layers.kernels == "native"):
+        return
+    if layers is None:
+        raise ConfigError(f"quantization: the code of {architecture} is transformers' own")
+    raise ConfigError(
+        f"quantization: {quantization} needs native layers, these are {layers.kernels}: {layers.reason}"
+    )
+
+
+def why_variant(architecture: str, attention: str) -> str:
+    """Why a model that is not native throughout cannot promise results that depend on no company."""
+    if attention != "native":
+        return f"the bits that {attention} kernels compute depend on the batch; native ones' on a CPU do not"
+    return f"not all of {architecture} is computed by native kernels"
 
 
 def make_layers(
@@ -119,13 +133,8 @@ def make_layers(
     sizes: Sequence[int] = (),
     quantization: Quantization = "none",
 ) -> LayerKernels:
-    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers.
-
-    Raises ConfigError for weights that are to be quantised where nobody does it.
-    """
-    layers = choose_layers(choice, sizes)
-    check_quantization(layers, quantization)
-    if layers.kernels == "native":
+    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers."""
+    if choose_layers(choice, sizes).kernels == "native":
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.bindings import shared_team
 

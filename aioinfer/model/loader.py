@@ -13,7 +13,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.attention.choice import Kernels, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
-from aioinfer.model.layers import Quantization, make_layers
+from aioinfer.model.layers import Quantization, check_quantization, choose_layers, make_layers
 from aioinfer.model.moe.choice import Wanted
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
@@ -54,12 +54,13 @@ def load_model(
     family = _family(config, force_transformers)
     blocks = _blocks(config, family, block_size)
     if family is None:
-        if quantization != "none":
-            raise ConfigError(f"quantization: the code of {config.architectures[0]} is transformers' own")
+        check_quantization(None, config.architectures[0], quantization)
         from aioinfer.model.transformers_model import TransformersLM
 
         return TransformersLM(path, config, chosen, device, progress, made_up)
     choice = choose_attention(device, _head_dim(config), chosen, kernels, progress)
+    sizes = _inner_sizes(config)
+    check_quantization(choose_layers(choice, sizes), config.architectures[0], quantization)
     weights = made_up or Weights(path, dtype=chosen, device=device, progress=progress)
     return build_decoder(
         path,
@@ -68,7 +69,7 @@ def load_model(
         weights,
         dtype=chosen,
         device=device,
-        kernels=make_layers(choice, device, chosen, _inner_sizes(config), quantization),
+        kernels=make_layers(choice, device, chosen, sizes, quantization),
         experts=experts,
         blocks=blocks,
     )

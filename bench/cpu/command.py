@@ -62,10 +62,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_place(parser)
     parser.add_argument("--busy", action="store_true", help="this engine alone, beside a loop that is busy")
     parser.add_argument("--accuracy", action="store_true", help="what 8-bit weights cost the bundled model")
-    served = parser.add_argument_group("with --serve and, for the number, --accuracy")
+    served = parser.add_argument_group("with --serve")
     served.add_argument("--serve", action="store_true", help="measure the servers, not the engines")
     served.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="arrivals per second")
-    served.add_argument("--requests", type=int, default=48, help="requests per rate and round, or task")
+    served.add_argument(
+        "--requests",
+        type=int,
+        default=48,
+        help="requests per rate and round; with --accuracy, questions per task",
+    )
     options = parser.parse_args(arguments)
     options.max_batch = max([1, *options.concurrency])
     options.peers = options.peers or (_SERVERS if options.serve else _DEFAULT)
