@@ -41,7 +41,8 @@ class Proposal:
     def entropy(self) -> torch.Tensor:
         """[R, B] float32: of the distribution at temperature 1 and without filters, in nats."""
         probabilities = self.relative.exp().div_(self.mass.unsqueeze(2))
-        return _total(torch.special.entr(probabilities))
+        # Not torch.special.entr, which CUDA has compiled when it is first called.
+        return _total(torch.xlogy(probabilities, probabilities)).neg_()
 
 
 def propose(

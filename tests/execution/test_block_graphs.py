@@ -32,6 +32,7 @@ from tests.execution.fake_cuda import FakeCudaDevice, install
 from tests.execution.graphed_script import CPU, GraphedScript
 from tests.execution.test_block_devices import KINDS, drive
 from tests.execution.test_blocks import EVERY, MASK, VOCAB, Injected, World, first_row, row, step
+from tests.execution.waits import WATCHING, waits
 from tests.model.block_models import Plain, block_config, write_checkpoint
 from tests.model.kernels import kernels_or_skip
 
@@ -364,6 +365,7 @@ def test_steps_with_known_tokens_are_no_rounds(rows: tuple[tuple[int, int, int],
 
 
 @pytest.mark.gpu
+@WATCHING
 @pytest.mark.parametrize("kinds", [KINDS, KINDS[:1] * 4, KINDS[1:2] * 4])
 @pytest.mark.parametrize("family", ["llada2", "sdar", "sdar_moe"])
 def test_on_cuda_replayed_models_denoise_as_they_are_described(
@@ -378,14 +380,11 @@ def test_on_cuda_replayed_models_denoise_as_they_are_described(
     runner: Any = device._backend.runner  # type: ignore[union-attr]
     assert runner.graphs is not None
     launch_step = device.launch
-    for mode in ("default", "error"):
+    for allowed in (True, False):
 
-        def watched(prepared: Any, mode: str = mode) -> Flight:
-            torch.cuda.set_sync_debug_mode(mode)
-            try:
+        def watched(prepared: Any, allowed: bool = allowed) -> Flight:
+            with waits(allowed):
                 return launch_step(prepared)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
         device.launch = watched  # type: ignore[method-assign]
         drive(device, info, 1, Plain(shape, tensors, 4), kinds, size=4)

@@ -17,6 +17,7 @@ from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.params import SamplingParams
+from tests.execution.waits import WATCHING, waits
 from tests.model.checkpoints import greedy
 from tests.model.test_oracle import prompts
 
@@ -40,11 +41,8 @@ class WatchedDevice(TorchDevice):
     def launch(self, prepared: Any) -> Any:
         self.launched += 1
         # The first steps of each shape compile kernels, which may wait.
-        torch.cuda.set_sync_debug_mode("error" if self.watching else "default")
-        try:
+        with waits(allowed=not self.watching):
             return super().launch(prepared)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3"])
@@ -92,6 +90,7 @@ async def test_sampled_rows_do_not_depend_on_graphs(
         assert seen[0] == seen[1]
 
 
+@WATCHING
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_p": 0.9, "top_k": 40}])
 async def test_launching_never_waits_for_the_device(
     checkpoint: Callable[[str], tuple[Path, Any]], params: dict[str, Any]
