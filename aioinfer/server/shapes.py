@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
 from aioinfer.outputs import Chunk
@@ -57,7 +59,7 @@ class Shape:
 
     def first(self, call: Call, index: int, echo: str) -> str:
         """The event that opens a choice."""
-        delta = self.opening if self.opening is not None else self._delta % json.dumps(echo)
+        delta = self.opening if self.opening is not None else self._delta % _quoted(echo)
         if call.answer is not None:
             delta = _OPENING_WITHOUT_CONTENT
         return self._event(call, index, delta, "null")
@@ -67,7 +69,7 @@ class Shape:
         than a draft is empty."""
         reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
         written = "null" if logprobs is None else json.dumps(logprobs)
-        delta = self._delta % json.dumps(chunk.text)
+        delta = self._delta % _quoted(chunk.text)
         if self._chat and chunk.draft is not None and not chunk.text:
             delta = _EMPTY
         more = chunk_fields(chunk, call.step_map)
@@ -122,10 +124,13 @@ class Shape:
         )
 
     def _head(self, call: Call) -> str:
-        return (
-            f'{{"id":"{call.id}","object":"{self._chunk_object}","created":{call.created},'
-            f'"model":{json.dumps(call.model)}'
-        )
+        return _head(self._chunk_object, call.id, call.created, call.model)
+
+
+@lru_cache(maxsize=1024)
+def _head(kind: str, name: str, created: int, model: str) -> str:
+    """What the events of one call begin with."""
+    return f'{{"id":"{name}","object":"{kind}","created":{created},"model":{_quoted(model)}'
 
 
 CHAT = Shape(
