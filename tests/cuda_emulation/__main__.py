@@ -1,0 +1,103 @@
+"""``python -m tests.cuda_emulation [OPTIONS] -- COMMAND ...``: run a command beside an emulated device."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from aioinfer.native.build import find_compiler
+
+__all__ = ["find_headers"]
+
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
+#: what the interpreter of Triton 3.6 does with numpy
+_PYTEST = "-p tests.cuda_emulation.compute -W ignore:Conversion.of.an.array:DeprecationWarning"
+
+
+def main() -> int:
+    options = parse()
+    headers = find_headers()
+    if headers is None:
+        sys.exit("there are no headers of CUDA 13: install nvidia-cuda-crt, or set CUDA_HOME")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build(folder, headers)
+        return subprocess.run(options.command, env=environment(folder, options), check=False).returncode
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulation")
+    parser.add_argument("--compute", action="store_true", help="have the CPU do the work (pytest only)")
+    parser.add_argument("--order", choices=["early", "late"], default="early", help="when work is done")
+    parser.add_argument("--gib", type=float, default=139.8, help="memory of the device")
+    parser.add_argument(
+        "--call-us", type=float, default=0.0, help="what a launch costs the host; graphs thrice"
+    )
+    parser.add_argument("--kernel-us", type=float, default=2.0, help="what a kernel takes on the device")
+    parser.add_argument("--graph-us", type=float, default=0.0, help="what a graph of over 100 kernels takes")
+    parser.add_argument("--stats", action="store_true", help="say at the end what was called how often")
+    parser.add_argument("command", nargs="+")
+    return parser.parse_args()
+
+
+def find_headers() -> Path | None:
+    """CUDA's. Those beside torch are not all there are: what runs on the device comes with a compiler."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    beside = Path(torch.origin).parents[1] / "nvidia" / "cu13"
+    places = [beside, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    found = [place / "include" for place in places if (place / "include" / "crt" / "host_defines.h").exists()]
+    return next(iter(found), None)
+
+
+def build(folder: Path, headers: Path) -> None:
+    compiler = [*find_compiler(), "-std=c++20", "-O1", "-g", "-fPIC", "-shared", f"-I{headers}"]
+    runtime = folder / "libcudart.so.13"
+    versions = folder / "versions"
+    versions.write_text("libcudart.so.13 { global: *; };\n")
+    link = [f"-L{folder}", "-l:libcudart.so.13", f"-Wl,-rpath,{folder}"]
+    for sources, library, arguments in (
+        (
+            ("runtime.cpp", "unsupported.cpp"),
+            runtime,
+            [f"-Wl,--version-script={versions}", "-ldl", "-lpthread"],
+        ),
+        (("driver.cpp",), folder / "libcuda.so.1", link),
+        (("blas.cpp",), folder / "libblas.so", link),
+    ):
+        files = [str(_HERE / source) for source in sources]
+        command = [*compiler, *files, "-o", str(library), f"-Wl,-soname,{library.name}"]
+        subprocess.run([*command, *arguments], check=True)
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")
+
+
+def environment(folder: Path, options: argparse.Namespace) -> dict[str, str]:
+    added = {
+        "LD_PRELOAD": f"{folder / 'libcudart.so.13'} {folder / 'libblas.so'}",
+        "LD_LIBRARY_PATH": str(folder),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "PYTHONPATH": str(_ROOT),
+        # With "0" kernels are compiled although there is no GPU to be seen.
+        "TRITON_INTERPRET": "1" if options.compute else "0",
+        "EMULATED_LATE": "1" if options.order == "late" else "0",
+        "EMULATED_COMPUTE": "1" if options.compute else "0",
+        "EMULATED_GIB": str(options.gib),
+        "EMULATED_CALL_US": str(options.call_us),
+        "EMULATED_KERNEL_US": str(options.kernel_us),
+        "EMULATED_GRAPH_US": str(options.graph_us),
+        "EMULATED_STATS": "1" if options.stats else "0",
+    }
+    if options.compute:
+        added["PYTEST_ADDOPTS"] = _PYTEST
+    return {**os.environ, **added}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
