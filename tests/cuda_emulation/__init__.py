@@ -6,7 +6,7 @@ run, down to the CUDA runtime they call, and only that is replaced by libraries 
 
     aioinfer, torch, Triton          as they are on a GPU
     ─────────────────────────────────────────────────────────────────────────
-    runtime.cpp    libcudart.so      memory of the host, streams, events, capture; a clock
+    state.cpp ...  libcudart.so      memory of the host, streams, events, capture; a clock
     driver.cpp     libcuda.so        what Triton asks of the driver
     blas.cpp       (libcublas)       products of matrices, as long as they would take
 
@@ -26,6 +26,6 @@ wrong in one of them::
         python -m pytest -m gpu tests/execution/test_cuda_steps.py
 
 It needs Linux, a C++ compiler, a torch for CUDA 13, which is what the package index has for Linux, and CUDA's
-headers (``nvidia-cuda-crt``, or a toolkit). With ``--compute``, times mean nothing. It says nothing of numbers
-that only a GPU computes, of races within a kernel, nor of speed on a device.
+headers (``nvidia-cuda-crt``, or a toolkit). With ``--compute``, times mean nothing. It says nothing of what a
+GPU computes, of races within a kernel, nor of speed on a device.
 """

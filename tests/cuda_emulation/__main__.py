@@ -15,6 +15,7 @@ from aioinfer.native.build import find_compiler
 __all__ = ["find_headers"]
 
 _HERE = Path(__file__).parent
+_RUNTIME = ("state.cpp", "streams.cpp", "memory.cpp", "device.cpp", "unsupported.cpp")
 _ROOT = _HERE.parents[1]
 #: what the interpreter of Triton 3.6 does with numpy
 _PYTEST = "-p tests.cuda_emulation.compute -W ignore:Conversion.of.an.array:DeprecationWarning"
@@ -64,11 +65,7 @@ def build(folder: Path, headers: Path) -> None:
     versions.write_text("libcudart.so.13 { global: *; };\n")
     link = [f"-L{folder}", "-l:libcudart.so.13", f"-Wl,-rpath,{folder}"]
     for sources, library, arguments in (
-        (
-            ("runtime.cpp", "unsupported.cpp"),
-            runtime,
-            [f"-Wl,--version-script={versions}", "-ldl", "-lpthread"],
-        ),
+        (_RUNTIME, runtime, [f"-Wl,--version-script={versions}", "-ldl", "-lpthread"]),
         (("driver.cpp",), folder / "libcuda.so.1", link),
         (("blas.cpp",), folder / "libblas.so", link),
     ):
