@@ -34,10 +34,9 @@ class Size:
     #: its first requests for the peer, which may be slow, and their longest output
     peer_requests: int
     peer_output: int
-    #: windows: batch, prompt and output
-    window_batch: int
+    #: windows: batch and output of each load, and the prompts
+    window_loads: tuple[tuple[int, int], ...]
     window_prompt: int
-    window_output: int
     ways: tuple[tuple[int, str], ...]
     #: its first requests for the endpoint, and their longest output
     endpoint_requests: int
@@ -63,9 +62,8 @@ FULL = Size(
     largest_id=10_000,
     peer_requests=64,
     peer_output=512,
-    window_batch=256,
+    window_loads=((256, 96), (8, 256)),
     window_prompt=64,
-    window_output=96,
     ways=_WAYS,
     endpoint_requests=256,
     endpoint_output=1024,
@@ -80,7 +78,7 @@ QUICK = replace(
     output=64,
     peer_requests=16,
     peer_output=128,
-    window_output=48,
+    window_loads=((256, 48), (8, 128)),
     ways=_WAYS[:4],
     endpoint_requests=96,
     endpoint_output=128,
@@ -101,9 +99,8 @@ REHEARSAL = Size(
     largest_id=500,
     peer_requests=4,
     peer_output=20,
-    window_batch=4,
+    window_loads=((4, 8),),
     window_prompt=8,
-    window_output=8,
     ways=((1, "thread"), (2, "thread"), (0, "inline")),
     endpoint_requests=6,
     endpoint_output=20,
@@ -149,6 +146,6 @@ BENCHES: dict[str, Bench] = {
     "model-14b": _model("14b", 100, 70),
     "offline": Bench("bench.gpu.offline", "nano-vllm's offline workload", 55, 30),
     "peer": Bench("bench.gpu.peer", "transformers' continuous batching on the same requests", 65, 25),
-    "windows": Bench("bench.gpu.windows", "windows and launch modes", 55, 25),
+    "windows": Bench("bench.gpu.windows", "windows and launch modes", 60, 30),
     "endpoint": Bench("bench.gpu.endpoint", "the same load through HTTP from another process", 50, 20),
 }

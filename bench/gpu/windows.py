@@ -26,36 +26,49 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def run(plan: Plan, report: Report) -> None:
-    """A row per window and launch mode."""
-    size = plan.size
-    vocab = SHAPES[plan.shape].vocab
-    batch, outputs = size.window_batch, [size.window_output] * size.window_batch
-    loads = [Workload(prompts_of(batch, size.window_prompt, vocab, seed), outputs) for seed in (1, 2)]
-    for window, mode in size.ways:
+    """A row per window, launch mode and batch."""
+    for window, mode in plan.size.ways:
         report.guarded(
-            f"window {window}, {mode}", lambda *way: run_async(_way(plan, report, loads, *way)), window, mode
+            f"window {window}, {mode}", lambda *way: run_async(_way(plan, report, *way)), window, mode
         )
 
 
-async def _way(plan: Plan, report: Report, loads: list[Workload], window: int, mode: str) -> None:
+async def _way(plan: Plan, report: Report, window: int, mode: str) -> None:
+    size, vocab = plan.size, SHAPES[plan.shape].vocab
     async with started(plan, plan.shape, window=window, launch_mode=mode, prefix_cache=False) as engine:
-        before, overlap = engine.stats().steps, engine.timeline.overlap()
-        seconds, _ = await generate(engine, loads[0], 0.0)
-        steps, after = engine.stats().steps - before, engine.timeline.overlap()
-        own = (after.busy - overlap.busy, after.gap - overlap.gap, after.steps - overlap.steps)
-        kernels = 0.0
-        try:
-            kernels = await _profiled(plan, engine, loads[1])
-        except Exception:
-            # What was measured without it still counts.
-            report.failed(f"profiling window {window}, {mode}")
+        for batch, output in size.window_loads:
+            loads = [
+                Workload(prompts_of(batch, size.window_prompt, vocab, seed), [output] * batch)
+                for seed in (1, 2)
+            ]
+            row = await _load(plan, report, engine, loads[0], loads[1])
+            report.row(window=window, mode=mode, batch=batch, **row)
+
+
+async def _load(
+    plan: Plan, report: Report, engine: Engine, load: Workload, profiled: Workload
+) -> dict[str, Any]:
+    before, overlap = engine.stats().steps, engine.timeline.overlap()
+    seconds, _ = await generate(engine, load, 0.0)
+    steps, after = engine.stats().steps - before, engine.timeline.overlap()
+    own = (after.busy - overlap.busy, after.gap - overlap.gap, after.steps - overlap.steps)
+    kernels = 0.0
+    try:
+        kernels = await _profiled(plan, engine, profiled)
+    except Exception:
+        # What was measured without it still counts.
+        report.failed(f"profiling {len(load.outputs)} requests")
     busy, gap = _share(own[0], own[1]), own[1] / max(1, own[2])
-    report.row(
-        window=window, mode=mode, batch=len(loads[0].outputs), steps=steps, step_ms=1e3 * seconds / steps,
-        tokens_per_s=sum(loads[0].outputs) / seconds, busy=kernels / seconds if kernels else busy,
-        gap_us=1e6 * ((seconds - kernels) / steps if kernels else gap),
-        seen_by="profiler" if kernels else "timeline", timeline_busy=busy, timeline_gap_us=1e6 * gap,
-    )  # fmt: skip
+    return {
+        "steps": steps,
+        "step_ms": 1e3 * seconds / steps,
+        "tokens_per_s": sum(load.outputs) / seconds,
+        "busy": kernels / seconds if kernels else busy,
+        "gap_us": 1e6 * ((seconds - kernels) / steps if kernels else gap),
+        "seen_by": "profiler" if kernels else "timeline",
+        "timeline_busy": busy,
+        "timeline_gap_us": 1e6 * gap,
+    }
 
 
 def _share(busy: float, gap: float) -> float:

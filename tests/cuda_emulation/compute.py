@@ -83,14 +83,14 @@ _OWN = {
     *("empty.memory_format", "empty_strided", "resize_", "as_strided", "view", "_reshape_alias", "unfold"),
     *("_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "is_set_to", "set_", "alias"),
     *("set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "view.dtype"),
-    *("_efficientzerotensor", "view_as_real", "view_as_complex", "copy_", "_copy_from", "_fused_sdp_choice"),
+    *("_efficientzerotensor", "view_as_real", "view_as_complex", "copy_", "_copy_from"),
     *("_copy_from_and_resize", "_scaled_dot_product_flash_attention"),
     "_scaled_dot_product_efficient_attention",
 }
 _UNUSED = (
     *("_cudnn", "_thnn", "cudnn", "_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp", "_cslt"),
     *("_nested", "sparse", "_sparse", "_fake", "_validate", "_assert", "miopen", "_use_cudnn", "_debug"),
-    *("_dirichlet", "_linalg", "linalg"),
+    "_dirichlet",
 )
 
 
@@ -197,7 +197,9 @@ def _override() -> torch.library.Library:
             if call is not None and torch._C._dispatch_has_kernel_for_dispatch_key(full, "CUDA"):
                 library.impl(name, Operation(name, call), "CUDA")
         library.impl("copy_", _copy, "CUDA")
-        library.impl("_fused_sdp_choice", lambda *args, **kwargs: 0, "CUDA")
+    # Attention of torch's own is made of operations that a CPU has, too.
+    for fused in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{fused}_sdp")(False)
     return library
 
 
