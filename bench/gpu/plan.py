@@ -146,6 +146,6 @@ BENCHES: dict[str, Bench] = {
     "model-14b": _model("14b", 100, 70),
     "offline": Bench("bench.gpu.offline", "nano-vllm's offline workload", 55, 30),
     "peer": Bench("bench.gpu.peer", "transformers' continuous batching on the same requests", 65, 25),
-    "windows": Bench("bench.gpu.windows", "windows and launch modes", 60, 30),
+    "windows": Bench("bench.gpu.windows", "windows and launch modes", 55, 25),
     "endpoint": Bench("bench.gpu.endpoint", "the same load through HTTP from another process", 50, 20),
 }
