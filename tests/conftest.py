@@ -28,16 +28,11 @@ def pytest_asyncio_loop_factories(
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The one place where something that is not there skips tests: a GPU, or a torch built for one."""
+    """The one place where something that is not there skips tests: a GPU."""
     if item.get_closest_marker("native") is not None:
         from tests.compiled import require_native
 
         require_native()
-    if item.get_closest_marker("emulated") is not None:
-        import torch
-
-        if torch.version.cuda is None or torch.cuda.is_available():
-            pytest.skip("emulates a CUDA device for a torch that was built for one and has none")
     if item.get_closest_marker("gpu") is not None:
         import torch
 

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from aioinfer.native.build import find_compiler
 
-__all__ = ["find_headers"]
+__all__ = ["build_runtime"]
 
 _HERE = Path(__file__).parent
 _RUNTIME = ("state.cpp", "streams.cpp", "memory.cpp", "device.cpp", "unsupported.cpp")
@@ -23,13 +24,14 @@ _PYTEST = "-p tests.cuda_emulation.compute -W 'ignore:Conversion of an array:Dep
 
 def main() -> int:
     options = parse()
-    headers = find_headers()
-    if headers is None:
-        sys.exit("there are no headers of CUDA 13: install nvidia-cuda-crt, or set CUDA_HOME")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build(folder, headers)
-        return subprocess.run(options.command, env=environment(folder, options), check=False).returncode
+        build(folder)
+        place = environment(folder, options)
+        if options.compute:
+            # That a torch for CUDA is there and its work done, when it has to be.
+            subprocess.run([sys.executable, str(_HERE / "check.py")], env=place, check=True)
+        return subprocess.run(options.command, env=place, check=False).returncode
 
 
 def parse() -> argparse.Namespace:
@@ -47,32 +49,44 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def find_headers() -> Path | None:
-    """CUDA's. Those beside torch are not all there are: what runs on the device comes with a compiler."""
-    torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
-        return None
-    beside = Path(torch.origin).parents[1] / "nvidia" / "cu13"
-    places = [beside, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
-    found = [place / "include" for place in places if (place / "include" / "crt" / "host_defines.h").exists()]
-    return next(iter(found), None)
+def find_headers() -> Path:
+    """CUDA's, of the packages nvidia-cuda-runtime and nvidia-cuda-crt. Exits if they are not there."""
+    found = importlib.util.find_spec("nvidia")
+    for place in found.submodule_search_locations or () if found is not None else ():
+        headers = Path(place) / "cu13" / "include"
+        if (headers / "crt" / "host_defines.h").exists():
+            return headers
+    sys.exit("there are no headers of CUDA 13: install nvidia-cuda-runtime and nvidia-cuda-crt")
 
 
-def build(folder: Path, headers: Path) -> None:
-    compiler = [*find_compiler(), "-std=c++20", "-O1", "-g", "-fPIC", "-shared", f"-I{headers}"]
-    runtime = folder / "libcudart.so.13"
+def build_runtime(folder: Path) -> Path:
     versions = folder / "versions"
     versions.write_text("libcudart.so.13 { global: *; };\n")
+    arguments = [f"-Wl,--version-script={versions}", "-ldl", "-lpthread"]
+    return _compile(folder / "libcudart.so.13", _RUNTIME, arguments)
+
+
+def build(folder: Path) -> None:
+    build_runtime(folder)
     link = [f"-L{folder}", "-l:libcudart.so.13", f"-Wl,-rpath,{folder}"]
-    for sources, library, arguments in (
-        (_RUNTIME, runtime, [f"-Wl,--version-script={versions}", "-ldl", "-lpthread"]),
-        (("driver.cpp",), folder / "libcuda.so.1", link),
-        (("blas.cpp",), folder / "libblas.so", link),
-    ):
-        files = [str(_HERE / source) for source in sources]
-        command = [*compiler, *files, "-o", str(library), f"-Wl,-soname,{library.name}"]
-        subprocess.run([*command, *arguments], check=True)
+    _compile(folder / "libcuda.so.1", ["driver.cpp"], link)
+    _compile(folder / "libblas.so", ["blas.cpp"], link)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
+
+
+def _compile(library: Path, sources: Sequence[str], arguments: Sequence[str]) -> Path:
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-g",
+        "-fPIC",
+        "-shared",
+        f"-I{find_headers()}",
+        f"-Wl,-soname,{library.name}",
+    ]
+    files = [str(_HERE / source) for source in sources]
+    subprocess.run([*find_compiler(), *flags, *files, "-o", str(library), *arguments], check=True)
+    return library
 
 
 def environment(folder: Path, options: argparse.Namespace) -> dict[str, str]:

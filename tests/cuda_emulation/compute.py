@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.runtime.interpreter
+from torch import library
 
 import aioinfer.kernels
 
@@ -184,8 +185,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
-def _override() -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL")
+def _override() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for full in torch._C._dispatch_get_all_op_names():
@@ -195,15 +195,14 @@ def _override() -> torch.library.Library:
             base, _, overload = name.partition(".")
             call = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
             if call is not None and torch._C._dispatch_has_kernel_for_dispatch_key(full, "CUDA"):
-                library.impl(name, Operation(name, call), "CUDA")
-        library.impl("copy_", _copy, "CUDA")
+                library.impl(full, "CUDA", Operation(name, call))
+        library.impl("aten::copy_", "CUDA", _copy)
     # Attention of torch's own is made of operations that a CPU has, too.
     for fused in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{fused}_sdp")(False)
-    return library
 
 
-_library = _override()
+_override()
 
 
 # -- Triton's interpreter --------------------------------------------------------------------------------
