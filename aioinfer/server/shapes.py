@@ -124,11 +124,11 @@ class Shape:
         )
 
     def _head(self, call: Call) -> str:
-        return _head(self._chunk_object, call.id, call.created, call.model)
+        return _head_of(self._chunk_object, call.id, call.created, call.model)
 
 
 @lru_cache(maxsize=1024)
-def _head(kind: str, name: str, created: int, model: str) -> str:
+def _head_of(kind: str, name: str, created: int, model: str) -> str:
     """What the events of one call begin with."""
     return f'{{"id":"{name}","object":"{kind}","created":{created},"model":{_quoted(model)}'
 

@@ -1,4 +1,5 @@
-// cuBLAS: products of matrices take as long as their operations or their bytes would on an H200.
+// cuBLAS: products of matrices take as long as their operations or their bytes would on an H200, those of a
+// batch as long as one of them.
 
 #include <cuda_runtime_api.h>
 

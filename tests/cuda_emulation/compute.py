@@ -27,6 +27,8 @@ import aioinfer.kernels
 aioinfer.kernels.triton_obstacle = lambda device: None
 
 from aioinfer.model.attention import triton_attention  # noqa: E402
+from aioinfer.model.attention.base import Scoring  # noqa: E402
+from aioinfer.model.attention.sdpa import visible  # noqa: E402
 from aioinfer.model.heads import HeadNorm, split_heads  # noqa: E402
 from aioinfer.model.operations import triton_operations  # noqa: E402
 from aioinfer.model.operations.torch_operations import TorchOperations  # noqa: E402
@@ -225,18 +227,15 @@ triton.runtime.interpreter.GridExecutor.__call__ = _launch  # type: ignore[metho
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int,
-    scale: float, window: int | None, soft_cap: float | None, block: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None,
+    soft_cap: float | None, block: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Queries at ``start`` and on."""
+    """Of a sequence's last positions."""
     k, v = (side.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for side in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float() * scale, k)
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    query, key = torch.arange(start, start + len(q))[:, None], torch.arange(len(k))[None]
-    seen = key < (query // block + 1) * block
-    if window is not None:
-        seen &= key > query - window
+    seen = visible(len(q), 0, len(k), Scoring(scale, window, block=block), q.device)
     weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
@@ -253,7 +252,7 @@ def _paged(
             continue
         pages = table[row, : -(-length // keys.shape[1])].long()
         k, v = (side[pages].flatten(0, 1)[:length] for side in (keys, values))
-        out[begin:end] = _attend(q[begin:end], k, v, length - (end - begin), **scoring)
+        out[begin:end] = _attend(q[begin:end], k, v, **scoring)
 
 
 def paged_prefill(

@@ -38,8 +38,9 @@ void sleep_until(double end) {
 
 void complain(const std::string& what) { fprintf(stderr, "emulated CUDA: %s\n", what.c_str()); }
 
-// One at a time has effects happen.
-std::recursive_mutex state, device;
+std::recursive_mutex state;
+// One thread at a time has effects happen.
+std::recursive_mutex device;
 Stream legacy;
 std::set<Stream*> streams{&legacy};
 std::map<std::string, long> counts;
