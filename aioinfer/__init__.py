@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         WrongLoop,
     )
     from aioinfer.llm import LLM
+    from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import Chunk, Draft, RequestMetrics, Result, Usage
     from aioinfer.params import DiffusionParams, Grammar, SamplingParams
-    from aioinfer.stats import EngineStats
     from aioinfer.stream import Stream
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ _HOME = {
     "EngineError": "errors",
     "EngineFailed": "errors",
     "EngineState": "engine",
-    "EngineStats": "stats",
+    "EngineStats": "observe.stats",
     "Grammar": "params",
     "InvalidRequest": "errors",
     "LLM": "llm",

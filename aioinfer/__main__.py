@@ -2,6 +2,6 @@
 
 import sys
 
-from aioinfer.cli import main
+from aioinfer.cli.main import main
 
 sys.exit(main())

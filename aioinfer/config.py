@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from aioinfer import plugins
 from aioinfer.errors import ConfigError
 
-__all__ = ["EngineConfig", "ServerConfig", "bundled_models", "load_settings"]
+__all__ = ["EngineConfig", "ServerConfig", "bundled_models", "load_settings", "policy_names"]
 
 _BUNDLED = Path(__file__).parent / "bundled"
 
@@ -63,17 +64,17 @@ class EngineConfig:
         "auto", "auto reads the checkpoint; random makes weights up: a config.json is all that it needs"
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto takes cuda where there is one")
-    attention: Literal["auto", "triton", "native", "sdpa"] = _option(
+    attention_backend: Literal["auto", "triton", "native", "sdpa"] = _option(
         "auto",
         "kernels of the layers; auto takes Triton on cuda and native ones on a CPU where they can run, "
         "else torch's own (sdpa)",
     )
-    experts: Literal["auto", "triton", "native", "grouped", "loop"] = _option(
+    moe_backend: Literal["auto", "triton", "native", "grouped", "loop"] = _option(
         "auto",
         "kernels of a mixture of experts; auto takes Triton on cuda and native ones on a CPU where they can "
         "run, else torch's (grouped, or loop)",
     )
-    sampling: Literal["auto", "triton", "native", "torch"] = _option(
+    sampling_backend: Literal["auto", "triton", "native", "torch"] = _option(
         "auto",
         "sampling kernels; auto takes Triton on cuda and native ones on a CPU where they can run, "
         "else torch's own",
@@ -105,7 +106,7 @@ class EngineConfig:
     )
     max_decode_rows: int | None = _option(None, "requests that decode in one step; others take turns")
     mixed: bool = _option(True, "decodes and prefill chunks share steps")
-    first: Literal["decode", "prefill"] = _option("decode", "who gets a step's tokens first")
+    step_priority: Literal["decode", "prefill"] = _option("decode", "who gets a step's tokens first")
     policy: str = _option(
         "fcfs", "order of the queue: fcfs, lpm, dfs-weight, lof, random, routing-key or priority"
     )
@@ -124,7 +125,7 @@ class EngineConfig:
     min_new_token_ratio: float = _option(0.1, "what the ratio decays to; it rises with every retraction")
     new_token_ratio_decay: float = _option(0.002, "decay of the ratio per step")
     clip_new_tokens: int = _option(4096, "possible output of one request counted at most")
-    window: Literal[0, 1, 2] | None = _option(
+    overlap_steps: Literal[0, 1, 2] | None = _option(
         None,
         "steps launched ahead of the one being read; 0 is sequential; default: 1, 0 for diffusion on a CPU",
     )
@@ -162,7 +163,7 @@ class EngineConfig:
     switch_interval: float | None = _option(
         None, "seconds of sys.setswitchinterval while the engine runs; 0 leaves it; default: 0.0003 on cuda"
     )
-    garbage: Literal["auto", "idle", "python"] = _option(
+    gc: Literal["auto", "idle", "python"] = _option(
         "auto",
         "idle freezes what is there and collects between steps only; python leaves it; auto: idle on cuda",
     )
@@ -217,8 +218,8 @@ class EngineConfig:
 
     @property
     def num_slots(self) -> int:
-        """Slots besides the junk slot 0: enough that fenced ones never hold up an admission."""
-        return self.max_running_requests * (2 if self.window is None else self.window + 1)
+        """Slots besides the null slot 0: enough that fenced ones never hold up an admission."""
+        return self.max_running_requests * (2 if self.overlap_steps is None else self.overlap_steps + 1)
 
     @property
     def graph_rows(self) -> int:
@@ -349,11 +350,14 @@ def _check_types(config: Any) -> None:
         raise ConfigError(f"{item.name} must be one of {wanted}; got {value!r}")
 
 
-def _known_policy(name: str) -> None:
-    from aioinfer.scheduling.policy import POLICIES
+def policy_names() -> tuple[str, ...]:
+    """Queue policies by the names that the config takes."""
+    return tuple(name.replace("_", "-") for name in plugins.names(plugins.POLICIES))
 
-    if name not in POLICIES:
-        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}")
+
+def _known_policy(name: str) -> None:
+    if name not in policy_names():
+        raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {name!r}")
 
 
 def _known_parsers(config: ServerConfig) -> None:

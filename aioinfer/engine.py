@@ -1,6 +1,6 @@
 """Engine: the façade an application holds: its life, its requests, and what becomes of their streams.
 
-What happens to a request once it is queued is the business of :mod:`aioinfer.driver`.
+What happens to a request once it is queued is the business of :mod:`aioinfer.loop.driver`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from aioinfer import assembly
 from aioinfer.config import EngineConfig
-from aioinfer.driver import Driver
 from aioinfer.errors import (
     EngineClosed,
     EngineError,
@@ -26,18 +24,20 @@ from aioinfer.errors import (
     WrongLoop,
 )
 from aioinfer.execution.device import DeviceInfo, Progress
-from aioinfer.intake import Intake
+from aioinfer.loop import factory
+from aioinfer.loop.driver import Driver
+from aioinfer.loop.intake import Intake
+from aioinfer.loop.pacing import Pace
+from aioinfer.loop.tuning import Tuning
+from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
-from aioinfer.pacing import Pace
 from aioinfer.params import SamplingParams
-from aioinfer.request import Request
-from aioinfer.stats import EngineStats
+from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream, StreamCell
-from aioinfer.tuning import Tuning
 
 if TYPE_CHECKING:
-    from aioinfer.core import Core
     from aioinfer.execution.launcher import Launcher
+    from aioinfer.loop.core import Core
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
@@ -70,16 +70,16 @@ class Engine:
 
     It belongs to the loop that started it. It starts no task; in thread mode a thread for the device (two on
     CUDA), and a few for tokenizing and for grammars when there is such work. It touches no signal, no loop
-    policy, no logging root and no environment variable; :mod:`aioinfer.tuning` says what it changes in the
-    process, on CUDA only, and how not to. A closed engine can be started again, also under a new loop.
+    policy, no logging root and no environment variable; :mod:`aioinfer.loop.tuning` says what it changes in
+    the process, on CUDA only, and how not to. A closed engine can be started again, also under a new loop.
     """
 
     def __init__(
         self,
         config: EngineConfig | None = None,
         *,
-        launcher: Callable[[EngineConfig], Launcher] = assembly.make_launcher,
-        tokenizer: Callable[[EngineConfig], Tokenizer | None] = assembly.load_tokenizer,
+        launcher: Callable[[EngineConfig], Launcher] = factory.make_launcher,
+        tokenizer: Callable[[EngineConfig], Tokenizer | None] = factory.load_tokenizer,
     ) -> None:
         """``launcher`` and ``tokenizer`` replace the real ones in tests and simulations; ``tokenizer``
         is called on a worker thread."""
@@ -114,7 +114,7 @@ class Engine:
             self._reset(EngineState.CLOSED)
         if self._state not in (EngineState.NEW, EngineState.CLOSED):
             raise EngineError(f"the engine cannot be started: it is {self._state.value}")
-        from aioinfer.core import Core  # brings numpy, which an engine that never starts does not need
+        from aioinfer.loop.core import Core  # brings numpy, which an engine that never starts does not need
 
         self._reset(EngineState.STARTING)
         self._loop = loop = asyncio.get_running_loop()
@@ -123,26 +123,26 @@ class Engine:
         try:
             info = await self._launcher.start(progress)
             tokenizer = await intake.run(self._load_tokenizer, self.config)
-            defaults = await intake.run(assembly.default_params, self.config, info)
-            info = assembly.with_end_tokens(info, tokenizer)
+            defaults = await intake.run(factory.default_params, self.config, info)
+            info = factory.with_end_tokens(info, tokenizer)
         except BaseException:
             await self._launcher.aclose()
             intake.close()
             self._reset(EngineState.CLOSED)
             raise
         self.default_params = defaults
-        config = assembly.decide(self.config, info.block_size, asynchronous=self._launcher.asynchronous)
+        config = factory.decide(self.config, info.block_size, asynchronous=self._launcher.asynchronous)
         self._core = Core(config, info, tokenizer, loop.time)
         self._tuning = Tuning.of(
             self.config.switch_interval,
-            self.config.garbage,
+            self.config.gc,
             asynchronous=self._launcher.asynchronous,
             thread=self.config.launch_mode == "thread",
         )
         self._driver = Driver(
             self._core,
             self._launcher,
-            config.window or 0,
+            config.overlap_steps or 0,
             admitted=self._admitted,
             moved=self._moved,
             lost=self._lost,
@@ -241,18 +241,18 @@ class Engine:
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest("params", f"must be SamplingParams, got {type(params).__name__}")
-        waiting = assembly.timeout("waiting_timeout", waiting_timeout, self.config.waiting_timeout)
-        running = assembly.timeout("running_timeout", running_timeout, self.config.running_timeout)
-        encode = assembly.encoder(core.tokenizer, prompt, chat_template_kwargs)
+        waiting = factory.timeout("waiting_timeout", waiting_timeout, self.config.waiting_timeout)
+        running = factory.timeout("running_timeout", running_timeout, self.config.running_timeout)
+        encode = factory.encoder(core.tokenizer, prompt, chat_template_kwargs)
         core.check_queue(len(self._arriving))
-        lag = assembly.max_lag(self.config.max_lag if max_lag is None else max_lag)
+        lag = factory.max_lag(self.config.max_lag if max_lag is None else max_lag)
         make = functools.partial(
             core.new_request,
             params=params,
             arrival=core.now(),
-            priority=assembly.priority(priority),
-            cache_salt=assembly.label("cache_salt", cache_salt) or "",
-            routing_key=assembly.label("routing_key", routing_key),
+            priority=factory.priority(priority),
+            cache_salt=factory.label("cache_salt", cache_salt) or "",
+            routing_key=factory.label("routing_key", routing_key),
         )
         cell = StreamCell(running, lag)
         assert self._intake is not None

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from aioinfer import assembly
 from aioinfer.config import EngineConfig
-from aioinfer.core import Core
 from aioinfer.errors import EngineClosed
 from aioinfer.execution.device import Device, Flight, StepOutOfMemory, StepResult
+from aioinfer.loop import factory
+from aioinfer.loop.core import Core
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
@@ -44,18 +44,18 @@ class LLM:
         self,
         config: EngineConfig | None = None,
         *,
-        device: Callable[[EngineConfig], Device] = assembly.make_device,
-        tokenizer: Callable[[EngineConfig], Tokenizer | None] = assembly.load_tokenizer,
+        device: Callable[[EngineConfig], Device] = factory.make_device,
+        tokenizer: Callable[[EngineConfig], Tokenizer | None] = factory.load_tokenizer,
     ) -> None:
         """Load the model. Raises ConfigError, OutOfMemory. ``device`` and ``tokenizer`` replace the real
         ones in tests."""
         self.config = config if config is not None else EngineConfig()
         self._device: Device | None = device(self.config)
         loaded = tokenizer(self.config)
-        info = assembly.with_end_tokens(self._device.open(), loaded)
-        self.default_params = assembly.default_params(self.config, info)
-        decided = assembly.decide(self.config, info.block_size, asynchronous=not self._device.synchronous)
-        self._window = decided.window or 0
+        info = factory.with_end_tokens(self._device.open(), loaded)
+        self.default_params = factory.default_params(self.config, info)
+        decided = factory.decide(self.config, info.block_size, asynchronous=not self._device.synchronous)
+        self._window = decided.overlap_steps or 0
         self._core = Core(decided, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()
         self._finished: dict[int, Result] = {}
@@ -80,16 +80,16 @@ class LLM:
         """
         if self._device is None:
             raise EngineClosed("the LLM is closed")
-        encode = assembly.encoder(self._core.tokenizer, prompt, chat_template_kwargs)
+        encode = factory.encoder(self._core.tokenizer, prompt, chat_template_kwargs)
         ids = prompt if encode is None else encode()
         params = params or self.default_params
         request = self._core.new_request(
             ids,  # type: ignore[arg-type]
             params,
             grammar=self._core.compile(params, ids),  # type: ignore[arg-type]
-            priority=assembly.priority(priority),
-            cache_salt=assembly.label("cache_salt", cache_salt) or "",
-            routing_key=assembly.label("routing_key", routing_key),
+            priority=factory.priority(priority),
+            cache_salt=factory.label("cache_salt", cache_salt) or "",
+            routing_key=factory.label("routing_key", routing_key),
         )
         self._core.submit(request)
         return request.key

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
-from aioinfer.diffusion.names import algorithm_names
+from aioinfer import plugins
 from aioinfer.errors import InvalidRequest
+from aioinfer.text.grammar_spec import Grammar
 
 __all__ = ["DiffusionParams", "Grammar", "SamplingParams"]
 
@@ -22,31 +23,7 @@ _MAX_BAD_WORD = 256
 _MAX_ALLOWED_IDS = 1 << 17
 _SEED_LIMIT = 2**63
 _MAX_TOP_LOGPROBS = 20
-_MAX_GRAMMAR = 1 << 16
 _MAX_ROUNDS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What an output must look like.
-
-    ``source`` is a JSON schema (``json_schema``, as text), a regular expression for the whole output
-    (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark or in GBNF
-    (``lark``), one of :class:`~aioinfer.text.tool_grammar.AnswerGrammar`'s making (``answer``), or
-    nothing at all (``json_object``: any JSON object). Whether it is well-formed is found out when it is
-    compiled, off the event loop.
-    """
-
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "answer"]
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("json_schema", "json_object", "regex", "choice", "lark", "answer"):
-            raise InvalidRequest("grammar", f"{self.kind!r} is not a kind of grammar")
-        if not isinstance(self.source, str):
-            raise InvalidRequest("grammar", "must be given as text")
-        if len(self.source) > _MAX_GRAMMAR:
-            raise InvalidRequest("grammar", f"may have {_MAX_GRAMMAR} characters, got {len(self.source)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +179,8 @@ class DiffusionParams:
     draft: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in algorithm_names():
-            known = ", ".join(algorithm_names())
+        if self.algorithm not in plugins.names(plugins.ALGORITHMS):
+            known = ", ".join(plugins.names(plugins.ALGORITHMS))
             raise InvalidRequest("algorithm", f"must be one of {known}, got {self.algorithm!r}")
         given = self.given()
         for name in given & {"threshold", "edit_threshold"}:

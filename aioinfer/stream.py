@@ -17,7 +17,7 @@ from aioinfer.errors import Cancelled
 from aioinfer.outputs import Chunk, Result
 
 if TYPE_CHECKING:
-    from aioinfer.request import Request
+    from aioinfer.scheduling.request import Request
 
 __all__ = ["Stream", "StreamCell"]
 

@@ -76,7 +76,7 @@ async def run(engine: Engine, options: argparse.Namespace, way: str) -> list[Res
 
 async def run_real(options: argparse.Namespace, way: str) -> list[Result]:
     config = EngineConfig(
-        model=options.model, threads=options.threads, window=options.window, **settings(options, way)
+        model=options.model, threads=options.threads, overlap_steps=options.window, **settings(options, way)
     )
     async with Engine(config) as engine:
         for size in (1, 8):
@@ -91,9 +91,9 @@ async def _result(engine: Engine, prompt: list[int], params: SamplingParams) -> 
 
 async def run_virtual(options: argparse.Namespace, way: str) -> list[Result]:
     from aioinfer.scheduling.step import Step
-    from aioinfer.twin import TimedLauncher, ToyDevice
+    from aioinfer.testing import TimedLauncher, ToyDevice
 
-    config = EngineConfig(model="toy", num_pages=4096, window=options.window, **settings(options, way))
+    config = EngineConfig(model="toy", num_pages=4096, overlap_steps=options.window, **settings(options, way))
     device = ToyDevice(
         num_pages=4096, page_size=config.page_size, num_slots=config.num_slots, vocab_size=VOCAB[1]
     )
@@ -199,7 +199,7 @@ def main() -> int:
 
 
 def _virtual(options: argparse.Namespace, way: str) -> list[Result]:
-    from aioinfer.twin import VirtualLoop
+    from aioinfer.testing import VirtualLoop
 
     return _run(lambda: VirtualLoop(0), run_virtual, options, way)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.device import DeviceInfo, Landed, StepResult
+from aioinfer.execution.device import CompletedFlight, DeviceInfo, StepResult
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.params import SamplingParams
@@ -40,14 +40,14 @@ class FixedStepDevice:
     def prepare(self, step: Step) -> Step:
         return step
 
-    def launch(self, step: Step) -> Landed:
+    def launch(self, step: Step) -> CompletedFlight:
         if self._oversleep is None:
             self._oversleep = _oversleep()
         start = now()
         if self.seconds:
             time.sleep(max(0.0, self.seconds - self._oversleep))
         self.lane.step(step.id, start, start, start, now())
-        return Landed(StepResult([5] * step.num_rows))
+        return CompletedFlight(StepResult([5] * step.num_rows))
 
     def check(self) -> None:
         """Never lost."""
@@ -72,7 +72,9 @@ def _oversleep() -> float:
 async def _engine(
     stack: AsyncExitStack, batch: int, window: int, mode: str = "thread"
 ) -> tuple[Engine, FixedStepDevice]:
-    config = EngineConfig(model="toy", window=window, max_running_requests=batch, max_step_tokens=8 * batch)  # type: ignore[arg-type]
+    config = EngineConfig(
+        model="toy", overlap_steps=window, max_running_requests=batch, max_step_tokens=8 * batch
+    )  # type: ignore[arg-type]
     device = FixedStepDevice()
     launcher = ThreadLauncher if mode == "thread" else InlineLauncher
     engine = Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: None)

@@ -32,9 +32,9 @@ from aioinfer.execution.packing import Packed
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Step
 from bench.drawing import draw
@@ -61,7 +61,7 @@ def make_config(
     return EngineConfig(
         model=options.path,
         threads=options.threads,
-        window=window,  # type: ignore[arg-type]
+        overlap_steps=window,  # type: ignore[arg-type]
         launch_mode=mode,  # type: ignore[arg-type]
         max_running_requests=batch,
         prefix_cache=False,

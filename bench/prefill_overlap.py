@@ -58,7 +58,7 @@ def _config(options: argparse.Namespace, mixed: bool, overlap: bool) -> EngineCo
         model=options.path,
         threads=options.threads,
         mixed=mixed,
-        first="decode" if mixed else "prefill",
+        step_priority="decode" if mixed else "prefill",
         max_step_tokens=512,
         chunk_size=256,
         max_running_requests=32,

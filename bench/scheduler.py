@@ -17,11 +17,12 @@ from typing import Any
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
+from aioinfer.config import policy_names
 from aioinfer.params import SamplingParams
-from aioinfer.request import Request
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.policy import policy_class
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
 from bench.report import environment, write_line
 
@@ -44,7 +45,7 @@ def make_scheduler(
         new_token_ratio=1.0,
         min_new_token_ratio=1.0,
     )
-    scheduler = Scheduler(memory, limits, POLICIES[options.policy](memory))
+    scheduler = Scheduler(memory, limits, policy_class(options.policy)(memory))
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     stop_ids: frozenset[int] = frozenset({2})
 
@@ -104,7 +105,7 @@ def main() -> int:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--waiting", type=int, nargs="*", default=[0, 1_000, 100_000])
     parser.add_argument("--cached-pages", type=int, nargs="*", default=[0, 100_000])
-    parser.add_argument("--policy", choices=list(POLICIES), default="fcfs")
+    parser.add_argument("--policy", choices=policy_names(), default="fcfs")
     parser.add_argument("--admission", choices=["fifo", "pack"], default="pack")
     parser.add_argument("--steps", type=int, default=200, help="steps per round")
     parser.add_argument("--rounds", type=int, default=5)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aioinfer.cli import add_settings, read_settings
+from aioinfer.cli.main import add_settings, read_settings
 from aioinfer.config import EngineConfig
 from bench.load import Load, LoadRequest, make_load
 from bench.report import environment, percentiles, print_table, write_line

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from aioinfer.native.bindings import native_obstacle
+from aioinfer.native.bindings import native_unsupported
 
 __all__ = ["require_native"]
 
 
 def require_native() -> None:
     """Fails where they cannot be made: the tests install a compiler for machines that have none."""
-    assert native_obstacle() is None, native_obstacle()
+    assert native_unsupported() is None, native_unsupported()

@@ -133,7 +133,7 @@ def test_agreement_counts_up_to_the_first_difference() -> None:
 def test_settings_belong_to_a_peer() -> None:
     assert own_settings(["vllm.enforce_eager=true", "aioinfer.window=0", "aioinfer.seed="]) == {
         "vllm": {"enforce_eager": "true"},
-        "aioinfer": {"window": "0", "seed": ""},
+        "aioinfer": {"overlap_steps": "0", "seed": ""},
     }
     for text in ("window=0", "nobody.window=0", "vllm.eager"):
         with pytest.raises(ValueError, match=r"PEER\.NAME=VALUE"):

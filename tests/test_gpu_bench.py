@@ -269,9 +269,11 @@ def test_a_typo_is_found_before_anything_starts(
 def test_a_setting_holds_unless_the_bench_is_about_it(tmp_path: Path) -> None:
     from bench.gpu.engines import engine_config
 
-    plan = dataclasses.replace(PLAN, settings={"window": "2", "max_step_tokens": "99", "attention": "sdpa"})
-    config = engine_config(plan, tmp_path, window=0)
-    assert (config.window, config.max_step_tokens, config.attention) == (0, 99, "sdpa")
+    plan = dataclasses.replace(
+        PLAN, settings={"overlap_steps": "2", "max_step_tokens": "99", "attention_backend": "sdpa"}
+    )
+    config = engine_config(plan, tmp_path, overlap_steps=0)
+    assert (config.overlap_steps, config.max_step_tokens, config.attention_backend) == (0, 99, "sdpa")
     assert config.load_format == "random"
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import aioinfer
 from aioinfer import errors
-from aioinfer.assembly import decide
 from aioinfer.config import EngineConfig, ServerConfig, bundled_models, load_settings, parse_setting
+from aioinfer.loop.factory import decide
 from aioinfer.params import SamplingParams
 
 PROBE = """
@@ -50,13 +50,13 @@ def test_importing_is_light_and_changes_nothing() -> None:
 
 def test_help_imports_no_torch() -> None:
     code = (
-        "import sys; from aioinfer.cli import main\n"
+        "import sys; from aioinfer.cli.main import main\n"
         "try: main(['serve', '--help'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for name in ("--max-running-requests", "--window", "--api-key", "--config"):
+    for name in ("--max-running-requests", "--overlap-steps", "--api-key", "--config"):
         assert name in shown
 
 
@@ -113,15 +113,15 @@ def test_nothing_banned_is_used_in_the_library() -> None:
 
 def test_flags_win_over_environment_over_file() -> None:
     environ = {"AIOINFER_WINDOW": "2", "AIOINFER_CHUNK_SIZE": "7", "AIOINFER_SEED": "none"}
-    file = {"window": 0, "chunk_size": 9, "page_size": 32, "port": 1}
+    file = {"overlap_steps": 0, "chunk_size": 9, "page_size": 32, "port": 1}
     config = load_settings(EngineConfig, {"chunk_size": 5}, environ, file)
-    assert (config.chunk_size, config.window, config.page_size, config.seed) == (5, 2, 32, None)
+    assert (config.chunk_size, config.overlap_steps, config.page_size, config.seed) == (5, 2, 32, None)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 3}, "window"),
+        ({"overlap_steps": 3}, "window"),
         ({"dtype": "int4"}, "dtype"),
         ({"page_size": 0}, "page_size"),
         ({"page_size": 1.5}, "page_size"),
@@ -220,6 +220,6 @@ def test_what_a_config_leaves_open_is_decided_with_the_model(
         return found.window, found.max_rounds, found.max_prefill_tokens
 
     assert settings(EngineConfig()) == decided
-    asked = EngineConfig(window=2, max_rounds=7, max_prefill_tokens=64)
+    asked = EngineConfig(overlap_steps=2, max_rounds=7, max_prefill_tokens=64)
     assert settings(asked) == (2, 7, 64)
-    assert settings(EngineConfig(window=0))[1] == 4
+    assert settings(EngineConfig(overlap_steps=0))[1] == 4

@@ -8,6 +8,6 @@ __all__ = ["SlotPool"]
 
 
 class SlotPool(FencedPool):
-    """Slots ``1 .. total``; slot 0 is the junk slot of padding rows."""
+    """Slots ``1 .. total``; slot 0 is the null slot of padding rows."""
 
     __slots__ = ()

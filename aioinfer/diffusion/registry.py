@@ -1,30 +1,23 @@
-"""Registry: algorithms by name, found by looking. To add one, add a file to ``algorithms``.
-
-The file ``low_confidence.py`` is the algorithm ``low_confidence`` and holds the class ``LowConfidence``.
-"""
+"""Algorithms by name. To add one, add a file to ``algorithms``; see :mod:`aioinfer.plugins`."""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-from aioinfer.diffusion import algorithms
-from aioinfer.diffusion.names import algorithm_names
+from aioinfer import plugins
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.algorithm import Algorithm
 
-__all__ = ["algorithm_class"]
+__all__ = ["algorithm_class", "algorithm_names"]
+
+
+def algorithm_names() -> tuple[str, ...]:
+    """Every algorithm, sorted; imports none of them."""
+    return plugins.names(plugins.ALGORITHMS)
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class of an algorithm.
-
-    Raises:
-        KeyError: there is none of this name.
-    """
-    if name not in algorithm_names():
-        raise KeyError(name)
-    module = importlib.import_module(f"{algorithms.__name__}.{name}")
-    found: type[Algorithm] = getattr(module, "".join(word.capitalize() for word in name.split("_")))
+    """The class of an algorithm; needs torch. Raises KeyError."""
+    found: type[Algorithm] = plugins.load(plugins.ALGORITHMS, name)
     return found

@@ -15,7 +15,7 @@ the first::
     graph's rows    a 3 │ b 1 │ c 7 │ b 2 │ padding ...            to_second  0 2 0 0 0
 
 Padding, and the second block of a row, has slot 0, whose block is done: algorithms leave it alone. Padding
-has no context and writes its KV to the junk page.
+has no context and writes its KV to the null page.
 
 Forward and algorithm are captured apart, since to each of the first there are several of the second, and
 what is between them lies outside of the graphs' memory. Where algorithms are mixed, which is rare, the
@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioinfer.diffusion.names import algorithm_names
+from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.execution.block_packing import AlgorithmRows, BlockPacked
 from aioinfer.execution.block_table import BlockTable, Round
 from aioinfer.execution.graphs import KEPT, Capture, Graph

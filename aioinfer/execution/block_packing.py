@@ -12,13 +12,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.diffusion.names import algorithm_names
 from aioinfer.diffusion.record import BlockRecords
-from aioinfer.diffusion.registry import algorithm_class
+from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.paging import PageTables, Placement
 from aioinfer.params import DiffusionParams
-from aioinfer.scheduling.step import Admission, Horizon, Row, Step
+from aioinfer.scheduling.step import Admission, MultiStepBudget, Row, Step
 
 __all__ = ["BLOCK_SECTIONS", "AlgorithmRows", "BlockPacked", "BlockPacker", "Tenant", "block_records"]
 
@@ -80,7 +79,7 @@ class BlockPacked:
     may_turn: bool
     #: blocks of a step that has nothing else, 0 if it has
     num_rounds: int
-    horizon: Horizon | None
+    horizon: MultiStepBudget | None
 
     def section(self, name: str) -> npt.NDArray[np.int64]:
         """One of ``BLOCK_SECTIONS``, flat."""

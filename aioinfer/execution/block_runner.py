@@ -13,12 +13,12 @@ from aioinfer.execution.block_graphs import BlockGraphs
 from aioinfer.execution.block_packing import BLOCK_SECTIONS, BlockPacked, block_records
 from aioinfer.execution.block_table import BlockTable, Round
 from aioinfer.execution.device import StepResult
-from aioinfer.execution.runner import Link
+from aioinfer.execution.runner import Transfer
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
 from aioinfer.observe.timeline import DeviceLane, now
-from aioinfer.scheduling.step import NO_TOKEN
+from aioinfer.sampling.outcomes import NO_TOKEN
 
 __all__ = ["BlockRunner", "Denoised"]
 
@@ -70,7 +70,7 @@ class BlockRunner:
         """There is nothing to compile before the first step."""
 
     @torch.inference_mode()
-    def run(self, packed: BlockPacked, link: Link) -> Denoised:
+    def run(self, packed: BlockPacked, link: Transfer) -> Denoised:
         """One step."""
         start = now()
         if self.graphs is not None and self.graphs.hold(packed):
@@ -82,7 +82,7 @@ class BlockRunner:
             return Denoised(self.graphs.step(packed), 1, (start, forward, forward, now()))
         return self._run(packed, link, start)
 
-    def _run(self, packed: BlockPacked, link: Link, start: float) -> Denoised:
+    def _run(self, packed: BlockPacked, link: Transfer, start: float) -> Denoised:
         parts = dict(
             zip(BLOCK_SECTIONS, torch.split(link.send(packed.ints), list(packed.sizes)), strict=True)
         )

@@ -20,7 +20,7 @@ from aioinfer.diffusion.record import BlockRecords, WordRows
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.rows import Rows
 from aioinfer.execution.block_packing import AlgorithmRows, Tenant
-from aioinfer.execution.runner import Link
+from aioinfer.execution.runner import Transfer
 
 __all__ = ["BlockTable", "Round"]
 
@@ -36,7 +36,7 @@ class BlockTable:
         self._device = device
         self._records = records
         self._blank = torch.from_numpy(records.blank).to(device)
-        #: [slots, words]; a slot that nobody has had holds a block that is done, and so does the junk slot
+        #: [slots, words]; a slot that nobody has had holds a block that is done, and so does the null slot
         self._table = self._blank.repeat(num_slots + 1, 1)
         records.block(self._table)[0].done.fill_(True)
         self._algorithms: dict[str, _Algorithm] = {}
@@ -52,7 +52,7 @@ class BlockTable:
             self._of(name)
 
     def begin(
-        self, slots: torch.Tensor, records: torch.Tensor, tenants: Sequence[Tenant], link: Link
+        self, slots: torch.Tensor, records: torch.Tensor, tenants: Sequence[Tenant], link: Transfer
     ) -> None:
         """Requests take slots: their first blocks, [A * words], and what they ask for."""
         if not tenants:
@@ -79,7 +79,7 @@ class BlockTable:
         """The blocks that K rows work on, copied.
 
         Args:
-            slots: [K] int64, no slot twice but the junk slot.
+            slots: [K] int64, no slot twice but the null slot.
             targets: [K] int64, where the row's last block begins.
             pairs: [K] int64, 1 if the row has the slot's block and the next, 0 if it has one.
             may_turn: some block may be final and lie before the target: then its row goes on to the next.
@@ -150,7 +150,7 @@ class _Algorithm:
         """Some slot has a new tenant."""
         self._known.clear()
 
-    def admit(self, tenants: Sequence[Tenant], link: Link) -> None:
+    def admit(self, tenants: Sequence[Tenant], link: Transfer) -> None:
         """What they ask for goes to their slots."""
         state = self.algorithm.init_state(
             [tenant.params for tenant in tenants],

@@ -11,8 +11,8 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.execution.block_graphs import BlockGraphs, round_sizes
 from aioinfer.execution.block_runner import BlockRunner
-from aioinfer.execution.graphs import Capture, DecodeGraphs, graph_obstacle, graph_sizes
-from aioinfer.execution.masks import Masks
+from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.graphs import Capture, DecodeGraphs, graph_sizes, graphs_unsupported
 from aioinfer.execution.relay import Relay
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.sizing import PoolSize, cpu_budget, cuda_budget, size_pool
@@ -35,7 +35,7 @@ class Parts:
     model: CausalLM
     attention: Choice
     device: torch.device
-    masks: Masks
+    masks: GrammarWorker
     lane: DeviceLane
 
     @property
@@ -78,7 +78,7 @@ class Parts:
         return Runner(
             self.model,
             attention,
-            Sampler(config.num_slots, spec.vocab_size, self.device, config.sampling),
+            Sampler(config.num_slots, spec.vocab_size, self.device, config.sampling_backend),
             Relay(config.num_slots, self.device),
             self.masks,
             self.lane,
@@ -93,7 +93,7 @@ class Parts:
     def graph_sizes(self) -> list[int]:
         """Sizes of the graphs to capture; none where they cannot be."""
         kernels, experts = self.attention.kernels, self.model.spec.expert_kernels
-        if graph_obstacle(self.device, kernels, self.model.capturable, experts) is not None:
+        if graphs_unsupported(self.device, kernels, self.model.capturable, experts) is not None:
             return []
         return self.possible_sizes()
 

@@ -1,7 +1,7 @@
 """Device: the small protocol between the launch thread and whatever computes steps.
 
 Three implementations: :mod:`aioinfer.execution.torch_device` on ``cpu`` and on ``cuda``, and the toy
-device of :mod:`aioinfer.twin.toy`, which needs no torch at all.
+device of :mod:`aioinfer.testing.toy`, which needs no torch at all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from aioinfer.scheduling.step import Step
 
 __all__ = [
+    "CompletedFlight",
     "Device",
     "DeviceInfo",
     "DeviceLost",
     "Flight",
-    "Landed",
     "Progress",
     "StepOutOfMemory",
     "StepResult",
@@ -49,7 +49,7 @@ class DeviceInfo:
 
     vocab_size: int
     max_model_len: int
-    #: pages a request may hold; page 0 is the junk page and not among them
+    #: pages a request may hold; page 0 is the null page and not among them
     num_pages: int
     eos_token_ids: frozenset[int]
     #: for banners: device, dtype, parameters, kernels
@@ -90,7 +90,7 @@ class Flight(Protocol):
         StepOutOfMemory if that is all there is to it."""
 
 
-class Landed:
+class CompletedFlight:
     """A flight that is done already, as those of synchronous devices are."""
 
     __slots__ = ("_result",)

@@ -10,7 +10,7 @@ What a captured step reads lies still on the device, and moves on by itself::
 
 So a step with the rows and pages of the one before needs nothing from the host but its replay. Where they
 changed, the host sends the difference to what it knows to be there. Rows beyond the step's own are padding:
-slot 0, junk page, no context.
+slot 0, null page, no context.
 
 Graphs come in sizes; a step takes the next larger one. All share one pool of memory, the largest is captured
 first (mini-sglang and nano-vllm do likewise), and only while nothing else touches the device. What a graph
@@ -38,7 +38,7 @@ from aioinfer.model.spec import CausalLM
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.sampler import Sampler
 
-__all__ = ["KEPT", "Capture", "DecodeGraphs", "DecodeRows", "Graph", "graph_obstacle", "graph_sizes"]
+__all__ = ["KEPT", "Capture", "DecodeGraphs", "DecodeRows", "Graph", "graph_sizes", "graphs_unsupported"]
 
 #: steps whose tokens the device keeps: those of the next are sampled while the host's copies are under way
 KEPT = 4
@@ -65,7 +65,7 @@ def graph_sizes(most: int) -> list[int]:
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}) if most else []
 
 
-def graph_obstacle(
+def graphs_unsupported(
     device: torch.device, attention: str, capturable: bool, experts: str | None = None
 ) -> str | None:
     """What keeps decode steps from being captured there, if anything does.
@@ -140,7 +140,7 @@ class DecodeRows:
         for at, name in enumerate(("slots", "positions", "seeds", "top_k")):
             ints[at, :rows] = packed.section(name)
         floats = columns[self._ints :].view(np.float32).reshape(-1, self._width)
-        floats[:, :rows] = packed.roster.floats[_FLOAT_ROWS]
+        floats[:, :rows] = packed.sampling.floats[_FLOAT_ROWS]
         return columns
 
 
@@ -215,7 +215,7 @@ class DecodeGraphs:
         if not self._in_turn:
             self._turns.fill_(self._turn)
         self._in_turn = False
-        self._samplings[self._size, packed.roster.all_greedy].replay()
+        self._samplings[self._size, packed.sampling.all_greedy].replay()
         self._in_turn = True
         which = self._turn, len(packed.q_lens)
         self._turn = (self._turn + 1) % KEPT

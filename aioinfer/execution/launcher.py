@@ -4,7 +4,7 @@
     ────                       ─────────────                ─────────────────
     launch(step) ──inbox────►  device.launch(prepared) ───► flight.wait()   (GIL released)
          │                          │ synchronous device         │
-     Landing  ◄── one call_soon_threadsafe per step ─────────────┘
+     StepHandle  ◄── one call_soon_threadsafe per step ─────────────┘
 
 Every torch call of an engine happens on its launch thread: a second thread that enters an OpenMP region
 slows each step of the first, and grad mode and streams are per thread.
@@ -25,12 +25,12 @@ from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Pr
 from aioinfer.observe.timeline import Lane, Timeline, now
 from aioinfer.scheduling.step import Step
 
-__all__ = ["InlineLauncher", "Landing", "Launcher", "ThreadLauncher"]
+__all__ = ["InlineLauncher", "Launcher", "StepHandle", "ThreadLauncher"]
 
 _log = logging.getLogger("aioinfer")
 
 
-class Landing:
+class StepHandle:
     """Where the result of a step arrives on the loop.
 
     Unlike a future it tells of it at once and not one turn of the loop later: while a device computes, each
@@ -74,7 +74,7 @@ class Launcher(Protocol):
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         """Open the device. Raises what opening raised."""
 
-    def launch(self, step: Step, landed: Callable[[], None]) -> Landing:
+    def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         """Put a step in flight behind all earlier ones. When it has ended, ``landed`` is called on the loop,
         perhaps before this returns; the landing has the step's result then, or the device's exception:
         ``DeviceLost`` if no later step can succeed."""
@@ -96,7 +96,7 @@ class _Poster:
         except RuntimeError:
             _log.debug("a result came in after its loop was closed")
 
-    def land(self, flight: Flight, landing: Landing) -> None:
+    def land(self, flight: Flight, landing: StepHandle) -> None:
         """Wait for a flight and post what came of it."""
         try:
             result = flight.wait()
@@ -115,11 +115,11 @@ class _CompletionThread:
     def __init__(self, poster: _Poster, rested: Callable[[], None] | None = None) -> None:
         self._poster = poster
         self._rested = rested
-        self._flights: SimpleQueue[tuple[Flight, Landing] | None] = SimpleQueue()
+        self._flights: SimpleQueue[tuple[Flight, StepHandle] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="aioinfer-completion", daemon=True)
         self._thread.start()
 
-    def submit(self, flight: Flight, landing: Landing) -> None:
+    def submit(self, flight: Flight, landing: StepHandle) -> None:
         self._flights.put((flight, landing))
 
     def end(self) -> None:
@@ -178,8 +178,8 @@ class ThreadLauncher:
         self._thread.start()
         return await opened
 
-    def launch(self, step: Step, landed: Callable[[], None]) -> Landing:
-        landing = Landing(landed)
+    def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
+        landing = StepHandle(landed)
         self._inbox.put((step.id, self._device.prepare(step), landing))
         return landing
 
@@ -237,7 +237,7 @@ def _launch_thread(
 
 
 #: step id, what the device prepared, and whom to tell
-_Inbox = SimpleQueue[tuple[int, Any, Landing] | None]
+_Inbox = SimpleQueue[tuple[int, Any, StepHandle] | None]
 
 
 class InlineLauncher:
@@ -279,8 +279,8 @@ class InlineLauncher:
             self._completion = _CompletionThread(_Poster(self._device, loop), close)
         return info
 
-    def launch(self, step: Step, landed: Callable[[], None]) -> Landing:
-        landing = Landing(landed)
+    def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
+        landing = StepHandle(landed)
         prepared = self._device.prepare(step)
         start = now()
         try:

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.execution.device import StepResult
-from aioinfer.execution.masks import GrammarRow
+from aioinfer.execution.grammar_worker import GrammarRow
 from aioinfer.execution.paging import PageTables, Tables
-from aioinfer.execution.roster import FLOAT_FIELDS, Parameters, Roster
+from aioinfer.execution.sampling_metadata import FLOAT_FIELDS, SamplingMetadata, SamplingTable
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.scheduling.step import NO_TOKEN, Step
+from aioinfer.sampling.outcomes import NO_TOKEN
+from aioinfer.scheduling.step import Step
 
 __all__ = ["FLOAT_FIELDS", "SECTIONS", "Packed", "Packer"]
 
@@ -54,7 +55,7 @@ class Packed:
     #: index of the row behind each sampling row
     sample_rows: list[int]
     #: what the sampling rows ask for
-    roster: Roster
+    sampling: SamplingMetadata
     penalty_resets: list[PenaltyReset]
     #: rows whose sampling waits for a mask
     grammars: list[GrammarRow]
@@ -77,22 +78,22 @@ class Packed:
     @property
     def plain(self) -> bool:
         """Sampling needs no more than seeds, temperatures and filters."""
-        roster = self.roster
+        sampling = self.sampling
         return not (
-            roster.any_penalty
-            or roster.logprobs
+            sampling.any_penalty
+            or sampling.logprobs
             or self.scores
             or self.grammars
             or self.penalty_resets
-            or roster.allowed is not None
+            or sampling.allowed is not None
             or len(self.section("banned_ids"))
-            or len(roster.biases[0])
+            or len(sampling.biases[0])
         )
 
     @property
     def top(self) -> int:
         """Likeliest tokens wanted at most; -1 if no logprob is wanted."""
-        return max((count[-1] for count in (*self.roster.logprobs, *self.scores)), default=-1)
+        return max((count[-1] for count in (*self.sampling.logprobs, *self.scores)), default=-1)
 
     def result(
         self,
@@ -117,7 +118,7 @@ class Packed:
             at += 1
             return found
 
-        for sampled, count in self.roster.logprobs:
+        for sampled, count in self.sampling.logprobs:
             result.logprobs[self.sample_rows[sampled]] = entry(tokens[sampled], count)
         ids = iter(self.section("score_ids").tolist())
         for row, number, count in self.scores:
@@ -135,18 +136,20 @@ class Packer:
     most of the page tables already.
     """
 
-    __slots__ = ("_graph_rows", "_parameters", "_tables")
+    __slots__ = ("_graph_rows", "_sampling_table", "_tables")
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int, graph_rows: int = 0) -> None:
         self._graph_rows = graph_rows
         self._tables = PageTables(num_slots, max_pages, page_size)
-        self._parameters = Parameters(num_slots)
+        self._sampling_table = SamplingTable(num_slots)
 
     def pack(self, step: Step) -> Packed:
         """Pack steps in the order of their ids, each once."""
         decodes, prefills = step.decodes, step.prefills
         resets = [
-            self._parameters.admit(row.slot, row.admission) for row in prefills if row.admission is not None
+            self._sampling_table.admit(row.slot, row.admission)
+            for row in prefills
+            if row.admission is not None
         ]
         for slot, first, pages in decodes.tables:
             self._tables.extend(slot, first, pages)
@@ -179,7 +182,7 @@ class Packer:
             sample_rows += [at for at, row in enumerate(step.prefills, step.num_decodes) if row.samples]
             sample_slots, sample_positions = slots[sample_rows], kv_len[sample_rows]
             logits_rows = cu_q[1:][sample_rows] - 1
-        roster = self._parameters.roster(sample_slots)
+        sampling = self._sampling_table.sampling(sample_slots)
         score_rows, score_ids, scores = self._scores(step, cu_q)
         sections = (
             self._input_ids(step, cu_q),
@@ -192,11 +195,11 @@ class Packer:
             np.concatenate((logits_rows, score_rows)) if len(score_rows) else logits_rows,
             sample_slots,
             sample_positions,
-            roster.seeds,
-            roster.top_k,
-            *roster.banned(sample_positions),
+            sampling.seeds,
+            sampling.top_k,
+            *sampling.banned(sample_positions),
             score_ids,
-            *roster.biases,
+            *sampling.biases,
         )
         return Packed(
             ints=np.concatenate(sections),
@@ -207,11 +210,11 @@ class Packer:
             q_lens=q_lens,
             kv_lens=placement.kv_lens,
             sample_rows=sample_rows,
-            roster=roster,
+            sampling=sampling,
             penalty_resets=[reset for reset in resets if reset is not None],
             grammars=[
                 GrammarRow(row, state, int(sample_positions[row]), row >= step.num_decodes)
-                for row, state in roster.grammars
+                for row, state in sampling.grammars
             ],
             scores=scores,
             tables=self._tables.of(slots) if captured else None,

@@ -46,7 +46,7 @@ class PageTables:
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
         self._page_size = page_size
-        #: a tenant's entries beyond its pages name the junk page 0
+        #: a tenant's entries beyond its pages name the null page 0
         self._tables = np.zeros((num_slots + 1, max_pages), np.int64)
         #: by slot, what it was when somebody last asked
         self._copies: list[npt.NDArray[np.int64] | None] = [None] * (num_slots + 1)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.execution.device import StepResult
+from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
 from aioinfer.execution.graphs import DecodeGraphs
-from aioinfer.execution.masks import Constraints, GrammarRow, Masks
 from aioinfer.execution.packing import FLOAT_FIELDS, SECTIONS, Packed
 from aioinfer.execution.relay import Relay
 from aioinfer.model.attention.base import Attention
@@ -23,7 +23,7 @@ from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import Logprobs
 from aioinfer.sampling.sampler import Sampler
 
-__all__ = ["Link", "Runner", "Sampled"]
+__all__ = ["Runner", "Sampled", "Transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Sampled:
         return packed.result(tokens, self.forced, chosen, top_ids, top)
 
 
-class Link(Protocol):
+class Transfer(Protocol):
     """Between host and device, for one step."""
 
     def send(self, array: npt.NDArray[Any], /) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Runner:
         attention: Attention,
         sampler: Sampler,
         relay: Relay,
-        masks: Masks,
+        masks: GrammarWorker,
         lane: DeviceLane | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class Runner:
         self.sampler.warm_up()
 
     @torch.inference_mode()
-    def run(self, packed: Packed, link: Link) -> Sampled:
+    def run(self, packed: Packed, link: Transfer) -> Sampled:
         """One step."""
         start = now()
         if self.graphs is not None and self.graphs.hold(packed):
@@ -111,7 +111,7 @@ class Runner:
         return self._sample(packed, inputs, logits, link, start)
 
     def _sample(
-        self, packed: Packed, inputs: _Inputs, logits: torch.Tensor, link: Link, start: float
+        self, packed: Packed, inputs: _Inputs, logits: torch.Tensor, link: Transfer, start: float
     ) -> Sampled:
         """What the rows ask for, of whatever kind, from the logits of a step that began at ``start``."""
         forward = mask = now()
@@ -124,10 +124,10 @@ class Runner:
             return Sampled(None, logprobs, chosen, times=(start, forward, mask, now()))
         logits = logits[:count]
         if len(inputs.biases[0]):
-            self.sampler.steering.add_biases_(logits, *inputs.biases)
-        if packed.roster.allowed is not None:
-            rows, masks = packed.roster.allowed
-            self.sampler.steering.apply_masks_(logits, link.send(rows), link.send(masks))
+            self.sampler.logits_processors.add_biases_(logits, *inputs.biases)
+        if packed.sampling.allowed is not None:
+            rows, masks = packed.sampling.allowed
+            self.sampler.logits_processors.apply_masks_(logits, link.send(rows), link.send(masks))
         found = None
         if packed.grammars:
             link.await_last_result()
@@ -140,14 +140,14 @@ class Runner:
         self.relay.scatter(inputs.sampling.slots, tokens)
         chosen = None
         if logprobs is not None:
-            asked = link.send(np.asarray([row for row, _ in packed.roster.logprobs], np.int64))
+            asked = link.send(np.asarray([row for row, _ in packed.sampling.logprobs], np.int64))
             chosen = logprobs.of(torch.cat((tokens[asked], inputs.score_ids)))
         forced = {} if found is None else found.forced
         return Sampled(tokens, logprobs, chosen, forced, (start, forward, mask, now()))
 
-    def _logprobs(self, logits: torch.Tensor, packed: Packed, link: Link) -> Logprobs:
+    def _logprobs(self, logits: torch.Tensor, packed: Packed, link: Transfer) -> Logprobs:
         """Of the sampling rows that want them, then of the scored positions."""
-        rows = [row for row, _ in packed.roster.logprobs]
+        rows = [row for row, _ in packed.sampling.logprobs]
         rows += range(len(packed.sample_rows), len(logits))
         return self.sampler.logprobs(logits[link.send(np.asarray(rows, np.int64))], packed.top)
 
@@ -160,11 +160,11 @@ class Runner:
         self.masks.advance_step(packed.grammars, packed.sample_rows, result.tokens)
         return result
 
-    def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow], link: Link) -> Constraints:
+    def _constrain(self, logits: torch.Tensor, grammars: Sequence[GrammarRow], link: Transfer) -> Constraints:
         """Apply the masks of this step, which were made while its forward ran."""
         found = self.masks.collect(grammars, len(logits))
         rows = np.asarray([row.at for row in grammars], np.int64)
-        self.sampler.steering.apply_masks_(logits, link.send(rows), link.send(found.masks))
+        self.sampler.logits_processors.apply_masks_(logits, link.send(rows), link.send(found.masks))
         return found
 
 
@@ -181,7 +181,7 @@ class _Inputs(NamedTuple):
 def _unpack(packed: Packed, send: Callable[[npt.NDArray[Any]], torch.Tensor]) -> _Inputs:
     """Views of the buffers' sections; see :class:`~aioinfer.execution.packing.Packed`."""
     parts = dict(zip(SECTIONS, send(packed.ints).split(packed.sizes), strict=True))
-    roster = packed.roster
+    wanted = packed.sampling
     batch = Batch(
         **{name: parts[name] for name in ("input_ids", "positions", "slot_mapping", "cu_q", "kv_len")},
         block_table=parts["block_table"].view(-1, packed.num_pages),
@@ -195,12 +195,12 @@ def _unpack(packed: Packed, send: Callable[[npt.NDArray[Any]], torch.Tensor]) ->
         positions=parts["sample_positions"],
         seeds=parts["seeds"],
         top_k=parts["top_k"],
-        **dict(zip(FLOAT_FIELDS, send(roster.floats), strict=True)),
-        all_greedy=roster.all_greedy,
-        any_top_k=roster.any_top_k,
-        any_top_p=roster.any_top_p,
-        any_min_p=roster.any_min_p,
-        any_penalty=roster.any_penalty,
+        **dict(zip(FLOAT_FIELDS, send(wanted.floats), strict=True)),
+        all_greedy=wanted.all_greedy,
+        any_top_k=wanted.any_top_k,
+        any_top_p=wanted.any_top_p,
+        any_min_p=wanted.any_min_p,
+        any_penalty=wanted.any_penalty,
         banned_rows=parts["banned_rows"] if len(parts["banned_rows"]) else None,
         banned_ids=parts["banned_ids"] if len(parts["banned_ids"]) else None,
         penalty_resets=packed.penalty_resets,

@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Pages of the pool, the junk page not counted, and the longest sequence that is served."""
+    """Pages of the pool, the null page not counted, and the longest sequence that is served."""
 
     num_pages: int
     max_model_len: int

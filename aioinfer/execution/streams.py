@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioinfer.execution.device import DeviceLost, Flight, Landed, StepOutOfMemory, StepResult
+from aioinfer.execution.device import CompletedFlight, DeviceLost, Flight, StepOutOfMemory, StepResult
 from aioinfer.execution.graphs import KEPT, Graph
-from aioinfer.execution.runner import Link
+from aioinfer.execution.runner import Transfer
 from aioinfer.observe.timeline import DeviceLane, now
 
 __all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "PackedStep", "StepRunner", "lacks_memory"]
@@ -67,7 +67,7 @@ class StepRunner(Protocol):
     def warm_up(self) -> None:
         """Whatever must not wait for the first step. Reads back from the device."""
 
-    def run(self, packed: Any, link: Link) -> Outcome:
+    def run(self, packed: Any, link: Transfer) -> Outcome:
         """Enqueue one step."""
 
     def read(self, packed: Any, sampled: Any, tensors: Sequence[torch.Tensor]) -> StepResult:
@@ -99,7 +99,7 @@ def lacks_memory(error: Exception) -> bool:
 
 
 class Direct:
-    """Every copy is done when it returns: see :class:`~aioinfer.execution.runner.Link`."""
+    """Every copy is done when it returns: see :class:`~aioinfer.execution.runner.Transfer`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -126,7 +126,7 @@ class CpuBackend:
                 raise StepOutOfMemory(str(error)) from error
             raise
         self._runner.lane.step(packed.step_id, *sampled.times)
-        return Landed(self._runner.read(packed, sampled, sampled.tensors()))
+        return CompletedFlight(self._runner.read(packed, sampled, sampled.tensors()))
 
     def check(self) -> None:
         """A CPU is never lost."""

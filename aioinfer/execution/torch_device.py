@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
-from aioinfer.execution.masks import Masks
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.packing import Packed, Packer
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
@@ -38,7 +38,7 @@ class TorchDevice:
         self._config = config
         self._packer: Packer | BlockPacker | None = None
         self._backend: Backend | None = None
-        self._masks = Masks(config.grammar_patience)
+        self._masks = GrammarWorker(config.grammar_patience)
         self.lane = DeviceLane()
         self._threads_before: int | None = None
 
@@ -64,7 +64,7 @@ class TorchDevice:
             model = self._load(device, progress)
             spec = model.spec
             config = fit_blocks(config, spec)
-            choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention)
+            choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention_backend)
             if config.deterministic and not model.invariant:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.kernels)}")
             parts = Parts(config, model, choice, device, self._masks, self.lane)
@@ -97,8 +97,8 @@ class TorchDevice:
             device=device,
             load_format=config.load_format,
             force_transformers=config.transformers_fallback,
-            kernels=config.attention,
-            experts=config.experts,
+            kernels=config.attention_backend,
+            experts=config.moe_backend,
             block_size=config.block_size,
             quantization=config.quantization,
             progress=progress,

@@ -17,7 +17,7 @@ from aioinfer.execution.packing import Packed, Packer
 from aioinfer.execution.streams import CudaBackend, PackedStep
 from aioinfer.model.spec import ModelSpec
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.decodes import NO_DECODES, Decodes
+from aioinfer.scheduling.decode_batch import NO_DECODES, Decodes
 from aioinfer.scheduling.step import Admission, Row, Step
 
 __all__ = ["Graphs", "largest_block_steps", "largest_steps", "measure"]
@@ -34,7 +34,7 @@ _PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 
 
 def largest_steps(config: EngineConfig, max_len: int) -> Iterator[Packed]:
-    """A step of prefill only and one of decodes only, as large as may be, on the junk page alone.
+    """A step of prefill only and one of decodes only, as large as may be, on the null page alone.
 
     ``max_len``: positions that the model has, or a request may have.
     """

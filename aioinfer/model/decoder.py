@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.attention.base import Attention, Scoring
+from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.linear import Linear
@@ -33,7 +33,7 @@ class Layer:
     #: to queries, keys and values of all heads
     qkv: Linear
     qk_norm: HeadNorm | None
-    scoring: Scoring
+    scoring: AttentionParams
     out: Linear
     mlp_norm: torch.Tensor
     mlp: FeedForward

@@ -136,9 +136,9 @@ def make_layers(
     """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers."""
     if choose_layers(choice, sizes).kernels == "native":
         from aioinfer.model.native import NativeLayers
-        from aioinfer.native.bindings import shared_team
+        from aioinfer.native.bindings import shared_thread_pool
 
-        return NativeLayers(shared_team(torch.get_num_threads()), quantization)
+        return NativeLayers(shared_thread_pool(torch.get_num_threads()), quantization)
     # What Triton's kernels are captured with reads weights where they lie.
     make_linear = TorchLinear if choice.kernels == "triton" else packed_or_torch(device, dtype)
     return TorchLayers(make_operations(choice), make_linear)

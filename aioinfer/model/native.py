@@ -26,7 +26,15 @@ from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec
-from aioinfer.native.bindings import PARTS, Number, PackedExperts, PackedRouter, PackedWeights, Stack, Team
+from aioinfer.native.bindings import (
+    PARTS,
+    Number,
+    PackedExperts,
+    PackedRouter,
+    PackedWeights,
+    Stack,
+    ThreadPool,
+)
 
 __all__ = ["NativeDecoder", "NativeLayers", "NativeLinear", "NativeSwiGLU"]
 
@@ -40,7 +48,7 @@ class NativeLinear:
 
     def __init__(
         self,
-        team: Team,
+        team: ThreadPool,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         quantization: Literal["none", "int8"] = "none",
@@ -92,7 +100,7 @@ class NativeDecoder:
 
     def __init__(
         self,
-        team: Team,
+        team: ThreadPool,
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
@@ -159,7 +167,7 @@ class NativeLayers:
 
     native = True
 
-    def __init__(self, team: Team, quantization: Literal["none", "int8"] = "none") -> None:
+    def __init__(self, team: ThreadPool, quantization: Literal["none", "int8"] = "none") -> None:
         self._team, self._quantization = team, quantization
         self.operations = TorchOperations()
 

@@ -45,9 +45,9 @@ def own_implementation(config: Any) -> Family | None:
     model_types, family = _OWN.get(architecture, (frozenset(), None))
     if family is None or config.model_type not in model_types:
         return None
-    obstacle = family.obstacle(config)
-    if obstacle is None:
+    unsupported_reason = family.unsupported_reason(config)
+    if unsupported_reason is None:
         return family
     if family.blocks is not None:
-        raise ConfigError(f"model: {architecture} with {obstacle} is not supported")
+        raise ConfigError(f"model: {architecture} with {unsupported_reason} is not supported")
     return None

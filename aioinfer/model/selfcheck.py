@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.base import Attention, Scoring
+from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention, visible
 from aioinfer.model.batch import Batch
@@ -179,5 +179,5 @@ def _plain(
     """Causal attention of one fresh sequence, [1, heads, T, head_dim] each."""
     length, group = query.shape[2], query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-    mask = visible(length, 0, length, Scoring(1.0, window), query.device)
+    mask = visible(length, 0, length, AttentionParams(1.0, window), query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)

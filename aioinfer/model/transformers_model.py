@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.base import Attention, Scoring
+from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.batch import Batch
 from aioinfer.model.selfcheck import LayerShape, check_paged, record
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
@@ -100,7 +100,7 @@ class TransformersLM:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             scale = options.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            scoring = Scoring(scale, options.get("sliding_window"))
+            scoring = AttentionParams(scale, options.get("sliding_window"))
             return attention(module.layer_idx, q, k, v, batch, scoring)[None]
 
         return self._run(batch.input_ids, batch.positions, batch.logits_rows, attend)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from aioinfer.native.build import BuildFailed, build
 
 __all__ = [
-    "Kernels", "Number", "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "Team", "kernels",
-    "native_obstacle", "shared_team",
+    "Kernels", "Number", "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "kernels",
+    "native_unsupported", "shared_thread_pool",
 ]  # fmt: skip
 
 #: types of models that there are kernels for
@@ -112,10 +112,10 @@ def _release(owner: object, kernels: Kernels, name: str, handle: int) -> None:
 
 _lock = threading.Lock()
 _loaded: Kernels | str | None = None
-_teams: weakref.WeakValueDictionary[int, Team] = weakref.WeakValueDictionary()
+_teams: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()
 
 
-def native_obstacle(progress: Callable[[int, int], None] | None = None) -> str | None:
+def native_unsupported(progress: Callable[[int, int], None] | None = None) -> str | None:
     """What keeps native kernels from running on this machine, in words; None if nothing does.
 
     Compiles them if that has not been done yet. What it comes to is settled once per process.
@@ -139,15 +139,15 @@ def native_obstacle(progress: Callable[[int, int], None] | None = None) -> str |
 
 
 def kernels() -> Kernels:
-    """The library. Raises RuntimeError where there is an obstacle."""
-    obstacle = native_obstacle()
-    if obstacle is not None or not isinstance(_loaded, Kernels):
-        raise RuntimeError(f"no native kernels: {obstacle}")
+    """The library. Raises RuntimeError where there is an unsupported_reason."""
+    unsupported_reason = native_unsupported()
+    if unsupported_reason is not None or not isinstance(_loaded, Kernels):
+        raise RuntimeError(f"no native kernels: {unsupported_reason}")
     return _loaded
 
 
-class Team:
-    """Threads that compute together; see ``team.hpp``. They end when nobody holds the team any more."""
+class ThreadPool:
+    """Threads that compute together; see ``thread_pool.hpp``. They end with its last reference."""
 
     __slots__ = ("__weakref__", "handle", "kernels", "threads")
 
@@ -158,12 +158,12 @@ class Team:
         _release(self, self.kernels, "free_team", self.handle)
 
 
-def shared_team(threads: int) -> Team:
+def shared_thread_pool(threads: int) -> ThreadPool:
     """The one team of so many threads: a process's engines take turns rather than be in each other's way."""
     with _lock:
         team = _teams.get(threads)
     if team is None:
-        team = Team(threads)
+        team = ThreadPool(threads)
         with _lock:
             team = _teams.setdefault(threads, team)
     return team
@@ -176,7 +176,7 @@ class PackedWeights:
 
     def __init__(
         self,
-        team: Team,
+        team: ThreadPool,
         number: Number,
         rows: int,
         bias: int | None,
@@ -239,7 +239,7 @@ class PackedExperts:
     __slots__ = ("__weakref__", "count", "handle", "hidden", "middle", "number", "team")
 
     def __init__(
-        self, team: Team, number: Number, count: int, hidden: int, middle: int, *, rounded: bool = False
+        self, team: ThreadPool, number: Number, count: int, hidden: int, middle: int, *, rounded: bool = False
     ) -> None:
         """Room for them, which :meth:`pack` fills. ``rounded``: to 8 bits."""
         self.team, self.number, self.count, self.hidden, self.middle = team, number, count, hidden, middle
@@ -263,7 +263,7 @@ class Stack:
 
     __slots__ = ("__weakref__", "_forward", "_kept", "handle", "number", "team")
 
-    def __init__(self, team: Team, number: Number, head: PackedWeights, *arguments: Any) -> None:
+    def __init__(self, team: ThreadPool, number: Number, head: PackedWeights, *arguments: Any) -> None:
         """See ``decoder`` in ``models.cpp`` for the arguments: embedding, norm, then those behind head."""
         self.team, self.number = team, number
         embedding, norm, *rest = arguments

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.kernels import triton_obstacle
+from aioinfer.model.triton_support import triton_unsupported
 
 __all__ = ["Kernels", "SamplingChoice", "choose_sampling"]
 
@@ -38,17 +38,17 @@ def choose_sampling(device: torch.device, wanted: Literal["auto"] | Kernels = "a
         return SamplingChoice("torch", f"the device is a {device.type}")
     here: Kernels = "triton" if device.type == "cuda" else "native"
     asked = here if wanted == "auto" else wanted
-    obstacle = triton_obstacle(device) if asked == "triton" else _native_obstacle(device)
-    if obstacle is None:
+    unsupported_reason = triton_unsupported(device) if asked == "triton" else _native_unsupported(device)
+    if unsupported_reason is None:
         why = "the device is CUDA" if device.type == "cuda" else f"the device is a {device.type}"
         return SamplingChoice(asked, why if wanted == "auto" else "asked for")
     if wanted != "auto":
-        raise ConfigError(f"sampling: {wanted} was asked for, and {obstacle}")
-    return SamplingChoice("torch", obstacle)
+        raise ConfigError(f"sampling: {wanted} was asked for, and {unsupported_reason}")
+    return SamplingChoice("torch", unsupported_reason)
 
 
-def _native_obstacle(device: torch.device) -> str | None:
+def _native_unsupported(device: torch.device) -> str | None:
     """What keeps native kernels from running there, if anything does. Compiles them."""
-    from aioinfer.native.bindings import native_obstacle
+    from aioinfer.native.bindings import native_unsupported
 
-    return native_obstacle() if device.type == "cpu" else "the device is no CPU"
+    return native_unsupported() if device.type == "cpu" else "the device is no CPU"

@@ -1,5 +1,5 @@
-"""The functions of :mod:`aioinfer.sampling.masks`, penalties and logprobs, on a CPU by the kernels in C++
-(``steering.hpp`` and ``logprobs.hpp``).
+"""The functions of :mod:`aioinfer.sampling.logits_processors`, penalties and logprobs, in C++ for a CPU
+(``logits_processors.hpp`` and ``logprobs.hpp``).
 
 Where torch's operations go over whole rows, masks and penalties write to the tokens that are concerned, with
 the same outcome to the bit. Logprobs are within rounding of torch's, and a function of their own row.
@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import torch
 
-from aioinfer.native.bindings import Team
-from aioinfer.sampling import masks
+from aioinfer.native.bindings import ThreadPool
+from aioinfer.sampling import logits_processors
 
 __all__ = ["NativeLogits", "NativeLogprobs"]
 
 
 class NativeLogits:
-    """See :class:`~aioinfer.sampling.masks.Steering`, and for penalties
+    """See :class:`~aioinfer.sampling.logits_processors.LogitsProcessors`, and for penalties
     :func:`~aioinfer.sampling.triton_logits.penalise`."""
 
     __slots__ = ("_team",)
 
     # Single tokens are no work.
-    add_biases_ = staticmethod(masks.add_biases_)
-    ban_ = staticmethod(masks.ban_)
+    add_biases_ = staticmethod(logits_processors.add_biases_)
+    ban_ = staticmethod(logits_processors.ban_)
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: ThreadPool) -> None:
         self._team = team
 
     def apply_masks_(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-        """See :func:`aioinfer.sampling.masks.apply_masks_`; the tokens of a row lie next to each other."""
+        """See :func:`~aioinfer.sampling.logits_processors.apply_masks_`; tokens of a row are contiguous."""
         rows, masks = rows.contiguous(), masks.contiguous()
         self._team.kernels.call(
             "apply_masks", self._team.handle, logits.data_ptr(), logits.shape[1], logits.stride(0),
@@ -64,7 +64,7 @@ class NativeLogprobs:
 
     __slots__ = ("_logits", "_totals", "top", "top_ids")
 
-    def __init__(self, team: Team, logits: torch.Tensor, top: int) -> None:
+    def __init__(self, team: ThreadPool, logits: torch.Tensor, top: int) -> None:
         """``logits``: [N, V] float32, kept. ``top``: likeliest tokens to report, 0 for none."""
         self._logits = logits.contiguous()
         rows, vocab = logits.shape

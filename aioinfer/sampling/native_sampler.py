@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from aioinfer.native.bindings import Team
+from aioinfer.native.bindings import ThreadPool
 from aioinfer.sampling.batch import SamplingBatch
-from aioinfer.scheduling.step import BAD_LOGITS
+from aioinfer.sampling.outcomes import BAD_LOGITS
 
 __all__ = ["sample_tokens"]
 
 
-def sample_tokens(team: Team, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def sample_tokens(team: ThreadPool, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """One token per row, as :meth:`aioinfer.sampling.sampler.Sampler.sample` says, without penalties. The
     batch's flags are not looked at: a neutral parameter is off for its row.
 

@@ -9,15 +9,15 @@ from typing import Literal
 
 import torch
 
-from aioinfer.sampling import masks
+from aioinfer.sampling import logits_processors
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.choice import Kernels, SamplingChoice, choose_sampling
 from aioinfer.sampling.filters import floors
+from aioinfer.sampling.logits_processors import LogitsProcessors
 from aioinfer.sampling.logprobs import Logprobs, TorchLogprobs
-from aioinfer.sampling.masks import Steering
 from aioinfer.sampling.noise import gumbel_of_keys, row_keys
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.penalties import Penalise, Penalties, penalised
-from aioinfer.scheduling.step import BAD_LOGITS
 
 __all__ = ["Sampler"]
 
@@ -53,7 +53,7 @@ class Sampler:
 
     __slots__ = (
         *("_device", "_kernel", "_on_host", "_penalties", "_token_ids", "_vocab_size"),
-        *("choice", "logprobs", "steering"),
+        *("choice", "logprobs", "logits_processors"),
     )
 
     def __init__(
@@ -66,7 +66,7 @@ class Sampler:
         """Raises ConfigError if ``kernels`` are wanted that the device cannot run."""
         self.choice: SamplingChoice = choose_sampling(device, kernels)
         #: how single tokens are biased, banned and masked
-        self.steering: Steering = masks
+        self.logits_processors: LogitsProcessors = logits_processors
         #: logprobs of [N, V] float32 that nobody writes to any more, and so many of the likeliest tokens
         self.logprobs: Callable[[torch.Tensor, int], Logprobs] = TorchLogprobs
         #: one token per row, of logits with penalties; None: by torch's operations
@@ -75,14 +75,14 @@ class Sampler:
         if self.choice.kernels == "triton":
             from aioinfer.sampling import triton_logits, triton_sampler
 
-            self.steering, penalise = triton_logits, triton_logits.penalise
+            self.logits_processors, penalise = triton_logits, triton_logits.penalise
             self._kernel = triton_sampler.sample_tokens
         elif self.choice.kernels == "native":
-            from aioinfer.native.bindings import shared_team
+            from aioinfer.native.bindings import shared_thread_pool
             from aioinfer.sampling import native_logits, native_sampler
 
-            team = shared_team(torch.get_num_threads())
-            self.steering = native = native_logits.NativeLogits(team)
+            team = shared_thread_pool(torch.get_num_threads())
+            self.logits_processors = native = native_logits.NativeLogits(team)
             self._kernel, penalise = partial(native_sampler.sample_tokens, team), native.penalise
             self.logprobs = partial(native_logits.NativeLogprobs, team)
         self._device, self._vocab_size = device, vocab_size
@@ -102,8 +102,8 @@ class Sampler:
         device = self._device
         logits = torch.zeros(1, self._vocab_size, device=device)
         zero, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
-        self.steering.add_biases_(logits, zero, zero, zero)
-        self.steering.apply_masks_(logits, zero, torch.zeros(1, 1, dtype=torch.int32, device=device))
+        self.logits_processors.add_biases_(logits, zero, zero, zero)
+        self.logits_processors.apply_masks_(logits, zero, torch.zeros(1, 1, dtype=torch.int32, device=device))
         batch = SamplingBatch(
             *(zero, zero, zero, one, one, one, zero, one, one, one),
             all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, any_penalty=True,
@@ -141,7 +141,7 @@ class Sampler:
         # Native kernels write bans into the logits and undo it.
         if batch.banned_ids is not None and batch.banned_rows is not None and self.choice.kernels != "native":
             logits = logits if batch.any_penalty else logits.clone()
-            self.steering.ban_(logits, batch.banned_rows, batch.banned_ids)
+            self.logits_processors.ban_(logits, batch.banned_rows, batch.banned_ids)
         if self._kernel is not None:
             return self._kernel(logits, batch)
         return self._by_torch(logits, batch)

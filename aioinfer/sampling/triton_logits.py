@@ -100,7 +100,7 @@ def penalise(
 
 
 def add_biases_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> None:
-    """As :func:`aioinfer.sampling.masks.add_biases_`."""
+    """As :func:`aioinfer.sampling.logits_processors.add_biases_`."""
     if len(rows):
         _add_kernel[(triton.cdiv(len(rows), _PAIRS),)](
             logits, rows, ids, bits, len(rows), logits.stride(0),
@@ -109,7 +109,7 @@ def add_biases_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bit
 
 
 def ban_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
-    """As :func:`aioinfer.sampling.masks.ban_`."""
+    """As :func:`aioinfer.sampling.logits_processors.ban_`."""
     if len(rows):
         _add_kernel[(triton.cdiv(len(rows), _PAIRS),)](
             logits, rows, ids, ids, len(rows), logits.stride(0),
@@ -118,7 +118,7 @@ def ban_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
 
 
 def apply_masks_(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """As :func:`aioinfer.sampling.masks.apply_masks_`."""
+    """As :func:`aioinfer.sampling.logits_processors.apply_masks_`."""
     vocab = logits.shape[1]
     if len(rows):
         _mask_kernel[(triton.cdiv(vocab, _CHUNK), len(rows))](

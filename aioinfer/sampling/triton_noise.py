@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from aioinfer.kernels import interpreted
+from aioinfer.model.triton_support import interpreted
 
 __all__ = ["INTERPRETED", "exponential", "gumbel", "logarithm", "random_bits", "row_key", "uniform"]
 

@@ -42,9 +42,9 @@ import triton.language as tl
 
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.filters import mass_unit
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.triton_filters import NOBODY, draw, filter_floor, keys_of, scale, unit_weights
 from aioinfer.sampling.triton_noise import INTERPRETED, gumbel, logarithm, row_key
-from aioinfer.scheduling.step import BAD_LOGITS
 
 __all__ = ["SampleTuning", "sample_tokens"]
 

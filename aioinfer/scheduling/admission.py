@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Literal
 
-from aioinfer.request import Request
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
+from aioinfer.scheduling.request import Request
 
 __all__ = ["Admitter", "Limits", "NewTokenRatio", "PrefixLeaders", "StepBudget"]
 
@@ -24,7 +24,7 @@ class Limits:
     max_prefill_tokens: int | None = None
     max_decode_rows: int | None = None
     mixed: bool = True
-    first: Literal["decode", "prefill"] = "decode"
+    step_priority: Literal["decode", "prefill"] = "decode"
     admission: Literal["fifo", "pack"] = "fifo"
     lookahead: int = 64
     force_fifo_every: int = 8

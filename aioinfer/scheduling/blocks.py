@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from aioinfer.block_request import BlockRequest
 from aioinfer.diffusion.state import BlockState
-from aioinfer.request import Request, RequestState
 from aioinfer.scheduling.admission import Limits, StepBudget
-from aioinfer.scheduling.decodes import NO_DECODES
+from aioinfer.scheduling.block_request import BlockRequest
+from aioinfer.scheduling.decode_batch import NO_DECODES
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.recovery import StepCap
+from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Horizon, Outcome, Row, Step, introduction
+from aioinfer.scheduling.step import MultiStepBudget, Outcome, Row, Step, new_request_data
 
 __all__ = ["BlockScheduler"]
 
@@ -146,7 +146,7 @@ def block_row(request: BlockRequest, start: int, blocks: int, known: int = 0) ->
         samples=blocks > 0,
         new_pages=request.pages[request.sent_pages :],
         first_new_page=request.sent_pages,
-        admission=introduction(request),
+        admission=new_request_data(request),
         blocks=blocks,
     )
     request.sent_pages = len(request.pages)
@@ -194,7 +194,7 @@ class BlockScheduler(Scheduler):
         prefills: list[Row] = []
         if self.batch.locked:
             return self._step(self._rounds(budget, starved), [], budget)
-        if limits.first == "decode" and (limits.mixed or self._prefilled_last):
+        if limits.step_priority == "decode" and (limits.mixed or self._prefilled_last):
             rounds = self._rounds(budget, starved)
         if limits.mixed or not rounds:
             prefills = self._prefill(budget)
@@ -219,14 +219,14 @@ class BlockScheduler(Scheduler):
         self.ratio.decay()
         return step
 
-    def _horizon(self, rows: tuple[Row, ...]) -> Horizon | None:
+    def _horizon(self, rows: tuple[Row, ...]) -> MultiStepBudget | None:
         """Rounds may follow each other where they are, while they are all that there is to do."""
         if self.limits.max_rounds == 1 or self.waiting or self.prefilling:
             return None
         alike = all(row.blocks == 1 and not row.ids for row in rows)
         if any(request.drafts for request in self.batch.requests):
             return None  # somebody wants to see every round
-        return Horizon(self.limits.max_rounds) if alike else None
+        return MultiStepBudget(self.limits.max_rounds) if alike else None
 
     def _rounds(self, budget: StepBudget, starved: Collection[Request]) -> list[Row]:
         most = budget.tokens

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, Node, RadixTree
 from aioinfer.cache.slots import SlotPool
-from aioinfer.request import Request
+from aioinfer.scheduling.request import Request
 
 __all__ = ["Memory"]
 

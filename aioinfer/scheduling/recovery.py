@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aioinfer.request import Request, RequestState
-from aioinfer.scheduling.step import DEFERRED, NO_TOKEN, Row, Step
+from aioinfer.sampling.outcomes import DEFERRED, NO_TOKEN
+from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.step import Row, Step
 
 __all__ = ["StepCap", "struck", "without_junk"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from aioinfer.request import Request
+from aioinfer.scheduling.request import Request
 
 __all__ = ["victims"]
 

@@ -11,15 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from aioinfer.outputs import FinishReason
-from aioinfer.request import Request, RequestState
+from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
 from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, StepBudget
-from aioinfer.scheduling.decodes import NO_DECODES, Decodes
+from aioinfer.scheduling.decode_batch import NO_DECODES, Decodes
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.places import Places
-from aioinfer.scheduling.policy import Fcfs, Policy
+from aioinfer.scheduling.policies.fcfs import Fcfs
+from aioinfer.scheduling.policy import Policy
+from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.recovery import StepCap, struck, without_junk
+from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.retraction import victims
-from aioinfer.scheduling.step import BAD_LOGITS, DEFERRED, Outcome, Row, Step, introduction
+from aioinfer.scheduling.step import Outcome, Row, Step, new_request_data
 
 __all__ = ["Scheduler"]
 
@@ -29,7 +31,7 @@ _MAX_SCORED = 64
 _NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
-class Scheduler(Places):
+class Scheduler(RequestQueues):
     """Continuous batching of packed rows over paged KV.
 
     Steps are launched in the order in which :meth:`plan` returns them and resolved in the same order,
@@ -71,7 +73,7 @@ class Scheduler(Places):
         self._preempt()
         starved = self._grow()
         # Decodes and prefill share a step if they may mix. If not, decode-first lets them take turns.
-        if limits.first == "decode" and (limits.mixed or self._prefilled_last):
+        if limits.step_priority == "decode" and (limits.mixed or self._prefilled_last):
             decodes = self._decode(budget, starved)
             prefills = self._prefill(budget) if limits.mixed or not decodes else []
         else:
@@ -182,7 +184,7 @@ class Scheduler(Places):
             samples=start + length == request.length,
             new_pages=request.pages[request.sent_pages :],
             first_new_page=request.sent_pages,
-            admission=introduction(request),
+            admission=new_request_data(request),
         )
         if request.params.prompt_logprobs is not None:
             row.scores = self._score(request, row.kv_length)

@@ -6,42 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from aioinfer.scheduling.decodes import Decodes
+from aioinfer.scheduling.decode_batch import Decodes
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
     from aioinfer.params import SamplingParams
-    from aioinfer.request import Request
+    from aioinfer.scheduling.request import Request
     from aioinfer.text.grammar import GrammarState
 
 __all__ = [
-    "BAD_GRAMMAR",
-    "BAD_LOGITS",
-    "DEFERRED",
-    "FORCED",
-    "NO_TOKEN",
     "Admission",
-    "Horizon",
+    "MultiStepBudget",
     "Outcome",
     "Row",
     "Step",
 ]
 
-#: In a step's result: this row does not sample.
-NO_TOKEN = -1
-#: In a step's result: the row's logits were not finite; its request fails, alone.
-BAD_LOGITS = -2
-#: In a step's result: the row's grammar allows no token, or failed; so does its request, alone.
-BAD_GRAMMAR = -3
-#: In a step's result: the row was computed, but could not sample yet. Rows launched behind it are void, and
-#: so marked too, until one comes whose tokens the host knows.
-DEFERRED = -4
-#: In a step's result: the row sampled nothing, for its grammar leaves no choice: ``StepResult.forced`` has
-#: what follows. Rows behind it are void as above.
-FORCED = -5
 
-
-class Horizon:
+class MultiStepBudget:
     """How many rounds a device may compute before it answers: while no block of the step gets done and
     nobody wants in, it goes on with the same rows.
 
@@ -72,11 +54,11 @@ class Admission:
     resume: BlockState | None = None
 
 
-def introduction(request: Request) -> Admission | None:
+def new_request_data(request: Request) -> Admission | None:
     """For the first row of a request in its slot; None for others."""
-    if request.introduced:
+    if request.announced:
         return None
-    request.introduced = True
+    request.announced = True
     return Admission(
         request.params,
         request.seed,
@@ -143,7 +125,7 @@ class Step:
     prefills: tuple[Row, ...]
     num_tokens: int
     #: of a step in which each row is one block
-    horizon: Horizon | None = None
+    horizon: MultiStepBudget | None = None
 
     @property
     def num_decodes(self) -> int:

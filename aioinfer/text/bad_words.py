@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.params import Grammar
 from aioinfer.text.grammar import GrammarBackend, Matcher
+from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["BadWordsBackend", "BadWordsMatcher", "spell"]

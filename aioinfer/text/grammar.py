@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.params import Grammar
+from aioinfer.text.grammar_spec import Grammar
 
 __all__ = ["Compiler", "GrammarBackend", "GrammarState", "Matcher"]
 
@@ -63,7 +63,7 @@ class GrammarBackend(Protocol):
 class GrammarState:
     """A request's matcher, and the mask of the one position that it is ready for.
 
-    Written and read under the lock of :class:`~aioinfer.execution.masks.Masks`.
+    Written and read under the lock of :class:`~aioinfer.execution.grammar_worker.Masks`.
     """
 
     __slots__ = (

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import ConfigError, InvalidRequest
-from aioinfer.params import Grammar
 from aioinfer.text.grammar import Matcher
+from aioinfer.text.grammar_spec import Grammar
 
 __all__ = ["JSON_OPTIONS", "GuidanceBackend", "check_depth"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aioinfer.params import Grammar
+from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import JSON_OPTIONS, check_depth
 from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.tool_calls import ToolCallParser

@@ -79,7 +79,7 @@ def main(options: argparse.Namespace, model: Path) -> int:
     for kernels in ("native", "sdpa"):
         for threads in range(1, options.threads + 1):
             config = EngineConfig(
-                model=str(model), device="cpu", attention=kernels, threads=threads, prefix_cache=False
+                model=str(model), device="cpu", attention_backend=kernels, threads=threads, prefix_cache=False
             )
             line = asyncio.run(
                 measure(config, batch, options.prompt_tokens, options.output_tokens, options.rounds)

@@ -10,8 +10,8 @@ from typing import Any
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.state import BlockState
 from aioinfer.engine import Engine
-from aioinfer.request import Request
 from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import Step
 
 __all__ = ["WAYS", "configs", "make_restless", "scheduler_of"]
@@ -21,17 +21,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "sync": {
         "diffusion_mode": "sync",
         "mixed": False,
-        "first": "prefill",
+        "step_priority": "prefill",
         "fused_commit": False,
-        "window": 0,
+        "overlap_steps": 0,
         "chunk_size": 0,
     },
     "sync+": {"chunk_size": 512},
     "fdfo": {"diffusion_mode": "fdfo", "chunk_size": 0},
     "reuse": {"max_rounds": 64},
-    "mixed": {"mixed": True, "first": "decode", "chunk_size": 512},
+    "mixed": {"mixed": True, "step_priority": "decode", "chunk_size": 512},
     "fused": {"fused_commit": True},
-    "overlap": {"window": 1, "max_rounds": 1},
+    "overlap": {"overlap_steps": 1, "max_rounds": 1},
 }
 
 

@@ -23,7 +23,7 @@ from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
 from bench.gpu.workload import Workload, prompts_of
 
 # A bench's clock runs from its go; what an engine imports when it starts is imported before.
-for _name in ("aioinfer.core", "aioinfer.model.loader", "transformers.models.qwen3.configuration_qwen3"):
+for _name in ("aioinfer.loop.core", "aioinfer.model.loader", "transformers.models.qwen3.configuration_qwen3"):
     importlib.import_module(_name)
 
 __all__ = ["Decoding", "decoding_rate", "engine_config", "generate", "run_async", "started", "stream"]

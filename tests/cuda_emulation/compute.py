@@ -21,10 +21,10 @@ import torch
 import triton.runtime.interpreter
 from torch import library
 
-import aioinfer.kernels
+import aioinfer.model.triton_support
 
 # Nothing of ours may have asked yet whether Triton can run on the device.
-aioinfer.kernels.triton_obstacle = lambda device: None
+aioinfer.model.triton_support.triton_obstacle = lambda device: None
 
 from aioinfer.model.attention import triton_attention  # noqa: E402
 from aioinfer.model.attention.base import Scoring  # noqa: E402

@@ -15,8 +15,8 @@ from aioinfer.diffusion.algorithms.factor import Factor
 from aioinfer.diffusion.algorithms.joint_threshold import JointThreshold
 from aioinfer.diffusion.algorithms.low_confidence import LowConfidence
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.names import algorithm_names
 from aioinfer.diffusion.proposal import Proposal
+from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.diffusion.rows import Rows
 from tests.diffusion.cases import MASK, VOCAB, Case, assert_agrees, make_case
 from tests.diffusion.reference import Row

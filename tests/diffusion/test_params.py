@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.diffusion.names import algorithm_names
-from aioinfer.diffusion.registry import algorithm_class
+from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 

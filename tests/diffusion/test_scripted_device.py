@@ -10,7 +10,7 @@ import torch
 
 from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.twin.blocks import ScriptedDevice, scripted_generate, scripted_rounds
+from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate, scripted_rounds
 from tests.diffusion import reference
 
 SIZE, MASK = 8, 63

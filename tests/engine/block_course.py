@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from aioinfer.block_request import BlockRequest
 from aioinfer.config import EngineConfig
-from aioinfer.core import Core
 from aioinfer.execution.device import StepOutOfMemory
+from aioinfer.loop.core import Core
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.audit import check_idle
+from aioinfer.scheduling.block_request import BlockRequest
 from aioinfer.scheduling.step import Step
-from aioinfer.twin.blocks import ScriptedDevice
+from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.engine.block_worlds import Plain, decode
 from tests.engine.laws import watch_core
 from tests.engine.worlds import VOCAB, Injected
@@ -43,7 +43,13 @@ class Course:
     """
 
     def __init__(self, asked: Sequence[Asked], **settings: Any) -> None:
-        options = {"page_size": SIZE, "max_running_requests": 4, "window": 1, "num_pages": 40, **settings}
+        options = {
+            "page_size": SIZE,
+            "max_running_requests": 4,
+            "overlap_steps": 1,
+            "num_pages": 40,
+            **settings,
+        }
         self.config = EngineConfig(model="scripted", **options)
         self.device = ScriptedDevice(
             num_pages=self.config.num_pages or 0,
@@ -110,7 +116,7 @@ class Course:
         check_idle(self.scheduler)
 
     def _event(self) -> bool:
-        if len(self._packed) + len(self._landed) <= self.config.window:
+        if len(self._packed) + len(self._landed) <= self.config.overlap_steps:
             behind = [*self._landed, *self._packed]
             step = self.core.plan(behind[-1][0] if behind else None)
             if step is not None:

@@ -13,16 +13,16 @@ from aioinfer.params import DiffusionParams, SamplingParams
 
 #: settings by name. The first is the plainest: block by block, all of a batch together, nothing ahead
 WAYS: dict[str, dict[str, Any]] = {
-    "sync": {"diffusion_mode": "sync", "fused_commit": False, "window": 0, "launch_mode": "inline"},
-    "fdfo": {"fused_commit": False, "window": 0, "launch_mode": "inline"},
-    "re-loop": {"fused_commit": False, "window": 0, "max_rounds": 8, "launch_mode": "inline"},
-    "fused": {"window": 0, "launch_mode": "inline"},
-    "sync-fused": {"diffusion_mode": "sync", "window": 1},
-    "overlap-1": {"window": 1},
-    "overlap-2": {"window": 2},
-    "overlap-not-fused": {"window": 1, "fused_commit": False},
-    "everything": {"window": 2, "max_rounds": 4},
-    "not-mixed": {"window": 1, "mixed": False},
+    "sync": {"diffusion_mode": "sync", "fused_commit": False, "overlap_steps": 0, "launch_mode": "inline"},
+    "fdfo": {"fused_commit": False, "overlap_steps": 0, "launch_mode": "inline"},
+    "re-loop": {"fused_commit": False, "overlap_steps": 0, "max_rounds": 8, "launch_mode": "inline"},
+    "fused": {"overlap_steps": 0, "launch_mode": "inline"},
+    "sync-fused": {"diffusion_mode": "sync", "overlap_steps": 1},
+    "overlap-1": {"overlap_steps": 1},
+    "overlap-2": {"overlap_steps": 2},
+    "overlap-not-fused": {"overlap_steps": 1, "fused_commit": False},
+    "everything": {"overlap_steps": 2, "max_rounds": 4},
+    "not-mixed": {"overlap_steps": 1, "mixed": False},
 }
 Asked = tuple[list[int], SamplingParams]
 

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from aioinfer.config import EngineConfig
+from aioinfer.config import EngineConfig, policy_names
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.names import algorithm_names
-from aioinfer.diffusion.registry import algorithm_class
+from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.scheduling.policy import POLICIES
-from aioinfer.twin import TimedLauncher, ToyTokenizer
-from aioinfer.twin.blocks import ScriptedDevice
+from aioinfer.testing import TimedLauncher, ToyTokenizer
+from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.diffusion.cases import random_params as random_diffusion
 from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
@@ -44,10 +42,10 @@ def make_block_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = 
         max_step_tokens=max(max_running, 2 * size) + rng.choice([0, size, 4 * size, 200]),
         chunk_size=rng.choice([1, size, 3 * size, 64]),
         max_prefill_tokens=rng.choice([None, None, 2, 2 * size]),
-        window=rng.choice([0, 1, 1, 2]),
+        overlap_steps=rng.choice([0, 1, 1, 2]),
         seed=seed,
         mixed=mixed,
-        policy=rng.choice(list(POLICIES)),
+        policy=rng.choice(policy_names()),
         admission=rng.choice(["fifo", "pack"]),
         prefix_cache=prefix_cache,
         share_prefix_tokens=rng.choice([0, page_size, 2 * page_size]),

@@ -6,12 +6,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from aioinfer.block_request import BlockRequest
-from aioinfer.core import Core
 from aioinfer.engine import Engine
-from aioinfer.request import Request
+from aioinfer.loop.core import Core
 from aioinfer.scheduling.audit import audit, check
+from aioinfer.scheduling.block_request import BlockRequest
 from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import Outcome, Row, Step
 
 

@@ -16,7 +16,7 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.stream import Stream
-from aioinfer.twin import ToyTokenizer, VirtualLoop
+from aioinfer.testing import ToyTokenizer, VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.laws import LawChecker, watch
 from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world
@@ -209,7 +209,7 @@ async def settle(engine: Engine) -> None:
     scheduler = engine._core.scheduler
     await asyncio.sleep(0)
     in_flight = engine.stats().steps_in_flight
-    assert in_flight <= (1 if engine.config.window is None else engine.config.window) + 1
+    assert in_flight <= (1 if engine.config.overlap_steps is None else engine.config.overlap_steps) + 1
     while engine.stats().steps_in_flight:
         await asyncio.sleep(0.001)
     stats = engine.stats()

@@ -22,7 +22,7 @@ def contains(ids: list[int], word: list[int]) -> bool:
 
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_bad_words_never_come_and_cost_others_nothing(window: Any) -> None:
-    async with Engine(EngineConfig(window=window, threads=1, dtype="float32")) as engine:
+    async with Engine(EngineConfig(overlap_steps=window, threads=1, dtype="float32")) as engine:
         ids = partial(greedy_ids, engine, PROMPT, max_tokens=24)
         plain = await ids()
         beside = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))

@@ -10,8 +10,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import TimedOut
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.twin import TimedLauncher, VirtualLoop
-from aioinfer.twin.blocks import ScriptedDevice
+from aioinfer.testing import TimedLauncher, VirtualLoop
+from aioinfer.testing.toy_blocks import ScriptedDevice
 
 SIZE, STEP = 8, 0.01
 
@@ -31,7 +31,7 @@ def test_who_lost_its_place_before_its_first_row_has_waited_until_it_gets_one(ph
         mixed=False,
         policy="priority",
         preemption=True,
-        window=0,
+        overlap_steps=0,
     )
     device = ScriptedDevice(num_slots=config.num_slots, mean_steps=4.0, variation=0.0)
     launcher = TimedLauncher(device, lambda _: STEP)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from aioinfer.block_request import BlockRequest
 from aioinfer.execution.device import StepOutOfMemory
-from aioinfer.request import RequestState
+from aioinfer.scheduling.block_request import BlockRequest
+from aioinfer.scheduling.request import RequestState
 from tests.engine.block_course import SIZE, Course, ask
 from tests.engine.worlds import Injected
 
@@ -100,9 +100,9 @@ ASKED = [
 ]
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
-    {"window": 0, "max_rounds": 3},
-    {"window": 2, "fused_commit": False},
-    {"diffusion_mode": "sync", "window": 1},
+    {"overlap_steps": 0, "max_rounds": 3},
+    {"overlap_steps": 2, "fused_commit": False},
+    {"diffusion_mode": "sync", "overlap_steps": 1},
     {"page_size": 4 * SIZE, "num_pages": 10, "max_rounds": 2},
     {"max_step_tokens": 2 * SIZE, "chunk_size": 1, "max_running_requests": 2, "policy": "priority"},
     {"mixed": False, "max_running_requests": 1, "preemption": True, "policy": "priority"},

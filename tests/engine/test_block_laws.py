@@ -14,8 +14,8 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.twin import TimedLauncher, ToyTokenizer, VirtualLoop
-from aioinfer.twin.blocks import ScriptedDevice, scripted_generate
+from aioinfer.testing import TimedLauncher, ToyTokenizer, VirtualLoop
+from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from tests.engine.block_worlds import COMBINATIONS, decode, make_block_world, random_params
 from tests.engine.laws import BlockLaws, watch
 from tests.engine.simulation import retract_one, settle, simulate
@@ -92,7 +92,7 @@ def storm(cancels: int, window: int = 1) -> int:
     """
     running, size = 64, 8
     config = EngineConfig(
-        model="scripted", page_size=size, max_running_requests=running, window=window, seed=window
+        model="scripted", page_size=size, max_running_requests=running, overlap_steps=window, seed=window
     )
     device = ScriptedDevice(
         num_pages=4 * running, num_slots=config.num_slots, max_model_len=20 * size, mean_steps=6.0

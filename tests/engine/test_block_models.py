@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioinfer.config import EngineConfig, bundled_models
-from aioinfer.diffusion.names import algorithm_names
+from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.outputs import Result

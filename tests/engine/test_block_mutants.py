@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.block_request import BlockRequest
 from aioinfer.diffusion.record import BlockRecords
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution import block_table
 from aioinfer.execution.block_packing import BlockPacked, BlockPacker
 from aioinfer.execution.block_runner import BlockRunner
 from aioinfer.execution.block_table import BlockTable, Round
-from aioinfer.request import Request
 from aioinfer.scheduling import blocks
+from aioinfer.scheduling.block_request import BlockRequest
 from aioinfer.scheduling.blocks import BlockBatch, BlockScheduler
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Horizon, Row, Step
+from aioinfer.scheduling.step import MultiStepBudget, Row, Step
 from tests.engine.block_worlds import make_block_world
 from tests.engine.simulation import simulate
 from tests.engine.test_block_events import ACTIONS, SETTINGS, course, moments, retract
@@ -138,9 +138,9 @@ def lock_step_lets_others_in(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def rounds_in_place_while_somebody_waits(patch: pytest.MonkeyPatch) -> None:
-    def any_horizon(self: BlockScheduler, rows: tuple[Row, ...]) -> Horizon | None:
+    def any_horizon(self: BlockScheduler, rows: tuple[Row, ...]) -> MultiStepBudget | None:
         alike = all(row.blocks == 1 and not row.ids for row in rows)
-        return Horizon(3) if alike else None
+        return MultiStepBudget(3) if alike else None
 
     patch.setattr(BlockScheduler, "_horizon", any_horizon)
 

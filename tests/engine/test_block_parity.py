@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.names import algorithm_names
+from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.outputs import Result
-from aioinfer.twin.blocks import ScriptedDevice
+from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.engine.block_parity import (
     WAYS,
     Asked,

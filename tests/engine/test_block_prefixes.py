@@ -11,13 +11,13 @@ from tests.engine.block_course import SIZE, Course, ask
 from tests.engine.worlds import VOCAB
 
 SETTINGS: list[dict[str, Any]] = [
-    {"window": 0},
-    {"window": 2},
+    {"overlap_steps": 0},
+    {"overlap_steps": 2},
     {"fused_commit": False},
     {"mixed": False},
     {"chunk_size": 2 * SIZE},
     {"page_size": 2 * SIZE},
-    {"max_rounds": 4, "window": 0},
+    {"max_rounds": 4, "overlap_steps": 0},
     {"diffusion_mode": "sync"},
 ]
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from aioinfer.config import EngineConfig
-from aioinfer.driver import Driver
 from aioinfer.engine import Engine
 from aioinfer.errors import StepFailed
 from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.loop.driver import Driver
 from aioinfer.outputs import Chunk
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.twin import TimedLauncher, VirtualLoop
-from aioinfer.twin.blocks import ScriptedDevice
+from aioinfer.testing import TimedLauncher, VirtualLoop
+from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.engine.conftest import Gate
 
 SIZE = 8
@@ -28,7 +28,12 @@ PARAMS = SamplingParams(
 async def first_forwards(gate: Gate, what: str) -> int:
     """Forwards of a step of two requests, if that happens after its launch."""
     config = EngineConfig(
-        model="scripted", page_size=SIZE, max_running_requests=4, max_rounds=50, window=0, prefix_cache=False
+        model="scripted",
+        page_size=SIZE,
+        max_running_requests=4,
+        max_rounds=50,
+        overlap_steps=0,
+        prefix_cache=False,
     )
     forwards = []
 
@@ -63,7 +68,7 @@ async def test_a_driver_that_does_not_interrupt_is_found(gate: Gate, monkeypatch
 
 def test_a_draft_that_is_gone_when_it_is_asked_for_is_no_chunk() -> None:
     """The step behind it failed; the reader gets the error, and nothing empty before."""
-    config = EngineConfig(model="scripted", page_size=SIZE, max_running_requests=4, window=0)
+    config = EngineConfig(model="scripted", page_size=SIZE, max_running_requests=4, overlap_steps=0)
     faults: list[Exception] = []
 
     def fault(step: Step) -> None:

@@ -46,11 +46,11 @@ def test_the_files_are_ordinary_and_small() -> None:
 
 
 async def test_the_engine_says_where_a_forward_spends_its_time() -> None:
-    async with Engine(EngineConfig(attention="native")) as engine:
+    async with Engine(EngineConfig(attention_backend="native")) as engine:
         before = engine.stats().forward_seconds
         await engine.generate("What is 1 + 1?")
         after = engine.stats().forward_seconds
     assert set(after) == {"linear", "attention", "rest"}
     assert all(after[part] > before[part] for part in after)
-    async with Engine(EngineConfig(attention="sdpa")) as engine:
+    async with Engine(EngineConfig(attention_backend="sdpa")) as engine:
         assert engine.stats().forward_seconds == {}

@@ -56,7 +56,7 @@ def _params(dice: random.Random) -> SamplingParams:
 def company(dice: random.Random) -> dict[str, Any]:
     """Settings that must not matter. Pools are small: requests get retracted."""
     return {
-        "window": dice.choice([0, 1, 2]),
+        "overlap_steps": dice.choice([0, 1, 2]),
         "max_step_tokens": dice.choice([16, 40, 512]),
         "chunk_size": dice.choice([1, 5, 16, 61, 512]),
         "prefix_cache": dice.random() < 0.7,
@@ -108,7 +108,7 @@ async def mix(seed: int, model: str = "tiny-chat", dtype: str = "auto", size: in
     dice = random.Random(f"deterministic {seed} {dtype}")
     wanted = asks(dice, size)
     base = {"model": model, "dtype": dtype, "deterministic": True}
-    expected = await alone(EngineConfig(**base, window=0, prefix_cache=False, threads=2), wanted)
+    expected = await alone(EngineConfig(**base, overlap_steps=0, prefix_cache=False, threads=2), wanted)
     settings = company(dice)
     if seed % 2 == 0:
         # Everybody at once, and too little memory for that.
@@ -127,7 +127,7 @@ async def test_company_changes_no_bit(dtype: str) -> None:
     assert sum(retractions), "the pools were to be too small"
 
 
-@pytest.mark.parametrize("settings", [{"attention": "sdpa"}, {"transformers_fallback": True}])
+@pytest.mark.parametrize("settings", [{"attention_backend": "sdpa"}, {"transformers_fallback": True}])
 async def test_kernels_that_cannot_promise_it_are_an_error(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="deterministic"):
         async with Engine(EngineConfig(deterministic=True, **settings)):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from aioinfer import LLM, DiffusionParams, EngineConfig, SamplingParams
-from aioinfer.block_request import BlockRequest
-from aioinfer.core import Core
+from aioinfer.loop.core import Core
 from aioinfer.outputs import Chunk, Result
+from aioinfer.scheduling.block_request import BlockRequest
 from aioinfer.stream import Stream, StreamCell, Want
+from aioinfer.testing import ToyTokenizer
+from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from aioinfer.text.output import UNKNOWN
-from aioinfer.twin import ToyTokenizer
-from aioinfer.twin.blocks import ScriptedDevice, scripted_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_pausing_and_parking import until_idle
@@ -62,7 +62,7 @@ async def test_drafts_lead_up_to_the_tokens_and_change_none(
     make_engine: MakeEngine, algorithm: str, window: int
 ) -> None:
     device, wanted = scripted(edits=2), params(algorithm)
-    async with make_engine(device=device, window=window) as engine:
+    async with make_engine(device=device, overlap_steps=window) as engine:
         chunks, result = await read(engine.generate(PROMPT, wanted))
         await settle(engine)
     assert result.token_ids == expected(device, PROMPT, wanted)
@@ -106,7 +106,9 @@ class Rounds:
 
     def __init__(self, wanted: SamplingParams, **device: Any) -> None:
         self.device = scripted(**{"mean_steps": 6.0, "variation": 0.0, **device})
-        self.core = Core(EngineConfig(model="scripted", window=0), self.device.open(), ToyTokenizer(), float)
+        self.core = Core(
+            EngineConfig(model="scripted", overlap_steps=0), self.device.open(), ToyTokenizer(), float
+        )
         request = self.core.new_request(PROMPT, wanted)
         assert isinstance(request, BlockRequest)
         self.request, self.cell = request, StreamCell()
@@ -305,7 +307,7 @@ async def test_leaving_in_mid_block_leaves_nothing_behind(make_engine: MakeEngin
 
 async def test_stats_count_rounds_and_what_they_bring(make_engine: MakeEngine) -> None:
     device = scripted(mean_steps=2.0, variation=0.0)
-    async with make_engine(device=device, fused_commit=False, window=0, max_rounds=4) as engine:
+    async with make_engine(device=device, fused_commit=False, overlap_steps=0, max_rounds=4) as engine:
         assert engine.stats().tokens_per_round == 0
         await engine.generate([1], params(max_tokens=23))
         stats = engine.stats()

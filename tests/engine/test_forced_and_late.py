@@ -15,9 +15,9 @@ import pytest
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.masks import GrammarRow, Masks
+from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.scheduling.step import BAD_GRAMMAR, DEFERRED, FORCED
+from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
 from aioinfer.text.grammar import GrammarState
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
@@ -167,7 +167,7 @@ class Hanging:
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> None:
     go_on = threading.Event()
-    async with Engine(EngineConfig(threads=1, window=window, grammar_patience=0.001)) as engine:
+    async with Engine(EngineConfig(threads=1, overlap_steps=window, grammar_patience=0.001)) as engine:
         core = engine._core
         assert core is not None
         bound = SamplingParams(temperature=1.0, seed=1, max_tokens=12, grammar=Grammar("regex", "[a-z]+"))
@@ -240,7 +240,7 @@ def state_of(matcher: FakeMatcher, position: int, least_forced: int = 0) -> Gram
 
 
 def test_rows_behind_one_that_did_not_sample_are_void() -> None:
-    masks = Masks(0.001)
+    masks = GrammarWorker(0.001)
     matcher = FakeMatcher()
     state = state_of(matcher, 5)
     found = masks.collect([GrammarRow(0, state, 5, known=True)], 1)
@@ -259,7 +259,7 @@ def test_rows_behind_one_that_did_not_sample_are_void() -> None:
 
 
 def test_forced_tokens_are_told_once_and_make_the_rows_behind_void() -> None:
-    masks = Masks(threaded=False)
+    masks = GrammarWorker(threaded=False)
     state = state_of(FakeMatcher([11, 12, 13]), 5, least_forced=3)
     masks.advance([GrammarRow(0, state, 5, known=False)], [1])
     assert state.position == 9
@@ -271,7 +271,7 @@ def test_forced_tokens_are_told_once_and_make_the_rows_behind_void() -> None:
 
 
 def test_too_few_forced_tokens_are_sampled_like_any_others() -> None:
-    masks = Masks(threaded=False)
+    masks = GrammarWorker(threaded=False)
     state = state_of(FakeMatcher([11, 12]), 5, least_forced=3)
     masks.advance([GrammarRow(0, state, 5, known=False)], [1])
     assert not masks.collect([GrammarRow(0, state, 6, known=False)], 1).outcomes
@@ -279,7 +279,7 @@ def test_too_few_forced_tokens_are_sampled_like_any_others() -> None:
 
 def test_a_row_of_a_request_that_lost_a_step_does_not_wait_for_ever() -> None:
     """Its token was never sampled, so no mask will come."""
-    masks = Masks(3600.0)
+    masks = GrammarWorker(3600.0)
     lost, fine = state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)
     rows = [GrammarRow(0, lost, 6, known=False), GrammarRow(1, fine, 5, known=False)]
     assert masks.collect(rows, 2).outcomes == {0: DEFERRED}
@@ -287,7 +287,7 @@ def test_a_row_of_a_request_that_lost_a_step_does_not_wait_for_ever() -> None:
 
 
 def test_a_slow_grammar_works_beside_the_others() -> None:
-    masks = Masks(0.001)
+    masks = GrammarWorker(0.001)
     slow, quick = FakeMatcher(), FakeMatcher()
     states = [state_of(slow, 5), state_of(quick, 5)]
     slow.hold.clear()
@@ -301,7 +301,7 @@ def test_a_slow_grammar_works_beside_the_others() -> None:
     # It took long, so its next turn is on the other thread, where it may take as long as it likes.
     slow.hold.clear()
     masks.advance([GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)], [1, 1])
-    patient = Masks(3600.0)
+    patient = GrammarWorker(3600.0)
     patient._changed = masks._changed
     rows = [GrammarRow(0, states[0], 7, known=False), GrammarRow(1, states[1], 6, known=False)]
     assert patient.collect(rows, 2).outcomes == {0: DEFERRED}
@@ -311,7 +311,7 @@ def test_a_slow_grammar_works_beside_the_others() -> None:
 
 
 def test_a_token_that_is_not_allowed_fails_its_own_row() -> None:
-    masks = Masks(threaded=False)
+    masks = GrammarWorker(threaded=False)
     states = [state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)]
     masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [95, 2])
     rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
@@ -320,7 +320,7 @@ def test_a_token_that_is_not_allowed_fails_its_own_row() -> None:
 
 def test_a_grammar_found_slow_while_work_is_handed_out_hears_of_each_token_once() -> None:
     """The worker may be done, and think it slow, before the others' work is handed out."""
-    masks = Masks(0.0)
+    masks = GrammarWorker(0.0)
     states = [state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)]
     masks._workers.put = masks._work  # type: ignore[method-assign]
     for position, token in enumerate((1, 2, 3), 5):
@@ -333,7 +333,7 @@ def test_a_grammar_found_slow_while_work_is_handed_out_hears_of_each_token_once(
 
 def test_who_shares_a_turn_with_a_stuck_grammar_gets_its_mask() -> None:
     """Both before and after it: what a thread is not stuck in is taken away from it."""
-    masks = Masks(0.001)
+    masks = GrammarWorker(0.001)
     matchers = [FakeMatcher(), FakeMatcher(), FakeMatcher()]
     states = [state_of(matcher, 5) for matcher in matchers]
     stuck = matchers[1]
@@ -365,7 +365,7 @@ def test_a_grammar_that_panics_fails_its_own_row_and_no_thread() -> None:
         def fill(self, matchers: Sequence[Any], masks: Sequence[npt.NDArray[np.int32]]) -> None:
             raise Panic
 
-    masks = Masks(3600.0)
+    masks = GrammarWorker(3600.0)
     states = [state_of(FakeMatcher(), 5), state_of(Panicking(), 5), state_of(FakeMatcher(), 5)]
     states[2].backend = PanickingBackend()  # type: ignore[assignment]
     masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [1, 1, 1])

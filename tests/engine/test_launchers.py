@@ -14,7 +14,7 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate
 
 
@@ -87,7 +87,9 @@ class AsynchronousToy(ToyDevice):
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_an_asynchronous_device_gives_the_same_tokens(launcher: Any, window: int) -> None:
-    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4, window=window)
+    config = EngineConfig(
+        model="toy", page_size=4, num_pages=64, max_running_requests=4, overlap_steps=window
+    )
     device = AsynchronousToy(num_slots=config.num_slots)
     params = SamplingParams(temperature=0, max_tokens=30)
     async with Engine(
@@ -189,7 +191,7 @@ async def test_the_device_goes_on_with_the_window_while_the_loop_stands_still(
     make_engine: Any, window: int
 ) -> None:
     gate = Gate()
-    async with make_engine(window=window, fault=gate) as engine:
+    async with make_engine(overlap_steps=window, fault=gate) as engine:
         stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
         while engine.stats().steps_in_flight < window + 1:
             await asyncio.sleep(0)

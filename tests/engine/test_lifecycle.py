@@ -16,7 +16,7 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -239,7 +239,7 @@ async def test_an_inline_device_that_panics_ends_every_stream(make_engine: MakeE
             raise Panic
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    engine = make_engine(fault=fault, launch_mode="inline", window=window)
+    engine = make_engine(fault=fault, launch_mode="inline", overlap_steps=window)
     await engine.start()
     streams = [engine.generate([number], LONG) for number in range(1, 4)]
     async with asyncio.timeout(10):
@@ -369,7 +369,7 @@ async def test_a_scheduler_that_is_broken_leaves_nobody_waiting(
 
 async def test_inline_consumers_come_before_the_next_step(make_engine: MakeEngine) -> None:
     device = ToyDevice(num_slots=8)
-    async with make_engine(device=device, launch_mode="inline", window=0, tokenizer=None) as engine:
+    async with make_engine(device=device, launch_mode="inline", overlap_steps=0, tokenizer=None) as engine:
         steps = [
             device.steps async for _ in engine.generate([1, 2], SamplingParams(max_tokens=6, ignore_eos=True))
         ]

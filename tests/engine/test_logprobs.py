@@ -15,7 +15,7 @@ from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.outputs import Result, TokenLogprob
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.twin.toy import toy_generate, toy_logprob
+from aioinfer.testing.toy import toy_generate, toy_logprob
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_transparency import retract_every
 
@@ -116,7 +116,9 @@ async def test_hot_and_cold_are_those_of_transformers_whoever_else_runs(window: 
     answer there; side by side with others that start with the same tokens."""
     params = SamplingParams(temperature=1.2, seed=3, max_tokens=10, ignore_eos=True, logprobs=3)
     scored = dataclasses.replace(params, seed=4, prompt_logprobs=1)
-    config = EngineConfig(dtype="float32", threads=1, window=window, page_size=page_size, chunk_size=24)
+    config = EngineConfig(
+        dtype="float32", threads=1, overlap_steps=window, page_size=page_size, chunk_size=24
+    )
     async with Engine(config) as engine:
 
         async def turn(prompts: list[list[int]], params: SamplingParams) -> list[Result]:
@@ -143,7 +145,7 @@ async def test_there_is_one_record_per_token_whatever_happens(
     make_engine: MakeEngine, window: int, every: int
 ) -> None:
     """Through chunks, retraction, neighbours without logprobs, and in every chunk of the stream."""
-    async with make_engine(window=window, num_pages=40, chunk_size=8, share_prefix_tokens=4) as engine:
+    async with make_engine(overlap_steps=window, num_pages=40, chunk_size=8, share_prefix_tokens=4) as engine:
         retract_every(engine, every)
 
         async def one(number: int) -> None:

@@ -53,12 +53,12 @@ async def operations(config: EngineConfig, wishes: list[dict[str, Any]]) -> list
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 async def test_tokens_leave_torch_to_the_launch_thread(attention: str) -> None:
-    assert await operations(EngineConfig(attention=attention, window=1), WISHES) == []
+    assert await operations(EngineConfig(attention_backend=attention, overlap_steps=1), WISHES) == []
 
 
 @pytest.mark.parametrize("window", [0, 1])
 async def test_blocks_leave_torch_to_the_launch_thread(window: int) -> None:
-    assert await operations(EngineConfig(model="tiny-diffusion", window=window), WISHES[:1]) == []
+    assert await operations(EngineConfig(model="tiny-diffusion", overlap_steps=window), WISHES[:1]) == []
 
 
 def test_what_a_thread_does_is_seen() -> None:

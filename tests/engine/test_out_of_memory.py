@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from aioinfer.config import EngineConfig
-from aioinfer.core import Core
 from aioinfer.engine import Engine
 from aioinfer.errors import OutOfMemory, StepFailed
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
+from aioinfer.loop.core import Core
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.step import Step
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.testing.toy import toy_logprob
 from aioinfer.text.grammar import GrammarState
-from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
-from aioinfer.twin.toy import toy_logprob
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_forced_and_late import SCHEMA
@@ -66,9 +66,9 @@ async def test_toy_ids_are_the_same_whichever_step_runs_out(
     requests = toy_requests()
     for at in (1, 2, 5, 13):
         fault = RunsOut(at, at + 60)
-        config = EngineConfig(model="toy", page_size=4, max_running_requests=8, window=window)
+        config = EngineConfig(model="toy", page_size=4, max_running_requests=8, overlap_steps=window)
         device = toy(config, **{when: fault})
-        async with make_engine(window=window, launch_mode=mode, device=device, chunk_size=8) as engine:
+        async with make_engine(overlap_steps=window, launch_mode=mode, device=device, chunk_size=8) as engine:
             results = await asyncio.gather(*[_run(engine, *request) for request in requests])
             stats = engine.stats()
             await settle(engine)
@@ -84,7 +84,7 @@ async def test_steps_of_an_asynchronous_device_run_out_where_their_flights_are_r
     launcher: Any, window: int
 ) -> None:
     requests = toy_requests()
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, window=window)
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, overlap_steps=window)
     fault = RunsOut(2, 60)
     device = AsynchronousToy(num_slots=config.num_slots, fault=fault)
     async with Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: None) as engine:
@@ -100,7 +100,7 @@ async def test_steps_that_are_too_large_for_the_memory_become_smaller(
 ) -> None:
     requests = toy_requests()[:8]
     fault = RunsOut(always=lambda step: step.num_tokens > 60)
-    async with make_engine(window=window, fault=fault) as engine:
+    async with make_engine(overlap_steps=window, fault=fault) as engine:
         results = await asyncio.gather(*[_run(engine, *request) for request in requests])
     assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
     assert fault.raised > 0
@@ -115,7 +115,9 @@ async def test_a_request_that_is_too_much_ends_alone_with_one_clean_error(
 
     requests = toy_requests()[:6]
     fault = RunsOut(always=too_much)
-    async with make_engine(window=window, launch_mode=mode, fault=fault, max_running_requests=8) as engine:
+    async with make_engine(
+        overlap_steps=window, launch_mode=mode, fault=fault, max_running_requests=8
+    ) as engine:
         others = [asyncio.ensure_future(_run(engine, *request)) for request in requests]
         stream = engine.generate([1] * 99, SamplingParams(max_tokens=5))
         with pytest.raises(OutOfMemory, match="there is no memory") as caught:
@@ -133,7 +135,7 @@ async def test_a_request_that_is_too_much_ends_alone_with_one_clean_error(
 
 async def test_memory_that_never_suffices_ends_everybody_and_not_the_engine(make_engine: MakeEngine) -> None:
     fault = RunsOut(always=lambda step: True)
-    async with make_engine(window=2, fault=fault) as engine:
+    async with make_engine(overlap_steps=2, fault=fault) as engine:
         requests = toy_requests()
         tasks = [asyncio.ensure_future(_run(engine, *request)) for request in requests]
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -148,7 +150,7 @@ async def test_memory_that_never_suffices_ends_everybody_and_not_the_engine(make
 async def test_what_was_delivered_stays_and_streams_go_on(make_engine: MakeEngine) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     fault = RunsOut(*range(4, 60, 16))
-    async with make_engine(window=2, fault=fault) as engine:
+    async with make_engine(overlap_steps=2, fault=fault) as engine:
         ids: list[int] = []
         async for chunk in engine.generate([1, 2, 3], params):
             ids += chunk.token_ids
@@ -171,7 +173,7 @@ async def test_deadlines_run_on_from_the_first_step(make_engine: MakeEngine) -> 
 @pytest.mark.parametrize("window", [0, 1, 2])
 def test_the_synchronous_twin_tries_again_too(window: int) -> None:
     requests = toy_requests()
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, window=window)
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, overlap_steps=window)
     fault = RunsOut(*range(6, 600, 60))
     device = toy(config, fault=fault)
     with LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer()) as llm:
@@ -244,7 +246,7 @@ class Shortage(TorchDevice):
 
         class Sampler:
             reset = sampler.reset
-            steering = sampler.steering
+            logits_processors = sampler.logits_processors
             logprobs = sampler.logprobs
 
             def sample(self, *arguments: Any) -> Any:
@@ -253,7 +255,7 @@ class Shortage(TorchDevice):
                     raise StepOutOfMemory("in the sampler")
                 return tokens
 
-        class Masks:
+        class GrammarWorker:
             advance_step = masks.advance_step
 
             def collect(self, *arguments: Any) -> Any:
@@ -262,7 +264,7 @@ class Shortage(TorchDevice):
                     raise StepOutOfMemory("tokens that are forced are lost")
                 return found
 
-        runner._model, runner.sampler, runner.masks = Model(), Sampler(), Masks()  # type: ignore[assignment]
+        runner._model, runner.sampler, runner.masks = Model(), Sampler(), GrammarWorker()  # type: ignore[assignment]
         return info
 
 
@@ -285,7 +287,7 @@ def requests() -> list[tuple[Any, SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Any]:
-    config = EngineConfig(dtype="float32", window=0, max_running_requests=1, threads=1)
+    config = EngineConfig(dtype="float32", overlap_steps=0, max_running_requests=1, threads=1)
     with LLM(config) as llm:
         return [llm.generate([prompt], params)[0] for prompt, params in requests()]
 
@@ -308,7 +310,12 @@ async def test_grammars_penalties_and_logprobs_start_over_with_their_requests(
     window: int, mode: Any, place: str, at: int, alone: list[Any]
 ) -> None:
     config: Any = EngineConfig(
-        dtype="float32", threads=1, window=window, launch_mode=mode, prefix_cache=at % 2 == 0, chunk_size=40
+        dtype="float32",
+        threads=1,
+        overlap_steps=window,
+        launch_mode=mode,
+        prefix_cache=at % 2 == 0,
+        chunk_size=40,
     )
     device = Shortage(config, place, at)
     launcher = ThreadLauncher if mode == "thread" else InlineLauncher
@@ -344,9 +351,9 @@ def constrained() -> list[SamplingParams]:
 
 
 async def _constrained_ids(make_engine: MakeEngine, window: int, **faults: Any) -> list[list[int]]:
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, window=window)
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, overlap_steps=window)
     device = toy(config, **faults)
-    async with make_engine(window=window, device=device, chunk_size=4) as engine:
+    async with make_engine(overlap_steps=window, device=device, chunk_size=4) as engine:
         prompts = [[seed, 5, 6, 7, 8, 9, 10] for seed in range(4)]
         return list(await asyncio.gather(*map(_run, [engine] * 4, prompts, constrained())))
 

@@ -11,10 +11,10 @@ import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.pacing import Pace
+from aioinfer.loop.pacing import Pace
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.twin import TimedLauncher, ToyDevice, VirtualLoop
+from aioinfer.testing import TimedLauncher, ToyDevice, VirtualLoop
 
 STEP = 0.1
 

@@ -10,7 +10,7 @@ import pytest
 from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
-from aioinfer.twin import toy_generate
+from aioinfer.testing import toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
 
@@ -47,7 +47,7 @@ async def test_a_paused_engine_finishes_its_steps_and_starts_no_other(make_engin
 
 
 async def test_pausing_waits_for_what_is_in_flight(make_engine: MakeEngine, gate: Gate) -> None:
-    async with make_engine(fault=gate, window=2) as engine:
+    async with make_engine(fault=gate, overlap_steps=2) as engine:
         stream = engine.generate(PROMPT, SHORT)
         await asyncio.to_thread(gate.arrived.acquire)
         pausing = asyncio.ensure_future(engine.pause())
@@ -80,7 +80,7 @@ async def test_pausing_ends_when_the_engine_does(make_engine: MakeEngine, gate: 
 async def test_a_reader_that_lags_parks_its_request_and_reading_resumes_it(
     make_engine: MakeEngine, window: int
 ) -> None:
-    async with make_engine(window=window) as engine:
+    async with make_engine(overlap_steps=window) as engine:
         stream = engine.generate(PROMPT, LONG, max_lag=4)
         other = await engine.generate([4, 5], LONG)
         assert other.token_ids == toy_generate([4, 5], LONG), "others go on"

@@ -162,7 +162,7 @@ def requests() -> list[tuple[Any, SamplingParams]]:
 @pytest.fixture(scope="module")
 def clean() -> list[list[int]]:
     """What comes without poison, one at a time."""
-    config = EngineConfig(dtype="float32", window=0, max_running_requests=1, threads=1)
+    config = EngineConfig(dtype="float32", overlap_steps=0, max_running_requests=1, threads=1)
     with LLM(config) as llm:
         return [llm.generate([prompt], params)[0].token_ids for prompt, params in requests()]
 
@@ -179,7 +179,7 @@ def poisoned_engine(
     config: Any = EngineConfig(
         dtype="float32",
         threads=1,
-        window=window,
+        overlap_steps=window,
         page_size=8,
         num_pages=30,
         max_model_len=240,

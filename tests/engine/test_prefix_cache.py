@@ -11,7 +11,7 @@ from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
 

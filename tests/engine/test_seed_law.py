@@ -12,7 +12,7 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.twin import toy_generate
+from aioinfer.testing import toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 
@@ -81,7 +81,7 @@ class Crowd:
 async def test_on_the_toy(make_engine: MakeEngine, window: int, num_pages: int) -> None:
     """With pages for all, and with so few that requests take them from each other."""
     prompt = [number % 64 for number in PROMPT]
-    async with make_engine(window=window, num_pages=num_pages) as engine:
+    async with make_engine(overlap_steps=window, num_pages=num_pages) as engine:
         for seed in range(12):
             params = SamplingParams(seed=seed * 7919, temperature=1.0, max_tokens=30)
             alone = (await engine.generate(prompt, params)).token_ids
@@ -115,7 +115,7 @@ def alone() -> dict[tuple[str, int], list[int]]:
     found: dict[tuple[str, int], list[int]] = {}
 
     async def generate() -> None:
-        config = EngineConfig(dtype="float32", threads=1, window=0, prefix_cache=False)
+        config = EngineConfig(dtype="float32", threads=1, overlap_steps=0, prefix_cache=False)
         async with Engine(config) as engine:
             for kind, params in KINDS.items():
                 for seed in (1, 2):
@@ -136,7 +136,7 @@ async def test_on_the_bundled_model(
 ) -> None:
     """And another seed gives other tokens, so that all this says something."""
     few: dict[str, Any] = {"page_size": 8, "num_pages": pages, "max_model_len": 160} if pages else {}
-    config = EngineConfig(dtype="float32", threads=1, window=window, chunk_size=16, **few)
+    config = EngineConfig(dtype="float32", threads=1, overlap_steps=window, chunk_size=16, **few)
     left = 0
     async with Engine(config) as engine:
         for number, kind in enumerate(KINDS):

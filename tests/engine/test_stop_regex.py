@@ -9,7 +9,7 @@ import regex
 
 from aioinfer import errors
 from aioinfer.params import SamplingParams
-from aioinfer.twin import ToyTokenizer, toy_generate
+from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 
@@ -28,7 +28,7 @@ async def test_a_match_ends_the_output_and_streams_consistently(
     make_engine: MakeEngine, window: int, include: bool
 ) -> None:
     pattern = "[aeiou][a-z]?[xyz]"
-    async with make_engine(window=window) as engine:
+    async with make_engine(overlap_steps=window) as engine:
         stopped = 0
         for seed in range(12):
             free = SamplingParams(seed=seed, max_tokens=40, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
-from aioinfer.twin import ToyTokenizer, toy_generate
+from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
 

@@ -15,8 +15,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.text.grammar import Compiler
-from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
@@ -67,7 +67,7 @@ def replay(compiler: Compiler, grammar: Grammar, ids: list[int], *, ended: bool)
 async def test_outputs_of_the_bundled_model_always_validate(window: int, every: int) -> None:
     rng = random.Random(100 * window + every)
     schemas = [random_schema(rng) for _ in range(SCHEMAS_PER_RUN)]
-    async with Engine(EngineConfig(window=window, threads=1)) as engine:
+    async with Engine(EngineConfig(overlap_steps=window, threads=1)) as engine:
         retract_every(engine, every)
 
         async def one(number: int, schema: dict[str, Any]) -> bool:
@@ -94,7 +94,7 @@ async def test_the_window_does_not_change_constrained_outputs(mode: Any) -> None
     schema = json.dumps({"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}})
     outputs = []
     for window in (0, 1, 2):
-        config = EngineConfig(window=window, threads=1, dtype="float32", launch_mode=mode)
+        config = EngineConfig(overlap_steps=window, threads=1, dtype="float32", launch_mode=mode)
         async with Engine(config) as engine:
             params = [
                 SamplingParams(
@@ -129,7 +129,7 @@ async def test_every_kind_of_grammar_constrains(
 
 
 async def test_rows_without_a_grammar_are_none_the_wiser(make_engine: MakeEngine) -> None:
-    async with make_engine(window=2, num_pages=24) as engine:
+    async with make_engine(overlap_steps=2, num_pages=24) as engine:
         free = SamplingParams(temperature=0, max_tokens=30)
         bound = SamplingParams(max_tokens=30, grammar=Grammar("regex", "[a-d]{5,9}"))
         streams = [engine.generate([number] * 5, bound if number % 2 else free) for number in range(1, 13)]
@@ -214,7 +214,7 @@ async def test_random_slips_are_one_clean_error_or_another_grammar(make_engine: 
     rng = random.Random(7)
     free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     kept = refused = 0
-    async with make_engine(window=2) as engine:
+    async with make_engine(overlap_steps=2) as engine:
         for number in range(200):
             grammar = spoilt(rng)
             other = engine.generate([1, 2, number % 64], free)

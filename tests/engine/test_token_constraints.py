@@ -18,7 +18,7 @@ PROMPT = list(range(100, 120))
 
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_biases_and_allowed_tokens_steer_their_own_rows_only(window: Any) -> None:
-    async with Engine(EngineConfig(window=window, threads=1, dtype="float32")) as engine:
+    async with Engine(EngineConfig(overlap_steps=window, threads=1, dtype="float32")) as engine:
         ids = partial(greedy_ids, engine, PROMPT, max_tokens=8)
         plain = await ids()
         beside = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from aioinfer.config import EngineConfig
+from aioinfer.config import EngineConfig, policy_names
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.policy import POLICIES
-from aioinfer.twin import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -42,7 +41,7 @@ async def test_toy_ids_do_not_depend_on_the_window_or_the_mode(
 ) -> None:
     requests = toy_requests()
     for changes in ({}, {"chunk_size": 1}, {"page_size": 1}, {"num_pages": 14}, {"max_running_requests": 2}):
-        async with make_engine(window=window, launch_mode=mode, **changes) as engine:
+        async with make_engine(overlap_steps=window, launch_mode=mode, **changes) as engine:
             results = await asyncio.gather(*[_run(engine, *request) for request in requests])
         for (prompt, params), ids in zip(requests, results, strict=True):
             assert ids == toy_generate(prompt, params, seed=params.seed or 0)
@@ -51,7 +50,7 @@ async def test_toy_ids_do_not_depend_on_the_window_or_the_mode(
 def test_the_synchronous_twin_gives_the_same() -> None:
     requests = toy_requests()
     for window in (0, 1, 2):
-        config = EngineConfig(model="toy", page_size=4, max_running_requests=4, window=window)
+        config = EngineConfig(model="toy", page_size=4, max_running_requests=4, overlap_steps=window)
         device = ToyDevice(num_slots=config.num_slots)
         with LLM(config, device=lambda _, device=device: device, tokenizer=lambda _: ToyTokenizer()) as llm:
             keys = [llm.add_request(prompt, params) for prompt, params in requests]
@@ -63,7 +62,7 @@ def test_the_synchronous_twin_gives_the_same() -> None:
 
 
 @pytest.mark.parametrize("every", [0, 3, 7])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 async def test_toy_ids_do_not_depend_on_cache_policy_chunking_or_retraction(
     make_engine: MakeEngine, policy: str, every: int
 ) -> None:
@@ -75,9 +74,9 @@ async def test_toy_ids_do_not_depend_on_cache_policy_chunking_or_retraction(
         {"admission": "fifo", "chunk_size": 3},
         {"share_prefix_tokens": 4, "max_prefill_tokens": 8},
         {"mixed": False, "num_pages": 16},
-        {"mixed": False, "first": "prefill", "max_decode_rows": 2},
+        {"mixed": False, "step_priority": "prefill", "max_decode_rows": 2},
     ):
-        async with make_engine(policy=policy, window=2, **changes) as engine:
+        async with make_engine(policy=policy, overlap_steps=2, **changes) as engine:
             retract_every(engine, every)
             results = await asyncio.gather(*[_run(engine, *request) for request in requests])
             assert not every or engine.stats().retractions > 0
@@ -136,7 +135,7 @@ def bundled_requests() -> list[tuple[Any, SamplingParams]]:
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
     """The bundled model in float32, one request at a time, nothing overlapped."""
-    config = EngineConfig(dtype="float32", window=0, max_running_requests=1, threads=1)
+    config = EngineConfig(dtype="float32", overlap_steps=0, max_running_requests=1, threads=1)
     with LLM(config) as llm:
         return [llm.generate([prompt], params)[0].token_ids for prompt, params in bundled_requests()]
 
@@ -145,7 +144,7 @@ def alone() -> list[list[int]]:
 async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
     alone: list[list[int]], window: int, mode: Any
 ) -> None:
-    config = EngineConfig(dtype="float32", window=window, launch_mode=mode, chunk_size=5, threads=1)
+    config = EngineConfig(dtype="float32", overlap_steps=window, launch_mode=mode, chunk_size=5, threads=1)
     async with Engine(config) as engine:
         assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
 
@@ -156,7 +155,7 @@ async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
         {"prefix_cache": False, "admission": "fifo"},
         {"policy": "lpm", "share_prefix_tokens": 16, "page_size": 4},
         {"policy": "dfs-weight", "chunk_size": 7, "mixed": False},
-        {"policy": "random", "first": "prefill", "max_decode_rows": 3, "max_prefill_tokens": 20},
+        {"policy": "random", "step_priority": "prefill", "max_decode_rows": 3, "max_prefill_tokens": 20},
     ],
     ids=str,
 )
@@ -174,7 +173,9 @@ async def test_bundled_model_ids_do_not_depend_on_cache_policy_chunking_or_retra
 
 
 async def test_bundled_model_ids_survive_retraction(alone: list[list[int]]) -> None:
-    config = EngineConfig(dtype="float32", page_size=8, num_pages=40, max_model_len=320, window=2, threads=1)
+    config = EngineConfig(
+        dtype="float32", page_size=8, num_pages=40, max_model_len=320, overlap_steps=2, threads=1
+    )
     async with Engine(config) as engine:
         assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
         assert engine.stats().retractions > 0
@@ -190,7 +191,9 @@ async def test_prefills_follow_one_another_only_if_they_may_overlap(
 ) -> None:
     requests = toy_requests()
     behind: list[tuple[int, bool]] = []
-    async with make_engine(window=2, chunk_size=3, max_step_tokens=8, max_overlapped_prefill=most) as engine:
+    async with make_engine(
+        overlap_steps=2, chunk_size=3, max_step_tokens=8, max_overlapped_prefill=most
+    ) as engine:
         core = engine._core
         assert core is not None
 

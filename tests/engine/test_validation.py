@@ -8,7 +8,7 @@ import pytest
 
 from aioinfer import errors
 from aioinfer.params import SamplingParams
-from aioinfer.twin import ToyTokenizer
+from aioinfer.testing import ToyTokenizer
 from tests.engine.conftest import MakeEngine
 
 

@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioinfer.config import EngineConfig
+from aioinfer.config import EngineConfig, policy_names
 from aioinfer.engine import Engine
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.policy import POLICIES
 from aioinfer.scheduling.step import Row, Step
-from aioinfer.twin import TimedLauncher, ToyDevice, ToyTokenizer, toy_generate
-from aioinfer.twin.toy import toy_logprob
+from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.testing.toy import toy_logprob
 
 VOCAB = 64
 
@@ -57,7 +56,7 @@ class World:
 
 
 #: policy, admission, mixed, prefix cache
-COMBINATIONS = list(itertools.product(POLICIES, ("fifo", "pack"), (True, False), (True, False)))
+COMBINATIONS = list(itertools.product(policy_names(), ("fifo", "pack"), (True, False), (True, False)))
 
 
 class Injected(RuntimeError):
@@ -99,7 +98,7 @@ def random_switches(rng: random.Random) -> dict[str, Any]:
         "max_queued_requests": rng.choice([10, 1000, 1000, 1000]),
         "max_queued_tokens": rng.choice([300, 100_000, 100_000, 100_000]),
         "max_decode_rows": rng.choice([None, None, 1, 3]),
-        "first": rng.choice(["decode", "prefill"]),
+        "step_priority": rng.choice(["decode", "prefill"]),
         "max_overlapped_prefill": rng.choice([0, 4, 1000]),
         "preemption": rng.random() < 0.5,
         "lookahead": rng.choice([1, 4, 64]),
@@ -125,7 +124,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         max_running_requests=max_running,
         max_step_tokens=max_running + rng.choice([0, 3, 30]),
         chunk_size=rng.choice([1, 3, 8, 64]),
-        window=window,
+        overlap_steps=window,
         seed=seed,
         max_prefill_tokens=rng.choice([None, None, 4, 16]),
         mixed=mixed,

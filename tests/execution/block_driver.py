@@ -14,8 +14,9 @@ from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.device import Flight
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.scheduling.decodes import NO_DECODES
-from aioinfer.scheduling.step import NO_TOKEN, Admission, Horizon, Row, Step
+from aioinfer.sampling.outcomes import NO_TOKEN
+from aioinfer.scheduling.decode_batch import NO_DECODES
+from aioinfer.scheduling.step import Admission, MultiStepBudget, Row, Step
 from tests.diffusion import reference
 
 Launch = Callable[[Step], Flight]
@@ -95,7 +96,7 @@ class Driver:
         planned = [(request, self._row(request)) for request in requests]
         single = all(row.blocks == 1 and not row.ids for _, row in planned)
         rows = tuple(row for _, row in planned)
-        horizon = Horizon(rounds) if single and rounds > 1 else None
+        horizon = MultiStepBudget(rounds) if single and rounds > 1 else None
         step = Step(self.step, NO_DECODES, rows, sum(row.length for row in rows), horizon)
         try:
             self.flights.append((planned, self.launch(step)))

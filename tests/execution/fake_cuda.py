@@ -130,7 +130,7 @@ def install(patch: pytest.MonkeyPatch) -> Cuda:
     }.items():
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr(building, "build", lambda parts, capture, progress: building._build_cuda(parts, progress))
-    patch.setattr(building, "graph_obstacle", lambda *arguments: None)
+    patch.setattr(building, "graphs_unsupported", lambda *arguments: None)
     return cuda
 
 

@@ -15,7 +15,7 @@ from aioinfer.execution.block_runner import BlockRunner
 from aioinfer.execution.device import DeviceInfo, Flight
 from aioinfer.model.batch import Batch
 from aioinfer.scheduling.step import Step
-from aioinfer.twin.blocks import ScriptedDevice, ScriptedLM
+from aioinfer.testing.toy_blocks import ScriptedDevice, ScriptedLM
 from tests.execution.recording import Recording, launch, record
 
 CPU = torch.device("cpu")

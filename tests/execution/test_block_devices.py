@@ -14,7 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.building import Parts, build
 from aioinfer.execution.device import DeviceInfo, StepResult
-from aioinfer.execution.masks import Masks
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import fit_blocks
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.execution.warmup import largest_block_steps
@@ -42,7 +42,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
         "page_size": 3,
         "num_pages": 80,
         "max_running_requests": 6,
-        "attention": "sdpa",
+        "attention_backend": "sdpa",
         "decode_graph_rows": 0,
         **changes,
     }
@@ -138,7 +138,7 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(
     model = load_model(tmp_path, dtype="float32", device=cpu, block_size=SIZE)
     fitted = fit_blocks(config(tmp_path, **settings), model.spec)
     choice = choose_attention(cpu, model.spec.head_dim, torch.float32, "sdpa")
-    backend, size = build(Parts(fitted, model, choice, cpu, Masks(), DeviceLane()))
+    backend, size = build(Parts(fitted, model, choice, cpu, GrammarWorker(), DeviceLane()))
     known, blocks = largest_block_steps(fitted, model.spec, size.max_model_len)
     results: list[StepResult] = []
     for packed in (known, blocks):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.names import algorithm_names
+from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.execution import building
 from aioinfer.execution.block_graphs import BlockRows, round_sizes
@@ -140,7 +140,7 @@ class Ahead(GraphedScript):
 async def outcomes(window: int, sizes: list[int], requests: list[SamplingParams]) -> tuple[list[Any], int]:
     """Ids, step maps and logprobs, and how many forwards were replayed."""
     device = Ahead(sizes=sizes, block_size=4, page_size=4, vocab_size=VOCAB, edits=2)
-    settings = EngineConfig(model="scripted", page_size=4, max_running_requests=4, window=window)
+    settings = EngineConfig(model="scripted", page_size=4, max_running_requests=4, overlap_steps=window)
     async with Engine(settings, launcher=lambda _: ThreadLauncher(device)) as engine:
         results = await asyncio.gather(
             *[engine.generate([1, 2, 3, *[at] * at], params) for at, params in enumerate(requests)]
@@ -179,7 +179,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
     settings: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",
-        "attention": "triton",
+        "attention_backend": "triton",
         "block_size": 4,
         "page_size": 4,
         "num_pages": 80,
@@ -195,7 +195,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
 def test_replayed_models_denoise_as_they_are_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layers: int
 ) -> None:
-    """On pages full of NaN, the junk page's among them, and with padding in nearly every step."""
+    """On pages full of NaN, the null page's among them, and with padding in nearly every step."""
     kernels_or_skip("cpu")
     shape = block_config(family, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1)
     if family == "llada2":
@@ -210,7 +210,7 @@ def test_replayed_models_denoise_as_they_are_described(
     cuda = install(monkeypatch)
     monkeypatch.setattr(building, "round_sizes", lambda most: [most])
     experts = "triton" if family == "llada2" else "auto"
-    device = FakeCudaDevice(config(tmp_path, experts=experts, block_size=2))
+    device = FakeCudaDevice(config(tmp_path, moe_backend=experts, block_size=2))
     info = device.open()
     runner: Any = device._backend.runner  # type: ignore[union-attr]
     for store in runner.attention._pool.keys + runner.attention._pool.values:
@@ -243,7 +243,7 @@ def fail() -> None:
     raise Injected
 
 
-class Link(Direct):
+class Transfer(Direct):
     """Counts."""
 
     sent = 0
@@ -255,7 +255,7 @@ class Link(Direct):
 
 def test_rounds_that_go_on_send_nothing_and_changes_send_once() -> None:
     world = GraphedWorld(0, ["low_confidence"] * 3, mean_steps=8.0, variation=0.0)
-    size, runner, link = world.size, world.device.runner, Link(CPU)
+    size, runner, link = world.size, world.device.runner, Transfer(CPU)
     for request in world.requests:
         request.prompt = list(range(size))
         request.params = SamplingParams(temperature=0.0, diffusion=DiffusionParams(threshold=0.9))
@@ -288,7 +288,7 @@ def test_rounds_that_go_on_send_nothing_and_changes_send_once() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_after_any_history_the_device_holds_what_the_step_says(seed: int) -> None:
-    rng, send = random.Random(seed), Link(CPU).send
+    rng, send = random.Random(seed), Transfer(CPU).send
     packer, rows = BlockPacker(9, PAGES, SIZE, SIZE, MASK), BlockRows(ROWS, PAGES, SIZE, CPU)
     params = SamplingParams(temperature=0.0)
     nobody: Any = SimpleNamespace(key=1)
@@ -374,7 +374,12 @@ def test_on_cuda_replayed_models_denoise_as_they_are_described(
     """And launching them does not wait for the device, once everything is compiled."""
     shape = block_config(family, num_hidden_layers=2)
     tensors = write_checkpoint(tmp_path, shape)
-    settings = {"device": "cuda", "attention": "auto", "max_running_requests": 8, "max_step_tokens": 64}
+    settings = {
+        "device": "cuda",
+        "attention_backend": "auto",
+        "max_running_requests": 8,
+        "max_step_tokens": 64,
+    }
     device = TorchDevice(config(tmp_path, decode_graph_rows=8, **settings))
     info = device.open()
     runner: Any = device._backend.runner  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.diffusion.names import algorithm_names
+from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.block_packing import BlockPacker
 from aioinfer.execution.block_runner import BlockRunner
@@ -20,10 +20,10 @@ from aioinfer.execution.device import Flight
 from aioinfer.execution.streams import CudaBackend
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.scheduling.decodes import NO_DECODES
-from aioinfer.scheduling.step import Admission, Horizon, Row, Step
-from aioinfer.twin import TaintError
-from aioinfer.twin.blocks import ScriptedDevice
+from aioinfer.scheduling.decode_batch import NO_DECODES
+from aioinfer.scheduling.step import Admission, MultiStepBudget, Row, Step
+from aioinfer.testing import TaintError
+from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.diffusion.cases import random_params
 from tests.execution.block_driver import Driven, Driver, check, scripted
 from tests.execution.fake_cuda import install
@@ -161,7 +161,7 @@ def first_row(request: Driven, size: int) -> Row:
     )
 
 
-def step(number: int, *rows: Row, horizon: Horizon | None = None) -> Step:
+def step(number: int, *rows: Row, horizon: MultiStepBudget | None = None) -> Step:
     return Step(number, NO_DECODES, rows, sum(each.length for each in rows), horizon)
 
 
@@ -183,16 +183,16 @@ def test_rounds_in_place_end_when_somebody_wants_in_or_a_block_is_done() -> None
     world.launch(step(1, first_row(first, size)))
     world.launch(step(2, first_row(second, size)))
     rows = row(first, size, size), row(second, size, size)
-    eager = Horizon(10)
+    eager = MultiStepBudget(10)
     eager.interrupted = True
     assert world.launch(step(3, *rows, horizon=eager)).wait().rounds == 1
-    result = world.launch(step(4, *rows, horizon=Horizon(10))).wait()
+    result = world.launch(step(4, *rows, horizon=MultiStepBudget(10))).wait()
     assert result.rounds == 2, "the fourth round of four"
     assert [result.blocks[at].done for at in range(2)] == [True, True]
 
 
 def test_rows_of_a_request_that_is_gone_disturb_nobody() -> None:
-    """The junk slot, slots that nobody took and blocks that lie elsewhere than their rows."""
+    """The null slot, slots that nobody took and blocks that lie elsewhere than their rows."""
     world, other = World(3), World(3)
     strangers = [slot for slot in range(1, 9) if all(slot != each.slot for each in world.requests)]
     handle = SimpleNamespace(key=-1)

@@ -57,7 +57,7 @@ async def test_replayed_decodes_give_the_ids_of_transformers(
         for at, prompt in enumerate(batch)
     ]
     for rows in (0, 4, 256):
-        async with Engine(config(path, window=window, decode_graph_rows=rows)) as engine:
+        async with Engine(config(path, overlap_steps=window, decode_graph_rows=rows)) as engine:
             results = await asyncio.gather(*[engine.generate(*request) for request in requests])
         wanted = [greedy(oracle, prompt, TOKENS + at) for at, prompt in enumerate(batch)]
         assert [result.token_ids for result in results] == wanted, rows
@@ -79,7 +79,7 @@ async def test_sampled_rows_do_not_depend_on_graphs(
     for some in (kinds[:3], kinds):
         seen = []
         for rows in (0, 256):
-            async with Engine(config(path, decode_graph_rows=rows, sampling=sampling)) as engine:
+            async with Engine(config(path, decode_graph_rows=rows, sampling_backend=sampling)) as engine:
                 results = await asyncio.gather(
                     *[
                         engine.generate(prompt, SamplingParams(seed=at, max_tokens=TOKENS, **kind))

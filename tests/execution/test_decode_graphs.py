@@ -16,7 +16,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.graphs import DecodeGraphs, DecodeRows, graph_obstacle, graph_sizes
+from aioinfer.execution.graphs import DecodeGraphs, DecodeRows, graph_sizes, graphs_unsupported
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.packing import Packed, Packer
 from aioinfer.execution.relay import Relay
@@ -24,7 +24,7 @@ from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.batch import Batch
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.decodes import Decodes, TableUpdate
+from aioinfer.scheduling.decode_batch import Decodes, TableUpdate
 from aioinfer.scheduling.step import Admission, Row, Step
 from tests.execution.recording import Recording, record
 from tests.model.checkpoints import greedy
@@ -52,8 +52,8 @@ def config(path: Path, **changes: Any) -> EngineConfig:
             "model": str(path),
             "dtype": "float32",
             "device": "cpu",
-            "attention": "triton",
-            "sampling": "triton",
+            "attention_backend": "triton",
+            "sampling_backend": "triton",
             "num_pages": 40,
             "page_size": 4,
             "max_running_requests": 5,
@@ -83,7 +83,7 @@ async def test_replayed_steps_give_the_tokens_of_transformers(
     model: tuple[Path, Any], window: int, mode: str
 ) -> None:
     path, oracle = model
-    settings = config(path, window=window, launch_mode=mode)
+    settings = config(path, overlap_steps=window, launch_mode=mode)
     device = GraphedDevice(settings)
     batch = prompts(3, 5)
     requests = [
@@ -98,7 +98,7 @@ async def test_replayed_steps_give_the_tokens_of_transformers(
 async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tuple[Path, Any]) -> None:
     """With an odd number of them, so that a row is padding for longer than the model has positions."""
     path, _ = model
-    settings = config(path, window=2, max_running_requests=4)
+    settings = config(path, overlap_steps=2, max_running_requests=4)
     kinds: list[dict[str, Any]] = [{"top_k": 20, "top_p": 0.9}, {"temperature": 2.0, "min_p": 0.01}, {}]
     requests = [
         (prompt, SamplingParams(**{"seed": at, "max_tokens": TOKENS, "ignore_eos": True, **kind}))
@@ -124,7 +124,7 @@ async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tup
         (prompt, SamplingParams(**{"seed": at, "max_tokens": TOKENS, "ignore_eos": True, **kind}))
         for at, (prompt, kind) in enumerate(zip(prompts(7, len(kinds)), kinds, strict=True))
     ]
-    settings = config(path, window=1)
+    settings = config(path, overlap_steps=1)
     plain = await ids(settings, requests, TorchDevice(settings))
     assert await ids(settings, requests, GraphedDevice(settings)) == plain
 
@@ -132,7 +132,7 @@ async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tup
 async def test_retraction_and_a_new_tenant_of_the_row_change_nothing(model: tuple[Path, Any]) -> None:
     """Few pages: requests lose theirs in the middle, slots and rows change hands."""
     path, oracle = model
-    settings = config(path, window=1, num_pages=19, max_running_requests=3, prefix_cache=False)
+    settings = config(path, overlap_steps=1, num_pages=19, max_running_requests=3, prefix_cache=False)
     batch = [list(range(at, at + 30)) for at in range(4)]
     wanted = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     async with Engine(settings, launcher=lambda _: ThreadLauncher(GraphedDevice(settings))) as engine:
@@ -291,9 +291,9 @@ def test_sizes_reach_the_most_and_waste_at_most_seven_rows(most: int) -> None:
 
 def test_graphs_need_cuda_kernels_that_ask_the_host_nothing_and_a_model_of_our_own() -> None:
     cuda: Any = SimpleNamespace(type="cuda")
-    assert graph_obstacle(cuda, "triton", True) is None
-    assert graph_obstacle(cuda, "triton", True, "triton") is None
-    assert "cpu" in (graph_obstacle(torch.device("cpu"), "triton", True) or "")
-    assert "sdpa" in (graph_obstacle(cuda, "sdpa", True) or "")
-    assert "experts" in (graph_obstacle(cuda, "triton", True, "grouped") or "")
-    assert "transformers" in (graph_obstacle(cuda, "triton", False) or "")
+    assert graphs_unsupported(cuda, "triton", True) is None
+    assert graphs_unsupported(cuda, "triton", True, "triton") is None
+    assert "cpu" in (graphs_unsupported(torch.device("cpu"), "triton", True) or "")
+    assert "sdpa" in (graphs_unsupported(cuda, "sdpa", True) or "")
+    assert "experts" in (graphs_unsupported(cuda, "triton", True, "grouped") or "")
+    assert "transformers" in (graphs_unsupported(cuda, "triton", False) or "")

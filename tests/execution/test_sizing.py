@@ -10,7 +10,7 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.building import Parts, build
-from aioinfer.execution.masks import Masks
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import PoolSize, cuda_budget, size_pool
 from aioinfer.execution.warmup import largest_steps
 from aioinfer.model.attention.choice import choose_attention
@@ -83,7 +83,7 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     cpu = torch.device("cpu")
     model = load_model(config.model_path, dtype="float32", device=cpu)
     choice = choose_attention(cpu, model.spec.head_dim, torch.float32)
-    parts = Parts(config, model, choice, cpu, Masks(), DeviceLane())
+    parts = Parts(config, model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
     prefill, decode = largest_steps(config, size.max_model_len)
     assert set(prefill.section("slot_mapping") // config.page_size) == {0}

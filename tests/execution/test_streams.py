@@ -24,7 +24,7 @@ from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model import loader
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.decodes import NO_DECODES, Decodes
+from aioinfer.scheduling.decode_batch import NO_DECODES, Decodes
 from aioinfer.scheduling.step import Admission, Row, Step
 from tests.execution.fake_cuda import Cuda, Event, FakeCudaDevice, Stream, install
 from tests.execution.recording import Recording
@@ -42,7 +42,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def config(path: Path, **changes: Any) -> EngineConfig:
-    settings = {"attention": "triton", "sampling": "triton", "page_size": 4, "num_pages": 40, **changes}
+    settings = {
+        "attention_backend": "triton",
+        "sampling_backend": "triton",
+        "page_size": 4,
+        "num_pages": 40,
+        **changes,
+    }
     return EngineConfig(
         model=str(path),
         dtype="float32",
@@ -62,7 +68,7 @@ async def test_late_copies_give_the_tokens_of_transformers(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], window: int, mode: str
 ) -> None:
     path, oracle = checkpoint("llama-mqa")
-    settings = config(path, window=window, launch_mode=mode)
+    settings = config(path, overlap_steps=window, launch_mode=mode)
     batch = prompts(3, 3)
     async with engine(settings, FakeCudaDevice(settings)) as running:
         results = await asyncio.gather(
@@ -107,7 +113,7 @@ async def test_every_feature_passes_the_backend(
         (prompt, SamplingParams(**{"seed": at, "max_tokens": TOKENS, **kind}))
         for at, (prompt, kind) in enumerate(zip(prompts(7, 3), kinds, strict=True))
     ]
-    settings = config(path, window=2)
+    settings = config(path, overlap_steps=2)
 
     async def outputs(device: TorchDevice) -> list[Any]:
         async with engine(settings, device) as running:
@@ -140,7 +146,7 @@ async def test_a_step_without_memory_is_tried_again_in_smaller_ones(
 ) -> None:
     """And what it held is free before torch is asked to let go of what it keeps."""
     path, oracle = checkpoint("llama-mqa")
-    settings = config(path, window=2)
+    settings = config(path, overlap_steps=2)
     device = FakeCudaDevice(settings)
     async with engine(settings, device) as running:
         backend: Any = device._backend
@@ -268,7 +274,7 @@ def alone(prompt: list[int], count: int) -> list[Step]:
 
 def launched_ahead(path: Path, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens of one request, each step launched before any result is asked for."""
-    device = FakeCudaDevice(config(path, window=2))
+    device = FakeCudaDevice(config(path, overlap_steps=2))
     device.open()
     flights = [device.launch(device.prepare(step)) for step in alone(prompt, count)]
     tokens = [flight.wait().tokens[0] for flight in flights]

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.attention.triton_heads import rotate_and_store
@@ -119,7 +119,7 @@ def compile_steps(
     attention, operations = TritonAttention(pool), TritonOperations()
     normed = options.pop("normed")
     norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if normed else None
-    scoring = Scoring(0.1, **options)
+    scoring = AttentionParams(0.1, **options)
     rng = random.Random(0)
     recorder = Recorder(name)
     for at in range(12):

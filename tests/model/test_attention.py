@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aioinfer.model.attention import sdpa
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.heads import HeadNorm
@@ -18,7 +18,7 @@ from tests.model.harness import build_batch
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
-CAUSAL = Scoring(0.3)
+CAUSAL = AttentionParams(0.3)
 
 
 class Bench:
@@ -60,7 +60,7 @@ class Bench:
         self.pool.write(0, torch.tensor(cells), self.k[sequence][:stop], self.v[sequence][:stop])
 
     def attend(
-        self, rows: Sequence[tuple[int, int, int]], num_decodes: int, scoring: Scoring = CAUSAL
+        self, rows: Sequence[tuple[int, int, int]], num_decodes: int, scoring: AttentionParams = CAUSAL
     ) -> list[torch.Tensor]:
         """Rows (sequence, start, stop) in one step; the output of each."""
         for sequence, start, _ in rows:
@@ -77,7 +77,7 @@ class Bench:
         output = SDPAAttention(self.pool)(0, q, k, v, batch, scoring)
         return list(output.split([stop - start for _, start, stop in rows]))
 
-    def expected(self, row: tuple[int, int, int], scoring: Scoring = CAUSAL) -> torch.Tensor:
+    def expected(self, row: tuple[int, int, int], scoring: AttentionParams = CAUSAL) -> torch.Tensor:
         """Attention as the formula says, in float64."""
         sequence, start, stop = row
         results = []
@@ -103,7 +103,7 @@ MIXED = [(1, 4, 5), (3, 32, 33), (4, 69, 70), (0, 0, 1), (2, 7, 16)]
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 33, 1000])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24])
 def test_a_mixed_step_is_what_the_formula_says(page_size: int, window: int | None) -> None:
-    bench, scoring = Bench(page_size, LENGTHS), Scoring(0.3, window)
+    bench, scoring = Bench(page_size, LENGTHS), AttentionParams(0.3, window)
     rows = MIXED
     for got, row in zip(bench.attend(rows, 3, scoring), rows, strict=True):
         torch.testing.assert_close(got.double(), bench.expected(row, scoring), rtol=1e-5, atol=1e-5)
@@ -116,7 +116,7 @@ def test_blocks_windows_and_soft_caps_are_what_the_formula_says(
     block: int, window: int | None, soft_cap: float | None
 ) -> None:
     """Rows begin and end within blocks and at their edges, alone in the pool and behind a context."""
-    bench, scoring = Bench(8, LENGTHS), Scoring(0.3, window, soft_cap, block)
+    bench, scoring = Bench(8, LENGTHS), AttentionParams(0.3, window, soft_cap, block)
     rows = [*MIXED, (3, 0, 32), (4, 32, 64), (1, 1, 5), (4, 27, 61), (3, 3, 5)]
     for row in (rows[:3], rows[3:6], rows[6:], [rows[2], *rows[6:8]]):
         num_decodes = sum(stop - start == 1 and start > 0 for _, start, stop in row)
@@ -125,10 +125,12 @@ def test_blocks_windows_and_soft_caps_are_what_the_formula_says(
 
 
 @pytest.mark.parametrize(
-    "scoring", [CAUSAL, Scoring(0.3, 4), Scoring(0.3, soft_cap=0.7), Scoring(0.3, block=16)], ids=str
+    "scoring",
+    [CAUSAL, AttentionParams(0.3, 4), AttentionParams(0.3, soft_cap=0.7), AttentionParams(0.3, block=16)],
+    ids=str,
 )
 @pytest.mark.parametrize("row", [(4, 40, 41), (4, 40, 57), (4, 0, 30)])
-def test_nan_in_cells_of_others_reaches_nobody(row: tuple[int, int, int], scoring: Scoring) -> None:
+def test_nan_in_cells_of_others_reaches_nobody(row: tuple[int, int, int], scoring: AttentionParams) -> None:
     """What a freed page holds is its last owner's; a mask alone would let 0 * NaN through."""
     bench = Bench(8, LENGTHS)
     bench.spoil()
@@ -146,7 +148,7 @@ def test_a_decode_has_the_same_bits_in_any_company_and_grouping(
 ) -> None:
     torch.set_num_threads(1)
     lengths = [70, 3, 16, 17, 33, 50, 1, 70, 41]
-    bench, scoring = Bench(8, lengths, dtype), Scoring(0.3, window)
+    bench, scoring = Bench(8, lengths, dtype), AttentionParams(0.3, window)
     rows = [(at, length - 1, length) for at, length in enumerate(lengths) if length > 1]
     alone = [bench.attend([row], 1, scoring)[0] for row in rows]
     for limit in (1, 2000, 5000, 1 << 19):
@@ -165,7 +167,7 @@ def test_a_block_has_the_same_bits_in_any_company_and_grouping(
 ) -> None:
     """Blocks at any depth of their sequences, some of them two of one, between prompts and decodes."""
     torch.set_num_threads(1)
-    bench, scoring = Bench(16, [96, 8, 40, 96, 16, 72, 24, 96], dtype), Scoring(0.3, block=8)
+    bench, scoring = Bench(16, [96, 8, 40, 96, 16, 72, 24, 96], dtype), AttentionParams(0.3, block=8)
     rows = [(at, len(bench.q[at]) - 8, len(bench.q[at])) for at in range(8)] + [(0, 80, 88), (3, 0, 8)]
     alone = [bench.attend([row], 0, scoring)[0] for row in rows]
     for row, got in zip(rows, alone, strict=True):

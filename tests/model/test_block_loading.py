@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
-from aioinfer.doctor import examine
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.blocks import Blocks

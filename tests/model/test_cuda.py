@@ -33,7 +33,7 @@ async def test_greedy_ids_equal_transformers(
 ) -> None:
     path, oracle = checkpoint(family)
     batch = prompts(2, 7)
-    async with Engine(config(path, window=window, launch_mode=mode)) as engine:
+    async with Engine(config(path, overlap_steps=window, launch_mode=mode)) as engine:
         results = await asyncio.gather(*[engine.generate(prompt, GREEDY) for prompt in batch])
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]
 
@@ -48,7 +48,7 @@ async def test_seeded_sampling_and_penalties_do_not_depend_on_the_window(
     ]
     seen = []
     for window in (0, 1, 2):
-        async with Engine(config(path, window=window)) as engine:
+        async with Engine(config(path, overlap_steps=window)) as engine:
             results = await asyncio.gather(*[engine.generate(*request) for request in requests])
         seen.append([result.token_ids for result in results])
     assert seen[0] == seen[1] == seen[2]
@@ -58,6 +58,6 @@ async def test_seeded_sampling_and_penalties_do_not_depend_on_the_window(
 async def test_any_kernels_for_experts(checkpoint: Callable[[str], tuple[Path, Any]], experts: str) -> None:
     path, oracle = checkpoint("qwen3-moe-mixed")
     batch = prompts(2, 7)
-    async with Engine(config(path, experts=experts)) as engine:
+    async with Engine(config(path, moe_backend=experts)) as engine:
         results = await asyncio.gather(*[engine.generate(prompt, GREEDY) for prompt in batch])
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]

@@ -172,7 +172,7 @@ def test_what_is_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_on_cuda_triton_is_first_and_grouped_second(monkeypatch: pytest.MonkeyPatch) -> None:
     obstacles = iter([None, "triton is not installed"])
-    monkeypatch.setattr(choices, "triton_obstacle", lambda device: next(obstacles))
-    monkeypatch.setattr(choices, "_grouped_obstacle", lambda *args: None)
+    monkeypatch.setattr(choices, "triton_unsupported", lambda device: next(obstacles))
+    monkeypatch.setattr(choices, "_grouped_unsupported", lambda *args: None)
     assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Choice("triton", "the device is CUDA")
     assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Choice("grouped", "triton is not installed")

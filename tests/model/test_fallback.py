@@ -17,7 +17,7 @@ from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
-from aioinfer.native.bindings import native_obstacle
+from aioinfer.native.bindings import native_unsupported
 from tests.model.checkpoints import FAMILIES, NATIVE, OWN, make_checkpoint
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
@@ -56,7 +56,7 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
     path, oracle = checkpoint(family)
     for force in (False, True):
         model = load(path, force_transformers=force)
-        own = NativeDecoder if family in WHOLE and native_obstacle() is None else Decoder
+        own = NativeDecoder if family in WHOLE and native_unsupported() is None else Decoder
         assert isinstance(model, own if family in OWN and not force else TransformersLM)
         spec, config = model.spec, oracle.config
         assert spec.num_layers == config.num_hidden_layers

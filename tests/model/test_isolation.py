@@ -29,7 +29,7 @@ async def test_a_pool_full_of_nan_changes_no_token(
     path, oracle = checkpoint(family)
     config = EngineConfig(
         model=str(path), dtype="float32", page_size=8, num_pages=64, chunk_size=6, threads=1,
-        attention=kernels,
+        attention_backend=kernels,
     )  # fmt: skip
     device = TorchDevice(config)
     batch = prompts(2, 7)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
-from aioinfer.doctor import examine
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.loader import load_model

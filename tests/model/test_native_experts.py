@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
-from aioinfer.doctor import examine
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
@@ -22,7 +22,7 @@ from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.weights import Weights
-from aioinfer.native.bindings import Team
+from aioinfer.native.bindings import ThreadPool
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint, write_config
 from tests.model.harness import build_batch, make_pool
 from tests.model.kernels import assert_close
@@ -44,7 +44,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 def native(task: Mixture, threads: int = 2) -> NativeExperts:
     count, hidden, middle = task.stack.down.shape
     pairs = zip(task.stack.gate_up, task.stack.down, strict=True)
-    return NativeExperts(Team(threads), task.hidden.dtype, (count, hidden, middle), pairs)
+    return NativeExperts(ThreadPool(threads), task.hidden.dtype, (count, hidden, middle), pairs)
 
 
 def compute(task: Mixture, threads: int = 2) -> torch.Tensor:
@@ -123,7 +123,7 @@ def listed(rule: Rule, hidden: torch.Tensor) -> list[dict[int, float]]:
 )
 def test_routers_follow_their_rules(rule: Rule) -> None:
     hidden = noise(50, 32, seed=1)
-    weights, experts = NativeRouter(Team(2), rule, torch.float32)(hidden)
+    weights, experts = NativeRouter(ThreadPool(2), rule, torch.float32)(hidden)
     for w, e, expected in zip(weights.tolist(), experts.tolist(), listed(rule, hidden), strict=True):
         assert dict(zip(e, w, strict=True)) == pytest.approx(expected, rel=1e-5)
 
@@ -133,7 +133,7 @@ def test_of_equal_experts_the_first(rule: Rule) -> None:
     """Three different experts, three times."""
     rule.weight.copy_(noise(3, 32).repeat(3, 1))
     hidden = noise(40, 32, seed=1)
-    _, experts = NativeRouter(Team(2), rule, torch.float32)(hidden)
+    _, experts = NativeRouter(ThreadPool(2), rule, torch.float32)(hidden)
     best = (hidden @ rule.weight[:3].T).argmax(-1)
     assert torch.equal(experts[:, 0], best)
     if isinstance(rule, SoftmaxRouter):
@@ -146,7 +146,7 @@ def test_of_equal_experts_the_first(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", [softmax(8, 3), sigmoid(8, 3, 4, 2, True, 2.5)])
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), float("-inf")])
 def test_a_token_that_is_no_number_goes_somewhere(rule: Rule, junk: float) -> None:
-    router, hidden = NativeRouter(Team(1), rule, torch.float32), noise(20, 32, seed=1)
+    router, hidden = NativeRouter(ThreadPool(1), rule, torch.float32), noise(20, 32, seed=1)
     clean = router(hidden)
     hidden[2] = junk
     hidden[4, 3] = junk
@@ -162,7 +162,7 @@ def test_scores_that_are_no_numbers_show() -> None:
     """An expert with a broken row is chosen, as torch would, and spoils what it touches."""
     rule = sigmoid(8, 2, 1, 1, True, 1.0)
     rule.weight[5] = float("nan")
-    weights, experts = NativeRouter(Team(1), rule, torch.float32)(noise(4, 32))
+    weights, experts = NativeRouter(ThreadPool(1), rule, torch.float32)(noise(4, 32))
     assert experts[:, 0].tolist() == [5] * 4
     assert weights.isnan().all()
 
@@ -171,7 +171,7 @@ def test_scores_that_are_no_numbers_show() -> None:
 def test_half_precision_rounds_as_torch_does(dtype: torch.dtype) -> None:
     rule = SoftmaxRouter(noise(8, 32).to(dtype), 8, True)
     hidden = noise(40, 32, seed=1).to(dtype)
-    weights, experts = NativeRouter(Team(1), rule, dtype)(hidden)
+    weights, experts = NativeRouter(ThreadPool(1), rule, dtype)(hidden)
     wanted, chosen = rule(hidden)
     every = torch.zeros(2, 40, 8)
     every[0].scatter_(1, experts, weights)
@@ -187,7 +187,7 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     rule = sigmoid(7, 3, 7, 5, True, 2.5, hidden=48)
     results = []
     for threads in (1, 2, 3):
-        part = SparseMLP(NativeRouter(Team(threads), rule, dtype), native(task, threads))
+        part = SparseMLP(NativeRouter(ThreadPool(threads), rule, dtype), native(task, threads))
         together = part(task.hidden)
         results.append(together)
         for some in ([60], [5, 4], list(range(0, 61, 2)), list(range(30))):
@@ -202,7 +202,7 @@ def over_pool(model: Any) -> Any:
         pages, page_size = pool.keys[0].shape[:2]
         spec = model.spec
         attention = NativeAttention(
-            Team(2), num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+            ThreadPool(2), num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
             num_pages=pages, page_size=page_size, dtype=spec.dtype,
         )  # fmt: skip
         for cells in attention._cells:

@@ -39,7 +39,7 @@ def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str, kernels:
     prompt = prompts(1, 1)[0] + [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     wanted = greedy(oracle, prompt, TOKENS)
     for chunk in (1, 3, 8, 100):
-        with LLM(config(path, attention=kernels, chunk_size=chunk)) as llm:
+        with LLM(config(path, attention_backend=kernels, chunk_size=chunk)) as llm:
             (result,) = llm.generate([prompt], GREEDY)
         assert result.token_ids == wanted, (family, chunk)
 
@@ -52,7 +52,7 @@ async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str
     batch = prompts(2, 7)
     wanted = [greedy(oracle, prompt, TOKENS) for prompt in batch]
     changes: dict[str, Any] = {"chunk_size": 6, "max_running_requests": 4, "max_step_tokens": 16}
-    changes |= {"attention": kernels, "max_model_len": 64}
+    changes |= {"attention_backend": kernels, "max_model_len": 64}
     small = EngineConfig(model=str(path), dtype="float32", page_size=8, num_pages=12, threads=1, **changes)
     async with Engine(small) as engine:
         streams = []
@@ -80,7 +80,7 @@ def test_the_fallback_gives_the_same_as_our_own_code(checkpoint: Checkpoint, fam
 def test_any_kernels_for_experts(checkpoint: Checkpoint, experts: str) -> None:
     path, oracle = checkpoint("qwen3-moe-mixed")
     batch = prompts(6, 5)
-    with LLM(config(path, experts=experts, chunk_size=9)) as llm:
+    with LLM(config(path, moe_backend=experts, chunk_size=9)) as llm:
         results = llm.generate(batch, GREEDY)
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
-from aioinfer.doctor import examine
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.llm import LLM

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer import kernels
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
-from aioinfer.model.attention.base import Attention, Scoring
+from aioinfer.model import triton_support
+from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.attention.choice import Choice, choose_attention, make_attention, make_operations
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
@@ -89,11 +89,13 @@ class Setup:
             num_decodes=self.num_decodes,
         )
 
-    def run(self, attention: Attention, scoring: Scoring) -> torch.Tensor:
+    def run(self, attention: Attention, scoring: AttentionParams) -> torch.Tensor:
         task = self.task
         return attention(1, task.q, self.k, self.v, self.batch(), scoring)
 
-    def run_fused(self, attention: Attention, norm: HeadNorm | None, scoring: Scoring) -> torch.Tensor:
+    def run_fused(
+        self, attention: Attention, norm: HeadNorm | None, scoring: AttentionParams
+    ) -> torch.Tensor:
         """The same heads as a projection, at positions of their own."""
         qkv = torch.cat((self.task.q, self.k, self.v), dim=1)
         generator = torch.Generator().manual_seed(0)
@@ -102,7 +104,7 @@ class Setup:
         return attention.fused(1, qkv, norm, rotary, self.batch(), scoring)
 
 
-def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, Scoring]:
+def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, AttentionParams]:
     rng = random.Random(seed)
     kv_heads = rng.choice([1, 2, 3])
     decodes = [(1, rng.randint(2, 90)) for _ in range(rng.choice([0, 1, 4]))]
@@ -122,7 +124,7 @@ def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, Sco
     )
     num_decodes = len(decodes) if seed % 4 else len(task.q_lens)
     window, soft_cap, block = rng.choice([None, None, 5, 40]), rng.choice([None, 1.5]), rng.choice([1, 8])
-    return Setup(task, num_decodes), Scoring(0.2, window, soft_cap, block)
+    return Setup(task, num_decodes), AttentionParams(0.2, window, soft_cap, block)
 
 
 def triton_attention(pool: KVPool) -> Attention:
@@ -146,7 +148,7 @@ def test_a_step_is_what_the_sdpa_kernels_make_of_it(device: str, seed: int, dtyp
         weight = torch.linspace(-1.5, 1.5, heads * setup.k.shape[2], device=device).to(dtype)
         norm = HeadNorm(weight.view(heads, -1), 1e-6) if seed % 3 else None
 
-        def run(attention: Attention, scoring: Scoring) -> torch.Tensor:
+        def run(attention: Attention, scoring: AttentionParams) -> torch.Tensor:
             return setup.run_fused(attention, norm, scoring)
 
     expected = run(SDPAAttention(reference), scoring)
@@ -168,7 +170,7 @@ def test_soft_caps_and_diffusion_blocks_reach_both_kernels(device: str) -> None:
 
     setup = Setup(task, 1)
     got = TritonAttention(setup.pool())(
-        1, task.q, setup.k, setup.v, setup.batch(), Scoring(0.2, soft_cap=1.5, block=8)
+        1, task.q, setup.k, setup.v, setup.batch(), AttentionParams(0.2, soft_cap=1.5, block=8)
     )
     expected = task.expected(0.2, soft_cap=1.5, block=8)
     torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-5, atol=1e-5)
@@ -210,7 +212,7 @@ def test_a_captured_decode_follows_lengths_and_pages_on_the_device(device: str) 
     attention, batch = TritonAttention(pool), first.batch()
 
     def call() -> torch.Tensor:
-        return attention(1, static.q, first.k, first.v, batch, Scoring(0.2))
+        return attention(1, static.q, first.k, first.v, batch, AttentionParams(0.2))
 
     out, expected = call(), static.expected(0.2)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-5, atol=1e-5)
@@ -260,7 +262,7 @@ def test_greedy_ids_equal_transformers(
     path, oracle = checkpoint(family)
     config = EngineConfig(
         model=str(path), dtype="float32", page_size=8, num_pages=64, chunk_size=16, threads=1,
-        device="cpu", attention="triton",
+        device="cpu", attention_backend="triton",
     )  # fmt: skip
     batch = prompts(2, 4)
     with LLM(config) as llm:
@@ -286,7 +288,7 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     pytest.importorskip("triton", reason="triton is not installed")
 
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_support, "interpreted", lambda: False)
     assert choose_attention(cuda, 128, bf16) == Choice("triton", "the device is CUDA")
     assert choose_attention(cuda, 128, bf16, "sdpa").kernels == "sdpa"
     assert choose_attention(cuda, 257, bf16) == Choice("sdpa", "heads of size 257 are larger than 256")
@@ -298,12 +300,12 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
         "sdpa", "the device is older than compute capability 8.0"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(kernels, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_support, "interpreted", lambda: True)
     assert choose_attention(cuda, 64, bf16) == Choice("sdpa", "TRITON_INTERPRET is set")
 
 
 def test_without_triton_everything_runs_on_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda _: None)
     chosen = choose_attention(torch.device("cuda"), 64, torch.float16)
     assert chosen == Choice("sdpa", "triton is not installed")
     with pytest.raises(ConfigError, match="not installed"):

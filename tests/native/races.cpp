@@ -28,7 +28,7 @@ std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
 
 // A model, and two prompts and a decode of one step.
 struct Model {
-  explicit Model(Team& team) {
+  explicit Model(ThreadPool& team) {
     auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
       const auto rows = noise((gated ? 2 : 1) * outputs * inner, seed);
       weights.push_back(std::make_unique<Weights<T>>(team, rows.data(), nullptr, outputs, inner, gated));
@@ -41,10 +41,10 @@ struct Model {
       decoder->add({norm.data(), pack(shape.width(), HIDDEN, false, 10 + layer), head_norm.data(),
                     pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer), norm.data(),
                     pack(MIDDLE, HIDDEN, true, 30 + layer), pack(HIDDEN, MIDDLE, false, 40 + layer), nullptr, nullptr,
-                    Scoring{0.25f, 0.0f, layer ? 7 : 0, 1}});
+                    AttentionParams{0.25f, 0.0f, layer ? 7 : 0, 1}});
   }
 
-  std::vector<float> forward(Team& team) {
+  std::vector<float> forward(ThreadPool& team) {
     const int64_t lengths[] = {33, 17, 1}, tables[] = {3, 7, 1, 5, 2, 0, 9, 0, 0};
     std::vector<int64_t> starts{0}, ids, positions, cells, chosen;
     for (int row = 0; row < 3; row++) {
@@ -85,13 +85,13 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 }  // namespace
 
 int main() {
-  Team alone(1);
+  ThreadPool alone(1);
   const auto wanted = Model(alone).forward(alone);
   for (const float value : wanted)
     if (!std::isfinite(value)) return std::puts("not finite"), 1;
   std::atomic<int> wrong{0};
   for (int size : {2, 3, 5}) {
-    Team team(size);
+    ThreadPool team(size);
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 3; caller++)
       callers.emplace_back([&] {
@@ -104,7 +104,7 @@ int main() {
   }
   // Teams that come and go, and programs that are over before all have begun.
   for (int i = 0; i < 200; i++) {
-    Team team(1 + i % 4);
+    ThreadPool team(1 + i % 4);
     for (int j = 0; j < i % 3; j++) {
       std::vector<int> done(7);
       team.run([&](Member& member) {

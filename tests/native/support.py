@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm, split_heads
 from aioinfer.model.rope import Rotary
-from aioinfer.native.bindings import Team, shared_team
+from aioinfer.native.bindings import ThreadPool, shared_thread_pool
 from tests.model.harness import build_batch, fill
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -34,7 +34,7 @@ class Heads:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    scoring: Scoring
+    scoring: AttentionParams
     norm: HeadNorm | None = None
     #: rotated dimensions
     rotary_dim: int = 0
@@ -45,7 +45,7 @@ class Heads:
         group, kv_heads = rng.choice([1, 2, 3, 4, 5, 7, 8, 14, 15, 16]), rng.choice([1, 2, 3])
         head_dim = rng.choice([16, 32, 48, 64, 80, 96, 112, 128, 192, 256])
         window = rng.choice([None, None, 1, 2, 7, 16, 40, 127, 129])
-        scoring = Scoring(
+        scoring = AttentionParams(
             scale=head_dim**-0.5,
             window=window,
             soft_cap=rng.choice([None, None, 3.0]),
@@ -96,7 +96,7 @@ class Bench:
 
     def __init__(self, heads: Heads, page_size: int, *, threads: int = 2, seed: int = 0) -> None:
         self.heads, self.page_size = heads, page_size
-        self.team: Team = shared_team(threads)
+        self.team: ThreadPool = shared_thread_pool(threads)
         pages = 5000 // page_size + 20
         self.attention = NativeAttention(
             self.team,

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from tests.native.support import DTYPES, UNIT, Bench, Heads, Row, draw_rows, expected, normal
 
 PAGE_SIZES = [1, 3, 8, 16, 32, 48]
@@ -41,7 +41,7 @@ def test_random_heads_rows_and_pages(seed: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [3, 16])
 def test_every_length_of_a_context_up_to_two_stretches(page_size: int, dtype: torch.dtype) -> None:
     """Odd ones leave half a unit of bfloat16 that is NaN."""
-    heads = Heads(2, 1, 16, dtype, Scoring(0.25))
+    heads = Heads(2, 1, 16, dtype, AttentionParams(0.25))
     rows = [Row(normal(length, 4, 16, seed=length, dtype=dtype), length - 1) for length in range(1, 260)]
     found = []
     for at in range(0, len(rows), 16):
@@ -52,7 +52,7 @@ def test_every_length_of_a_context_up_to_two_stretches(page_size: int, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 128, 130])
 def test_every_edge_of_a_window(window: int, dtype: torch.dtype) -> None:
-    heads = Heads(4, 2, 32, dtype, Scoring(0.3, window=window))
+    heads = Heads(4, 2, 32, dtype, AttentionParams(0.3, window=window))
     rows = [Row(normal(length, 8, 32, seed=length, dtype=dtype), 0) for length in (1, window, 150, 290)]
     check(heads, rows, Bench(heads, 16).run(rows, fused=False), fused=False)
 
@@ -61,7 +61,7 @@ def test_every_edge_of_a_window(window: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", [2, 3, 8, 32, 100])
 def test_blocks_see_to_their_ends_and_rows_of_one_sequence_each_other(block: int, dtype: torch.dtype) -> None:
     """The last three blocks of a sequence as rows of their own: each sees those before it."""
-    heads = Heads(4, 2, 32, dtype, Scoring(0.3, block=block))
+    heads = Heads(4, 2, 32, dtype, AttentionParams(0.3, block=block))
     length = 5 * block
     (row,) = rows = [Row(normal(length, 8, 32, seed=block, dtype=dtype), 2 * block)]
     bench = Bench(heads, 16)
@@ -75,7 +75,7 @@ def test_blocks_see_to_their_ends_and_rows_of_one_sequence_each_other(block: int
 @pytest.mark.parametrize("scale", [0.0, 30.0, -30.0])
 def test_scores_of_any_size(scale: float, dtype: torch.dtype) -> None:
     """Scores of hundreds have one weight that counts; those of 0 all weigh the same."""
-    heads = Heads(2, 2, 64, dtype, Scoring(scale))
+    heads = Heads(2, 2, 64, dtype, AttentionParams(scale))
     rows = [Row(normal(200, 6, 64, seed=1, dtype=dtype), 0)]
     (got,) = Bench(heads, 16).run(rows, fused=False)
     wanted, absolute = expected(heads, rows[0], fused=False)
@@ -86,7 +86,7 @@ def test_scores_of_any_size(scale: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_is_nan_itself_is_alone_with_it(dtype: torch.dtype) -> None:
-    heads = Heads(4, 2, 32, dtype, Scoring(0.2), rotary_dim=32)
+    heads = Heads(4, 2, 32, dtype, AttentionParams(0.2), rotary_dim=32)
     rows = [Row(normal(40, 8, 32, seed=at, dtype=dtype), 20) for at in range(3)]
     rows[1].qkv[:] = float("nan")
     found = Bench(heads, 16).run(rows)
@@ -95,7 +95,7 @@ def test_a_row_that_is_nan_itself_is_alone_with_it(dtype: torch.dtype) -> None:
 
 
 def test_a_step_without_rows_does_nothing() -> None:
-    heads = Heads(4, 2, 32, torch.float32, Scoring(0.2), rotary_dim=32)
+    heads = Heads(4, 2, 32, torch.float32, AttentionParams(0.2), rotary_dim=32)
     bench = Bench(heads, 16)
     row = Row(normal(40, 8, 32, seed=1), 0)
     bench.deal([row])

@@ -299,7 +299,7 @@ def test_kernels_that_were_asked_for_and_cannot_be_had_are_an_error(
 ) -> None:
     compiler("\nexit 1")
     with pytest.raises(ConfigError, match=r"native was asked for, and .* does not run"):
-        TorchDevice(EngineConfig(device="cpu", attention="native")).open()
+        TorchDevice(EngineConfig(device="cpu", attention_backend="native")).open()
     with pytest.raises(RuntimeError, match="no native kernels"):
         bindings.kernels()
 
@@ -310,7 +310,7 @@ def test_flags_that_a_real_compiler_refuses(
 ) -> None:
     monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("AIOINFER_CXXFLAGS", "--no-such-flag")
-    assert "the compiler failed" in (bindings.native_obstacle() or "")
+    assert "the compiler failed" in (bindings.native_unsupported() or "")
 
 
 # -- with kernels --------------------------------------------------------------------------------------
@@ -345,5 +345,12 @@ def test_what_fails_in_there_is_an_error_in_words() -> None:
     assert kernels.call("lanes") in (8, 16)
     with pytest.raises(MemoryError, match=r"weights_float32: .*bad_alloc"):
         kernels.call(
-            "weights_float32", bindings.shared_team(1).handle, None, None, 1 << 40, 1 << 20, False, False
+            "weights_float32",
+            bindings.shared_thread_pool(1).handle,
+            None,
+            None,
+            1 << 40,
+            1 << 20,
+            False,
+            False,
         )

@@ -16,7 +16,7 @@ from aioinfer.llm import LLM
 from aioinfer.model.moe.experts import ExpertWeights
 from aioinfer.model.moe.native_experts import NativeExperts
 from aioinfer.model.native import NativeLinear
-from aioinfer.native.bindings import shared_team
+from aioinfer.native.bindings import shared_thread_pool
 from aioinfer.params import SamplingParams
 from tests.model.kernels import assert_close
 from tests.model.mixtures import Mixture
@@ -38,7 +38,7 @@ def test_products_are_those_of_rounded_weights(outputs: int, inner: int, dtype: 
     weight *= torch.logspace(-9, 9, outputs)[:, None].to(dtype)
     weight[outputs // 2] = 0
     for own in (None, bias):
-        linear = NativeLinear(shared_team(2), weight, own, "int8")
+        linear = NativeLinear(shared_thread_pool(2), weight, own, "int8")
         for rows in (0, 1, 2, 13, 14, 15, 40):
             values = normal(rows, inner, seed=rows, dtype=dtype)
             check(linear(values), values, rounded(weight), own)
@@ -49,10 +49,10 @@ def test_products_are_those_of_rounded_weights(outputs: int, inner: int, dtype: 
 def test_a_row_has_the_same_bits_everywhere(gated: bool, dtype: torch.dtype) -> None:
     """One block of rows reads the bytes, several have them expanded."""
     weight, values = normal(160, 208, seed=0, dtype=dtype), normal(60, 208, seed=2, dtype=dtype)
-    alone = NativeLinear(shared_team(1), weight, None, "int8", gated=gated)
+    alone = NativeLinear(shared_thread_pool(1), weight, None, "int8", gated=gated)
     wanted = torch.cat([alone(row[None]) for row in values])
     for threads in (1, 3):
-        linear = NativeLinear(shared_team(threads), weight, None, "int8", gated=gated)
+        linear = NativeLinear(shared_thread_pool(threads), weight, None, "int8", gated=gated)
         for rows in range(1, 61):
             assert torch.equal(linear(values[:rows]), wanted[:rows]), (rows, threads)
 
@@ -62,7 +62,7 @@ def test_gates_and_what_they_gate_have_factors_of_their_own(dtype: torch.dtype) 
     weight, values = normal(96, 64, seed=0, dtype=dtype) * 0.3, normal(20, 64, seed=1, dtype=dtype)
     weight[48:] *= 20
     gate, up = (values.double() @ rounded(weight).double().T).chunk(2, 1)
-    got = NativeLinear(shared_team(2), weight, None, "int8", gated=True)(values)
+    got = NativeLinear(shared_thread_pool(2), weight, None, "int8", gated=True)(values)
     wanted = F.silu(gate) * up
     bound = 1e-5 * (1 + gate.abs() + up.abs()) + 1.01 * UNIT[dtype] * wanted.abs()
     assert ((got - wanted).abs() <= bound).all()
@@ -74,7 +74,7 @@ def test_experts_are_those_of_rounded_weights(tokens: int, dtype: torch.dtype) -
     task = Mixture.make(tokens, num_experts=3, hidden=80, middle=48, dtype=dtype)
     gate_up, down = task.stack.gate_up, task.stack.down
     pairs = zip(gate_up, down, strict=True)
-    experts = NativeExperts(shared_team(2), dtype, (3, 80, 48), pairs, rounded=True)
+    experts = NativeExperts(shared_thread_pool(2), dtype, (3, 80, 48), pairs, rounded=True)
     wanted = replace(task, stack=ExpertWeights(rounded(gate_up), rounded(down))).expected()
     assert_close(experts(task.hidden, task.weights, task.experts), wanted, dtype)
 
@@ -89,7 +89,7 @@ def test_an_engine_still_knows_its_sums() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"attention": "sdpa"}, "asked for"),
+        ({"attention_backend": "sdpa"}, "asked for"),
         ({"dtype": "float16"}, "no native kernels for float16"),
         ({"transformers_fallback": True}, "transformers' own"),
     ],

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder, NativeLinear
-from aioinfer.native.bindings import shared_team
+from aioinfer.native.bindings import shared_thread_pool
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import attention_for, build_batch, fill
 from tests.native.support import DTYPES, Bench, Heads, Row, draw_rows, normal
@@ -60,7 +60,7 @@ def test_windows_over_the_ends_of_stretches_have_the_same_bits_by_any_chunks(
     window: int, dtype: torch.dtype
 ) -> None:
     """Queries side by side look back to different tiles; sums are divided by position all the same."""
-    heads = Heads(2, 2, 16, dtype, Scoring(1.5, window=window))
+    heads = Heads(2, 2, 16, dtype, AttentionParams(1.5, window=window))
     row = Row(normal(500, 6, 16, seed=window, dtype=dtype), 0)
     (whole,) = Bench(heads, 16).run([row])
     for chunk in (1, 5, 9):
@@ -75,10 +75,10 @@ def test_windows_over_the_ends_of_stretches_have_the_same_bits_by_any_chunks(
 def test_linear_layers_give_a_row_the_same_bits_everywhere(gated: bool, dtype: torch.dtype) -> None:
     weight, bias = normal(160, 208, seed=0, dtype=dtype), normal(160, seed=1, dtype=dtype)
     values = normal(90, 208, seed=2, dtype=dtype)
-    alone = NativeLinear(shared_team(1), weight, bias, gated=gated)
+    alone = NativeLinear(shared_thread_pool(1), weight, bias, gated=gated)
     wanted = torch.cat([alone(row[None]) for row in values])
     for threads in (1, 2, 3):
-        linear = NativeLinear(shared_team(threads), weight, bias, gated=gated)
+        linear = NativeLinear(shared_thread_pool(threads), weight, bias, gated=gated)
         for rows in range(1, 91):
             order = torch.randperm(90, generator=torch.Generator().manual_seed(rows))[:rows]
             assert torch.equal(linear(values[order]), wanted[order]), (rows, threads)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.model.native import NativeLayers, NativeLinear
-from aioinfer.native.bindings import shared_team
+from aioinfer.native.bindings import shared_thread_pool
 from tests.native.support import DTYPES, UNIT, normal
 
 ROWS = [0, *range(1, 41), 100, 300]
@@ -35,7 +35,7 @@ def test_random_shapes(seed: int, dtype: torch.dtype) -> None:
     inner = 16 * rng.choice([1, 2, 3, 5, 8, 21, 40])
     weight = normal(outputs, inner, seed=seed, dtype=dtype)
     bias = rng.choice([None, normal(outputs, seed=seed + 1, dtype=dtype)])
-    linear = NativeLinear(shared_team(1 + seed % 3), weight, bias)
+    linear = NativeLinear(shared_thread_pool(1 + seed % 3), weight, bias)
     for rows in rng.sample(ROWS, 8):
         values = normal(rows, inner, seed=rows, dtype=dtype)
         check(linear(values), values, weight, bias)
@@ -45,7 +45,7 @@ def test_random_shapes(seed: int, dtype: torch.dtype) -> None:
 def test_every_number_of_rows_over_more_panels_than_fit_a_cache(dtype: torch.dtype) -> None:
     """Runs of panels, panel by panel, and many rows over a cache full of panels."""
     weight, bias = normal(650, 1024, seed=0, dtype=dtype), normal(650, seed=1, dtype=dtype)
-    linear = NativeLinear(shared_team(2), weight, bias)
+    linear = NativeLinear(shared_thread_pool(2), weight, bias)
     values = normal(300, 1024, seed=2, dtype=dtype)
     whole = linear(values)
     check(whole, values, weight, bias)
@@ -59,8 +59,8 @@ def test_every_number_of_rows_over_more_panels_than_fit_a_cache(dtype: torch.dty
 def test_gates_and_what_they_gate(middle: int, bias: bool, dtype: torch.dtype) -> None:
     weight = normal(2 * middle, 64, seed=middle, dtype=dtype)
     both = normal(2 * middle, seed=1, dtype=dtype) if bias else None
-    layers = NativeLayers(shared_team(2))
-    gated = NativeLinear(shared_team(2), weight, both, gated=True)
+    layers = NativeLayers(shared_thread_pool(2))
+    gated = NativeLinear(shared_thread_pool(2), weight, both, gated=True)
     down = normal(32, middle, seed=2, dtype=dtype) * 0.2
     whole = layers.swiglu(weight, both, down, None)
     for rows in (0, 1, 2, 13, 14, 15, 40):
@@ -82,7 +82,7 @@ def test_gates_beyond_what_an_exponential_holds(dtype: torch.dtype) -> None:
     values[:, 0], values[:, 1] = gates.to(dtype), 1
     weight = torch.zeros(32, 16, dtype=dtype)
     weight[:16, 0], weight[16:, 1] = 1, 1
-    got = NativeLinear(shared_team(1), weight, None, gated=True)(values)
+    got = NativeLinear(shared_thread_pool(1), weight, None, gated=True)(values)
     wanted = F.silu(gates.to(dtype).double())
     torch.testing.assert_close(
         got[:, 5].double(), wanted, rtol=4e-7 + UNIT[dtype], atol=1e-36, equal_nan=True
@@ -92,7 +92,7 @@ def test_gates_beyond_what_an_exponential_holds(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype) -> None:
     weight = normal(70, 48, seed=1, dtype=dtype)
-    linear = NativeLinear(shared_team(2), weight, None)
+    linear = NativeLinear(shared_thread_pool(2), weight, None)
     values = normal(15, 48, seed=2, dtype=dtype)
     wanted = linear(values)
     values[3], values[14, 5] = float("nan"), float("inf")
@@ -108,7 +108,7 @@ def test_views_are_read_as_they_are_meant(dtype: torch.dtype) -> None:
     weight = normal(70, 96, seed=1, dtype=dtype)[::2, ::2]
     bias = normal(70, seed=2, dtype=dtype)[::2]
     values = normal(48, 9, seed=3, dtype=dtype).T
-    check(NativeLinear(shared_team(1), weight, bias)(values), values, weight, bias)
+    check(NativeLinear(shared_thread_pool(1), weight, bias)(values), values, weight, bias)
 
 
 def test_results_of_bfloat16_are_rounded_to_even() -> None:
@@ -121,6 +121,6 @@ def test_results_of_bfloat16_are_rounded_to_even() -> None:
     weight[1, 0], weight[1, 1] = 1 + 2**-7, 2**-8
     weight[2, 0], weight[2, 1] = 1, 2**-8 * 1.5
     weight[3, 0] = float("nan")
-    got = NativeLinear(shared_team(1), weight, None)(values)[0].tolist()
+    got = NativeLinear(shared_thread_pool(1), weight, None)(values)[0].tolist()
     assert got[:3] == [1.0, 1 + 2**-6, 1 + 2**-7]
     assert got[3] != got[3]

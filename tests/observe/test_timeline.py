@@ -17,7 +17,7 @@ from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.observe import timeline as timeline_module
 from aioinfer.observe.timeline import DeviceLane, Lane, Overlap, Timeline
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.twin import ToyDevice, ToyTokenizer
+from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.simulation import settle
 
 #: what each lane tells of, in the order in which its thread does it for one step
@@ -89,7 +89,7 @@ def check_order(step: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("mode", ["thread", "inline"])
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_every_step_goes_through_all_lanes_in_order(window: Any, mode: Any) -> None:
-    config = EngineConfig(threads=1, window=window, launch_mode=mode)
+    config = EngineConfig(threads=1, overlap_steps=window, launch_mode=mode)
     async with Engine(config) as engine:
         stats = engine.stats()
         assert (stats.overlap_ratio, stats.host_gap, stats.loop_lag, stats.loop_lag_worst) == (1.0, 0, 0, 0)

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioinfer.native.bindings import Team, shared_team
+from aioinfer.native.bindings import ThreadPool, shared_thread_pool
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.noise import gumbel
-from aioinfer.scheduling.step import BAD_LOGITS
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from tests.compiled import require_native
 
 CPU = torch.device("cpu")
@@ -31,10 +31,10 @@ DEFAULTS: dict[str, float] = {
 }
 
 
-def native_team(threads: int = 2) -> Team:
+def native_team(threads: int = 2) -> ThreadPool:
     """A team for kernels in C++, where they can be compiled."""
     require_native()
-    return shared_team(threads)
+    return shared_thread_pool(threads)
 
 
 def make_batch(rows: list[dict[str, Any]], device: torch.device = CPU, **extra: Any) -> SamplingBatch:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioinfer import kernels
 from aioinfer.errors import ConfigError
+from aioinfer.model import triton_support
 from aioinfer.native import bindings
 from aioinfer.sampling import choice
 from aioinfer.sampling.choice import SamplingChoice
@@ -24,7 +24,7 @@ def test_a_cpu_samples_natively_where_there_is_a_compiler(monkeypatch: pytest.Mo
     assert Sampler(2, 10, CPU).choice.kernels == "native"
     with pytest.raises(ConfigError, match="native was asked for, and the device is no CPU"):
         choose(CUDA, "native")
-    monkeypatch.setattr(bindings, "native_obstacle", lambda: "there is no compiler")
+    monkeypatch.setattr(bindings, "native_unsupported", lambda: "there is no compiler")
     assert choose(CPU) == SamplingChoice("torch", "there is no compiler")
     assert Sampler(2, 10, CPU).choice.kernels == "torch"
     with pytest.raises(ConfigError, match="native was asked for, and there is no compiler"):
@@ -41,11 +41,11 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
     pytest.importorskip("triton", reason="triton is not installed")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_support, "interpreted", lambda: False)
     assert choose(CUDA) == SamplingChoice("triton", "the device is CUDA")
     with pytest.raises(ConfigError, match="triton was asked for, and TRITON_INTERPRET is not set"):
         choose(CPU, "triton")
-    monkeypatch.setattr(kernels, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_support, "interpreted", lambda: True)
     assert choose(CUDA) == SamplingChoice("torch", "TRITON_INTERPRET is set")
     assert choose(CPU, "triton") == SamplingChoice("triton", "asked for")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
@@ -53,7 +53,7 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
 
 
 def test_without_triton_everything_samples_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda _: None)
     assert choose(CUDA) == SamplingChoice("torch", "triton is not installed")
     with pytest.raises(ConfigError, match="not installed"):
         choose(CUDA, "triton")

@@ -16,19 +16,18 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from aioinfer.execution.masks import Masks
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.relay import Relay
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.streams import Direct
 from aioinfer.params import SamplingParams
-from aioinfer.sampling import masks
 from aioinfer.sampling import sampler as sampler_module
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.decodes import Decodes
+from aioinfer.scheduling.decode_batch import Decodes
 from aioinfer.scheduling.step import Admission, Step
 from tests.model.kernels import kernels_or_skip
 from tests.sampling.support import CPU
@@ -145,7 +144,9 @@ def tokens(case: Case, rows: int, sampler: Sampler, device: torch.device = CPU) 
     if case.params.penalised:
         packed.penalty_resets = [PenaltyReset(slot, case.prompt, case.output) for slot in range(1, SLOTS + 1)]
     attention: Any = None
-    runner = Runner(SameLogits(case.logits, device), attention, sampler, Relay(SLOTS, device), Masks())
+    runner = Runner(
+        SameLogits(case.logits, device), attention, sampler, Relay(SLOTS, device), GrammarWorker()
+    )
     sampled = runner.run(packed, Direct(device))
     assert sampled.tokens is not None
     found: npt.NDArray[np.int64] = sampled.tokens.cpu().numpy()
@@ -318,7 +319,7 @@ def test_a_planted_bug_is_rejected(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_forgotten_constraint_is_rejected(
     name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masks, forgotten, lambda *arguments: None)
+    monkeypatch.setattr(logits_processors, forgotten, lambda *arguments: None)
     assert rejected(name), SEED
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.sampling import masks as by_torch
+from aioinfer.sampling import logits_processors as by_torch
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.native_logits import NativeLogits
 from aioinfer.sampling.penalties import Penalties
@@ -19,10 +19,10 @@ from tests.sampling.support import CPU, make_batch, native_team, random_logits
 
 
 class Kernels(NamedTuple):
-    """Who computes, and where. ``steering`` has the functions of masks, and penalise."""
+    """Who computes, and where. ``logits_processors`` has the functions of masks, and penalise."""
 
     device: str
-    steering: Any
+    logits_processors: Any
 
 
 @pytest.fixture(params=[*DEVICES, pytest.param("native")])
@@ -57,7 +57,7 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize(("vocab", "words"), [(40, 2), (2100, 66), (2100, 40), (4096, 128), (31, 3)])
 def test_masks(kernels: Kernels, vocab: int, words: int) -> None:
     """Shorter and longer than the vocabulary; all bits, the sign too; rows without a mask are left alone."""
-    device, steering = kernels
+    device, logits_processors = kernels
     generator = torch.Generator().manual_seed(vocab)
     logits = some_logits(1, 5, vocab, device)
     rows = torch.tensor([4, 0, 2])
@@ -66,15 +66,15 @@ def test_masks(kernels: Kernels, vocab: int, words: int) -> None:
     masks[2] = 0
     wanted = logits.cpu().clone()
     by_torch.apply_masks_(wanted, rows, masks)
-    steering.apply_masks_(logits, rows.to(device), masks.to(device))
+    logits_processors.apply_masks_(logits, rows.to(device), masks.to(device))
     assert_same(logits, wanted)
-    steering.apply_masks_(logits, rows[:0].to(device), masks[:0].to(device))
+    logits_processors.apply_masks_(logits, rows[:0].to(device), masks[:0].to(device))
     assert_same(logits, wanted)
 
 
 @pytest.mark.parametrize("pairs", [0, 1, 128, 300])
 def test_biases_and_bans(kernels: Kernels, pairs: int) -> None:
-    device, steering = kernels
+    device, logits_processors = kernels
     generator = torch.Generator().manual_seed(pairs)
     logits = some_logits(2, 5, 90, device)
     cells = torch.randperm(450, generator=generator)[:pairs]
@@ -82,21 +82,21 @@ def test_biases_and_bans(kernels: Kernels, pairs: int) -> None:
     bits = torch.randn(pairs, generator=generator).view(torch.int32).to(torch.int64)
     wanted = logits.cpu().clone()
     by_torch.add_biases_(wanted, rows, ids, bits)
-    steering.add_biases_(logits, rows.to(device), ids.to(device), bits.to(device))
+    logits_processors.add_biases_(logits, rows.to(device), ids.to(device), bits.to(device))
     assert_same(logits, wanted)
     # The same ban twice, next to each other and far apart.
     rows, ids = (torch.cat((part, part[:50], part[:1])) for part in (rows, ids))
     by_torch.ban_(wanted, rows, ids)
-    steering.ban_(logits, rows.to(device), ids.to(device))
+    logits_processors.ban_(logits, rows.to(device), ids.to(device))
     assert_same(logits, wanted)
 
 
 @pytest.mark.parametrize("vocab", [90, 2100])
 def test_penalties(kernels: Kernels, vocab: int) -> None:
     """Also neutral rows over counts, rows without counts, and counts above a float's exactness."""
-    device, steering = kernels
+    device, logits_processors = kernels
     logits = some_logits(3, 5, vocab, device)
-    fused = Penalties(6, vocab, torch.device(device), steering.penalise)
+    fused = Penalties(6, vocab, torch.device(device), logits_processors.penalise)
     plain = Penalties(6, vocab, CPU)
     resets = [
         PenaltyReset(slot, [1, 2, 3 * slot], [4, 4, 2, vocab - slot] * (3 * slot)) for slot in (1, 2, 5)

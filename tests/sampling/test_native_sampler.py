@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.native.bindings import Team, shared_team
+from aioinfer.native.bindings import ThreadPool, shared_thread_pool
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import TorchLogprobs
 from aioinfer.sampling.native_logits import NativeLogprobs
 from aioinfer.sampling.native_sampler import sample_tokens
 from aioinfer.sampling.noise import gumbel, uniform
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.step import BAD_LOGITS
 from tests.sampling.support import (
     CPU,
     EDGES,
@@ -38,7 +38,7 @@ STRETCH, LISTED = 1024, 8192
 
 
 @pytest.fixture
-def team() -> Team:
+def team() -> ThreadPool:
     return native_team()
 
 
@@ -47,7 +47,7 @@ def random_rows(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 16, 31, 150, STRETCH, STRETCH + 1, 2 * STRETCH + 17])
-def test_every_row_equals_the_plain_implementation(team: Team, vocab: int) -> None:
+def test_every_row_equals_the_plain_implementation(team: ThreadPool, vocab: int) -> None:
     """Row by row, of which there are many here, and by stretches; vectors that end with the row or do not."""
     for seed in range(12):
         rng = np.random.default_rng([seed, vocab])
@@ -62,14 +62,14 @@ def test_every_row_equals_the_plain_implementation(team: Team, vocab: int) -> No
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_edges(team: Team, name: str) -> None:
+def test_edges(team: ThreadPool, name: str) -> None:
     line = np.array(EDGES[name], np.float32)
     wanted = [reference(line, row) for row in MIXED]
     logits = torch.from_numpy(line).expand(4, -1)
     assert sample_tokens(team, logits, make_batch(MIXED)).tolist() == wanted
 
 
-def test_filters_keep_neither_more_nor_less(team: Team) -> None:
+def test_filters_keep_neither_more_nor_less(team: ThreadPool) -> None:
     """At seeds at which filters that are a little off would draw something else."""
     rows = telling_rows()
     wanted = [reference(LINE, row) for row in rows]
@@ -118,7 +118,7 @@ FILTERED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_lists_of_candidates_that_suffice_and_that_do_not(team: Team, shape: str) -> None:
+def test_lists_of_candidates_that_suffice_and_that_do_not(team: ThreadPool, shape: str) -> None:
     line = shaped(shape, LONG)
     rows = [{**row, "seed": seed} for row in FILTERED for seed in range(6)]
     wanted = [reference(line.numpy(), row) for row in rows]
@@ -131,9 +131,9 @@ def test_a_row_depends_on_itself_alone() -> None:
     rng = np.random.default_rng(3)
     rows = [random_row(rng) for _ in range(20)]
     logits = random_rows(rng, 20, 3000)
-    together = sample_tokens(shared_team(1), logits, make_batch(rows)).tolist()
+    together = sample_tokens(shared_thread_pool(1), logits, make_batch(rows)).tolist()
     for threads in (1, 2, 3):
-        team = shared_team(threads)
+        team = shared_thread_pool(threads)
         for count in (1, 2, 7, 20):
             order = rng.permutation(20)[:count].tolist()
             batch = make_batch([rows[index] for index in order])
@@ -148,7 +148,7 @@ def test_a_row_depends_on_itself_alone() -> None:
                 assert got == [together[index] for index in order], (threads, count)
 
 
-def test_noise_has_the_bits_of_torch(team: Team) -> None:
+def test_noise_has_the_bits_of_torch(team: ThreadPool) -> None:
     """Between equals the noise decides: the token with the most of it, of any seed, at any position."""
     rng = np.random.default_rng(6)
     rows = [
@@ -161,7 +161,7 @@ def test_noise_has_the_bits_of_torch(team: Team) -> None:
 
 
 @pytest.mark.parametrize(("earlier", "later"), [(3, 9), (3, 2000), (1500, 2000)])
-def test_of_equal_sums_the_lower_id_wins(team: Team, earlier: int, later: int) -> None:
+def test_of_equal_sums_the_lower_id_wins(team: ThreadPool, earlier: int, later: int) -> None:
     """Even if the other token is the likeliest, in its stretch of the vocabulary or another one."""
     found = 0
     for seed in range(40):
@@ -179,7 +179,7 @@ def test_of_equal_sums_the_lower_id_wins(team: Team, earlier: int, later: int) -
     assert found > 5
 
 
-def test_bans_are_gone_from_the_logits_afterwards(team: Team) -> None:
+def test_bans_are_gone_from_the_logits_afterwards(team: ThreadPool) -> None:
     """Pairs that come twice, NaN and infinity too; rows that share memory are banned from one by one."""
     logits = torch.zeros(4, 30)
     logits[:, 7], logits[1, 3], logits[2, 4] = 5.0, torch.nan, torch.inf
@@ -192,7 +192,7 @@ def test_bans_are_gone_from_the_logits_afterwards(team: Team) -> None:
     assert sample_tokens(team, logits[:1].expand(2, -1), make_batch(rows)).tolist() == [0, 7]
 
 
-def test_no_rows_give_no_tokens(team: Team) -> None:
+def test_no_rows_give_no_tokens(team: ThreadPool) -> None:
     empty = SamplingBatch(*(torch.zeros(0),) * 10, False, True, True, True, False)
     assert sample_tokens(team, torch.zeros(0, 30), empty).shape == (0,)
 
@@ -207,7 +207,7 @@ def test_a_sampler_warms_up() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 5, 33, STRETCH, 5000])
 @pytest.mark.parametrize("top", [0, 1, 5, 300])
-def test_logprobs_are_those_of_torch(team: Team, vocab: int, top: int) -> None:
+def test_logprobs_are_those_of_torch(team: ThreadPool, vocab: int, top: int) -> None:
     rng = np.random.default_rng([vocab, top])
     logits = torch.from_numpy(rng.normal(0, 4, (6, vocab)).astype(np.float32))
     logits[1] *= 20
@@ -226,17 +226,17 @@ def test_logprobs_are_those_of_torch(team: Team, vocab: int, top: int) -> None:
     )
 
 
-def test_logprobs_of_a_row_depend_on_itself_alone(team: Team) -> None:
+def test_logprobs_of_a_row_depend_on_itself_alone(team: ThreadPool) -> None:
     logits = torch.randn(9, 5000, generator=torch.Generator().manual_seed(1)) * 3
     together, tokens = NativeLogprobs(team, logits, 4), torch.arange(9)
     for at in range(9):
-        alone = NativeLogprobs(shared_team(1), logits[at : at + 1], 4)
+        alone = NativeLogprobs(shared_thread_pool(1), logits[at : at + 1], 4)
         assert torch.equal(alone.of(tokens[at : at + 1]), together.of(tokens)[at : at + 1])
         assert torch.equal(alone.top[0], together.top[at])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_logprobs_of_broken_rows_are_no_numbers(team: Team, value: float) -> None:
+def test_logprobs_of_broken_rows_are_no_numbers(team: ThreadPool, value: float) -> None:
     logits = torch.zeros(2, 3000)
     logits[0, 1500] = value
     if value < 0:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.execution.roster import Parameters
+from aioinfer.execution.sampling_metadata import SamplingTable
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.choice import Kernels
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.penalties import Penalties, _penalise
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.step import BAD_LOGITS, Admission
+from aioinfer.scheduling.step import Admission
 from tests.sampling.support import CPU, make_batch, penalise, reference
 
 PENALTIES: list[dict[str, Any]] = [
@@ -134,7 +135,7 @@ def test_a_slot_that_gave_its_row_back_no_longer_counts_there() -> None:
 
 def test_a_tenant_without_penalties_gives_back_the_row_of_the_one_before() -> None:
     """As the host knows who takes a slot, no device is asked."""
-    parameters, sampler = Parameters(9), Sampler(9, 10, CPU)
+    parameters, sampler = SamplingTable(9), Sampler(9, 10, CPU)
 
     def tenants(*slots: int, **params: float) -> list[PenaltyReset]:
         admission = Admission(SamplingParams(**params), 0, frozenset(), [1], [])

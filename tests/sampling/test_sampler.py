@@ -12,8 +12,8 @@ import torch
 
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.choice import Kernels
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.step import BAD_LOGITS
 from tests.sampling.support import (
     CPU,
     DEFAULTS,

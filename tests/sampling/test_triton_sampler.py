@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.step import BAD_LOGITS
 from tests.model.kernels import interpreted_only
 from tests.sampling.support import (
     EDGES,

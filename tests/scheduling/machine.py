@@ -16,14 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
+from aioinfer.config import policy_names
 from aioinfer.params import SamplingParams
-from aioinfer.request import Request, RequestState
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.policy import policy_class
+from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import BAD_LOGITS
 from tests.engine.laws import LawChecker
 from tests.scheduling.naive import Flight, Life, NaiveDevice
 
@@ -56,7 +57,7 @@ def submissions() -> st.SearchStrategy[dict[str, Any]]:
 def configs() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {
-            "policy": st.sampled_from(list(POLICIES)),
+            "policy": st.sampled_from(policy_names()),
             "page_size": st.sampled_from([1, 2, 4]),
             "pages": st.integers(0, 8),
             "prefix_cache": st.sampled_from([True, True, True, False]),
@@ -67,7 +68,7 @@ def configs() -> st.SearchStrategy[dict[str, Any]]:
             "max_prefill_tokens": st.sampled_from([None, None, 2, 5]),
             "max_decode_rows": st.sampled_from([None, None, 1, 2]),
             "mixed": st.booleans(),
-            "first": st.sampled_from(["decode", "prefill"]),
+            "step_priority": st.sampled_from(["decode", "prefill"]),
             "admission": st.sampled_from(["fifo", "pack"]),
             "lookahead": st.sampled_from([1, 3, 64]),
             "force_fifo_every": st.sampled_from([0, 2, 8]),
@@ -114,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         memory = Memory(PageAllocator(self.num_pages, size), SlotPool(num_slots), prefix_cache=cache)
         limits = Limits(**config, min_new_token_ratio=least)
         self.memory, self.capacity = memory, self.num_pages * size
-        self.scheduler = LawChecker(watched(self)(memory, limits, POLICIES[policy](memory)))
+        self.scheduler = LawChecker(watched(self)(memory, limits, policy_class(policy)(memory)))
         self.device = NaiveDevice(self.num_pages, size, num_slots)
 
     def _pick(self, among: list[Request], pick: int) -> Request:

@@ -6,8 +6,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioinfer.request import Request
-from aioinfer.scheduling.step import BAD_LOGITS, NO_TOKEN, Row, Step
+from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
+from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.step import Row, Step
 
 #: what a cell holds that nobody may read
 JUNK = ("junk",)
@@ -91,7 +92,7 @@ class NaiveDevice:
         if row.admission is not None:
             busy = [each.step.id for each in flights if any(r.slot == row.slot for r in each.rows)]
             assert not busy, f"slot {row.slot} is handed out while steps {busy} use it"
-            assert [*row.admission.output_ids] == life.sampled, "introduced with other tokens than it has"
+            assert [*row.admission.output_ids] == life.sampled, "announced with other tokens than it has"
             table.clear()
             self.tenants[row.slot] = row.request.key
             self.relay[row.slot] = BAD_LOGITS

@@ -9,14 +9,16 @@ import pytest
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
+from aioinfer.config import policy_names
 from aioinfer.params import SamplingParams
-from aioinfer.request import Request
+from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
 from aioinfer.scheduling.admission import Limits, NewTokenRatio
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.policy import policy_class
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import BAD_LOGITS, NO_TOKEN, Step
+from aioinfer.scheduling.step import Step
 
 PAGE = 4
 
@@ -43,7 +45,7 @@ class Desk:
         }
         self.memory = Memory(PageAllocator(pages, PAGE), SlotPool(3 * running), prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
-            self.memory, Limits(**{**options, **limits}), POLICIES[policy](self.memory)
+            self.memory, Limits(**{**options, **limits}), policy_class(policy)(self.memory)
         )
         self.flights: list[Step] = []
         self._key = 0
@@ -217,7 +219,7 @@ def test_equals_do_not_displace_each_other() -> None:
     assert desk.scheduler.counters.preemptions == 0
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", policy_names())
 def test_a_victim_does_not_take_back_its_place(policy: str) -> None:
     """Under most policies it queues up before the one that displaced it. Taking turns at it, both would
     lose all they computed, in every step."""
@@ -238,7 +240,7 @@ def test_a_victim_does_not_come_back_before_there_is_place_for_both(policy: str,
     """Its pages were not enough, and the eldest cannot be displaced: who was displaced for nothing stays
     out until the other is in, or it would be displaced again in every step."""
     desk = Desk(
-        policy, pages=10, preemption=True, admission=admission, mixed=False, first="prefill",
+        policy, pages=10, preemption=True, admission=admission, mixed=False, step_priority="prefill",
         prefix_cache=False, chunk_size=4, force_fifo_every=0,
     )  # fmt: skip
     eldest, low = desk.submit(16, 6), desk.submit(8, 4)
@@ -334,7 +336,7 @@ def stream_of_short_ones(desk: Desk, rounds: int, victim: Request, **options: An
     raise AssertionError("it never got in")
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "priority"])
+@pytest.mark.parametrize("policy", [name for name in policy_names() if name != "priority"])
 def test_a_long_prompt_gets_in_while_short_ones_keep_coming(policy: str) -> None:
     desk = Desk(policy, running=3, max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=0,
                 max_passed_over=5)  # fmt: skip
@@ -345,7 +347,7 @@ def test_a_long_prompt_gets_in_while_short_ones_keep_coming(policy: str) -> None
     assert long.passed <= 5
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("preemption", [False, True])
 def test_one_that_needs_many_pages_gets_in_while_small_ones_keep_coming(
     policy: str, preemption: bool

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from aioinfer.block_request import BlockRequest
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
+from aioinfer.config import policy_names
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.request import RequestState
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.audit import audit, check, check_idle
+from aioinfer.scheduling.block_request import BlockRequest
 from aioinfer.scheduling.blocks import BlockScheduler
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import POLICIES
+from aioinfer.scheduling.policy import policy_class
+from aioinfer.scheduling.request import RequestState
 from aioinfer.scheduling.step import Step
 from tests.scheduling.paper import STOP, PaperDevice, Script
 
@@ -44,7 +45,7 @@ class World:
         slots = options["max_running_requests"] * 3
         memory = Memory(PageAllocator(num_pages, page_size), SlotPool(slots), prefix_cache=prefix_cache)
         self.scheduler = BlockScheduler(
-            memory, Limits(**options), POLICIES[policy](memory, 0), block_size=script.size
+            memory, Limits(**options), policy_class(policy)(memory, 0), block_size=script.size
         )
         self.device = PaperDevice(script, num_pages=num_pages, page_size=page_size, num_slots=slots)
         self.script = script
@@ -140,7 +141,7 @@ def _world(chance: random.Random) -> World:
         page_size=page_size,
         num_pages=chance.choice([30, 34, 60]) * 4 // page_size,
         window=chance.choice([0, 1, 1, 2]),
-        policy=chance.choice(list(POLICIES)),
+        policy=chance.choice(policy_names()),
         prefix_cache=chance.random() < 0.8,
         max_running_requests=chance.choice([1, 2, 4, 6]),
         max_step_tokens=chance.choice([2 * size, 3 * size, 16 * size, 200]),
@@ -148,7 +149,7 @@ def _world(chance: random.Random) -> World:
         max_prefill_tokens=chance.choice([None, None, 2, 3 * size]),
         max_decode_rows=chance.choice([None, None, 1, 2]),
         mixed=chance.random() < 0.7,
-        first=chance.choice(["decode", "prefill"]),
+        step_priority=chance.choice(["decode", "prefill"]),
         admission=chance.choice(["fifo", "pack"]),
         share_prefix_tokens=chance.choice([0, 4, 8]),
         preemption=chance.random() < 0.3,

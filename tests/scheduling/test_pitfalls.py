@@ -12,12 +12,13 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.execution.packing import Packed, Packer
 from aioinfer.params import SamplingParams
-from aioinfer.request import Request
+from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import NO_TOKEN, Step
+from aioinfer.scheduling.step import Step
 
 PAGE = 4
 

@@ -9,10 +9,11 @@ import pytest
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import token_key
 from aioinfer.cache.slots import SlotPool
+from aioinfer.config import policy_names
 from aioinfer.params import SamplingParams
-from aioinfer.request import Request
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import POLICIES, SORT_LIMIT, Policy
+from aioinfer.scheduling.policy import SORT_LIMIT, Policy, policy_class
+from aioinfer.scheduling.request import Request
 
 PAGE = 2
 
@@ -22,7 +23,7 @@ class Queue:
 
     def __init__(self, policy: str, seed: int = 0) -> None:
         self.memory = Memory(PageAllocator(64, PAGE), SlotPool(8))
-        self.policy: Policy = POLICIES[policy](self.memory, seed)
+        self.policy: Policy = policy_class(policy)(self.memory, seed)
 
     def add(self, key: int, prompt: Sequence[int] = (1,), max_tokens: int = 4, **options: object) -> Request:
         request = Request(
@@ -138,7 +139,7 @@ def test_a_long_queue_is_not_sorted(policy: str) -> None:
     assert len(queue.keys) == SORT_LIMIT
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_every_policy_orders_exactly_those_that_wait(policy: str) -> None:
     queue = Queue(policy)
     queue.cache([1, 2, 3, 4])

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from aioinfer.request import Request, RequestState
+from aioinfer.sampling.outcomes import DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.scheduling.step import DEFERRED, FORCED, NO_TOKEN, Row, Step
+from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.step import Row, Step
 from tests.scheduling.test_pitfalls import Bench
 
 

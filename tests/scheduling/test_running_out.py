@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from aioinfer.request import Request, RequestState
+from aioinfer.sampling.outcomes import BAD_LOGITS, FORCED
 from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.scheduling.decodes import NO_DECODES
+from aioinfer.scheduling.decode_batch import NO_DECODES
 from aioinfer.scheduling.recovery import StepCap
-from aioinfer.scheduling.step import BAD_LOGITS, FORCED, Row, Step
+from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.step import Row, Step
 from tests.scheduling.test_pitfalls import Bench
 
 

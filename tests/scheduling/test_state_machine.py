@@ -13,13 +13,13 @@ from aioinfer.cache.fenced import FencedPool
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import RadixTree
 from aioinfer.cache.slots import SlotPool
-from aioinfer.request import Request, RequestState
 from aioinfer.scheduling import scheduler as scheduling
 from aioinfer.scheduling.admission import PrefixLeaders
-from aioinfer.scheduling.decodes import DecodeBatch
+from aioinfer.scheduling.decode_batch import DecodeBatch
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.places import Places
+from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.recovery import StepCap
+from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Row, Step
 from tests.planted_bugs import assert_found
@@ -206,22 +206,22 @@ def junk_behind_a_step_that_ran_out_is_delivered(patch: pytest.MonkeyPatch) -> N
 
 @mutant
 def tokens_in_flight_outlive_their_step(patch: pytest.MonkeyPatch) -> None:
-    def half(self: Places, request: Request) -> None:
+    def half(self: RequestQueues, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self._retract(request)
 
-    patch.setattr(Places, "_start_over", half)
+    patch.setattr(RequestQueues, "_start_over", half)
 
 
 @mutant
 def only_running_requests_run_out(patch: pytest.MonkeyPatch) -> None:
-    start_over = Places._start_over
+    start_over = RequestQueues._start_over
 
-    def running_only(self: Places, request: Request) -> None:
+    def running_only(self: RequestQueues, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             start_over(self, request)
 
-    patch.setattr(Places, "_start_over", running_only)
+    patch.setattr(RequestQueues, "_start_over", running_only)
 
 
 @mutant

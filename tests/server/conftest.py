@@ -18,7 +18,7 @@ from aioinfer.engine import Engine
 from aioinfer.execution.device import Device
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server import serve
-from aioinfer.twin import ToyDevice, ToyTokenizer
+from aioinfer.testing import ToyDevice, ToyTokenizer
 
 
 @dataclass

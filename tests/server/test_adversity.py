@@ -22,7 +22,7 @@ from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.scheduling.step import Step
 from aioinfer.server import setup
-from aioinfer.twin import ToyDevice, ToyTokenizer
+from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 
@@ -62,7 +62,7 @@ def idle(served: Served) -> bool:
 async def test_a_client_that_disconnects_is_aborted_within_a_second(
     serving: Serving, gate: Gate, phase: str, stream: bool
 ) -> None:
-    settings = {"max_running_requests": 1, "chunk_size": 2, "max_step_tokens": 2, "window": 0}
+    settings = {"max_running_requests": 1, "chunk_size": 2, "max_step_tokens": 2, "overlap_steps": 0}
     async with serving(fault=gate, **settings) as served, aiohttp.ClientSession() as session:
         url = f"{served.url}/v1/completions"
         blocker = None
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_while_calls_are_looked_for(
     body = {**ENDLESS, "messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
     server = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     async with (
-        serving(fault=gate, server=server, tokenizer=tokenizer, window=0) as served,
+        serving(fault=gate, server=server, tokenizer=tokenizer, overlap_steps=0) as served,
         aiohttp.ClientSession() as session,
     ):
         gate.step(6)

@@ -9,13 +9,13 @@ from typing import Any
 import openai
 import pytest
 
-from aioinfer import assembly
 from aioinfer.config import EngineConfig
+from aioinfer.loop import factory
 from aioinfer.params import SamplingParams
 from aioinfer.server.protocol import parse_completion
+from aioinfer.testing import ToyTokenizer
+from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from aioinfer.text.output import UNKNOWN
-from aioinfer.twin import ToyTokenizer
-from aioinfer.twin.blocks import ScriptedDevice, scripted_generate
 from tests.server.conftest import Serving
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
@@ -165,5 +165,5 @@ def test_what_a_model_recommends_and_cannot_do_refuses_nothing(tmp_path: Path) -
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     config = EngineConfig(model=str(tmp_path))
     info = device().open()
-    params = assembly.default_params(config, info)
+    params = factory.default_params(config, info)
     assert (params.repetition_penalty, params.temperature) == (1.0, 0.5)

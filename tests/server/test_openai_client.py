@@ -11,8 +11,8 @@ import pytest
 
 from aioinfer.params import SamplingParams
 from aioinfer.server.protocol import parse_completion
-from aioinfer.twin import ToyTokenizer, toy_generate
-from aioinfer.twin.toy import toy_logprob
+from aioinfer.testing import ToyTokenizer, toy_generate
+from aioinfer.testing.toy import toy_logprob
 from tests.server.conftest import Serving
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from aioinfer.params import SamplingParams
+from aioinfer.testing import ToyTokenizer, toy_generate
 from aioinfer.text.reasoning import REASONING_PARSERS
-from aioinfer.twin import ToyTokenizer, toy_generate
 from tests.server.chats import TOOLS, Answer, add_tags, both
 from tests.server.conftest import Bundled, Serving
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from aioinfer.cli import main
+from aioinfer.cli.main import main
 from aioinfer.params import SamplingParams
 from tests.engine.simulation import settle
 from tests.observe.test_timeline import by_step, check_order, read_trace

@@ -10,10 +10,10 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
 
-__all__ = ["Attention", "Scoring"]
+__all__ = ["Attention", "AttentionParams"]
 
 
-class Scoring(NamedTuple):
+class AttentionParams(NamedTuple):
     """What a layer's queries see and how they weigh it: constants of the layer.
 
     Kernels keep what they work out for a step by it, hence a tuple, which is hashed quickly.
@@ -40,7 +40,13 @@ class Attention(Protocol):
     """
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scoring: Scoring
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         """For models that prepare their heads themselves.
 
@@ -56,7 +62,7 @@ class Attention(Protocol):
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: Scoring,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         """From the projection on, so that kernels can norm, rotate and store in one go.
 

@@ -10,15 +10,15 @@ from typing import Literal
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.kernels import triton_obstacle
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.spec import Progress
+from aioinfer.model.triton_support import triton_unsupported
 
-__all__ = ["Choice", "Kernels", "choose_attention", "make_attention", "make_operations", "type_obstacle"]
+__all__ = ["Choice", "Kernels", "choose_attention", "dtype_unsupported", "make_attention", "make_operations"]
 
 #: who computes the layers of a model
 Kernels = Literal["triton", "native", "sdpa"]
@@ -57,15 +57,15 @@ def choose_attention(
         return Choice("sdpa", f"the device is a {device.type}")
     asked = here if wanted == "auto" else wanted
     if asked == "triton":
-        obstacle = _obstacle(device, head_dim, dtype)
+        unsupported_reason = _triton_unsupported(device, head_dim, dtype)
     else:
-        obstacle = _native_obstacle(device, head_dim, dtype, progress)
-    if obstacle is None:
+        unsupported_reason = _native_unsupported(device, head_dim, dtype, progress)
+    if unsupported_reason is None:
         why = "the device is CUDA" if device.type == "cuda" else f"the device is a {device.type}"
         return Choice(asked, why if wanted == "auto" else "asked for")
     if wanted != "auto":
-        raise ConfigError(f"attention: {wanted} was asked for, and {obstacle}")
-    return Choice("sdpa", obstacle)
+        raise ConfigError(f"attention: {wanted} was asked for, and {unsupported_reason}")
+    return Choice("sdpa", unsupported_reason)
 
 
 def make_attention(
@@ -84,9 +84,9 @@ def make_attention(
     sizes |= {"num_pages": num_pages, "page_size": page_size}
     if choice.kernels == "native":
         from aioinfer.model.attention.native_attention import NativeAttention
-        from aioinfer.native.bindings import shared_team
+        from aioinfer.native.bindings import shared_thread_pool
 
-        return NativeAttention(shared_team(torch.get_num_threads()), dtype=dtype, **sizes)
+        return NativeAttention(shared_thread_pool(torch.get_num_threads()), dtype=dtype, **sizes)
     pool = KVPool(dtype=dtype, device=device, **sizes)
     if choice.kernels == "sdpa":
         return SDPAAttention(pool)
@@ -104,18 +104,18 @@ def make_operations(choice: Choice) -> Operations:
     return TritonOperations()
 
 
-def _obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
+def _triton_unsupported(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
     """What keeps Triton's attention kernels from running there, if anything does."""
     if head_dim > _LARGEST_HEAD:
         return f"heads of size {head_dim} are larger than {_LARGEST_HEAD}"
-    return type_obstacle(dtype) or triton_obstacle(device)
+    return dtype_unsupported(dtype) or triton_unsupported(device)
 
 
-def _native_obstacle(
+def _native_unsupported(
     device: torch.device, head_dim: int, dtype: torch.dtype, progress: Progress | None
 ) -> str | None:
     """What keeps native kernels from running there, if anything does. Compiles them."""
-    from aioinfer.native.bindings import native_obstacle
+    from aioinfer.native.bindings import native_unsupported
 
     if device.type != "cpu":
         return "the device is no CPU"
@@ -123,9 +123,9 @@ def _native_obstacle(
         return f"there are no native kernels for {str(dtype).removeprefix('torch.')}"
     if head_dim % _HEAD_MULTIPLE:
         return f"heads of size {head_dim} are no multiple of {_HEAD_MULTIPLE}"
-    return native_obstacle(progress and partial(progress, "kernels"))
+    return native_unsupported(progress and partial(progress, "kernels"))
 
 
-def type_obstacle(dtype: torch.dtype) -> str | None:
+def dtype_unsupported(dtype: torch.dtype) -> str | None:
     """What keeps kernels that multiply matrices from running in a type, if anything does."""
     return None if dtype in _TYPES else f"there are no kernels for {str(dtype).removeprefix('torch.')}"

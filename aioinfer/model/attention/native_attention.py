@@ -6,16 +6,16 @@ import ctypes
 
 import torch
 
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
-from aioinfer.native.bindings import Team
+from aioinfer.native.bindings import ThreadPool
 
 __all__ = ["NativeAttention", "scoring_numbers"]
 
 
-def scoring_numbers(scoring: Scoring) -> tuple[float, float, int, int]:
+def scoring_numbers(scoring: AttentionParams) -> tuple[float, float, int, int]:
     """As the kernels take it: 0 is no cap and no window."""
     return scoring.scale, scoring.soft_cap or 0.0, scoring.window or 0, scoring.block
 
@@ -23,7 +23,7 @@ def scoring_numbers(scoring: Scoring) -> tuple[float, float, int, int]:
 class NativeAttention:
     """See :class:`~aioinfer.model.attention.base.Attention`.
 
-    Page 0 is the junk page, as in :class:`~aioinfer.model.attention.pool.KVPool`. How cells lie within a page
+    Page 0 is the null page, as in :class:`~aioinfer.model.attention.pool.KVPool`. How cells lie within a page
     is the kernels' affair (``native/source/pool.hpp``).
     """
 
@@ -31,7 +31,7 @@ class NativeAttention:
 
     def __init__(
         self,
-        team: Team,
+        team: ThreadPool,
         *,
         num_layers: int,
         num_kv_heads: int,
@@ -53,7 +53,13 @@ class NativeAttention:
         return ctypes.addressof(self._pointers)
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scoring: Scoring
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         strides = q[0].numel(), k[0].numel()
@@ -66,7 +72,7 @@ class NativeAttention:
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: Scoring,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         heads = qkv.shape[1] - 2 * self._kv_heads
         q, k, v = qkv.contiguous().split((heads, self._kv_heads, self._kv_heads), dim=1)
@@ -81,7 +87,7 @@ class NativeAttention:
         norm: HeadNorm | None,
         rotary: Rotary | None,
         batch: Batch,
-        scoring: Scoring,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         q, k, v = projected
         out = torch.empty((len(q), heads, self._head_dim), dtype=q.dtype)

@@ -10,7 +10,7 @@ __all__ = ["KVPool"]
 class KVPool:
     """Keys and values of all layers, each ``[num_pages + 1, page_size, num_kv_heads, head_dim]``.
 
-    Page 0 is the junk page: padding may be written there and nobody's context holds it. Zeroed, so that
+    Page 0 is the null page: padding may be written there and nobody's context holds it. Zeroed, so that
     a kernel which does read behind its mask finds no NaN there (0 * NaN is NaN). That does not last: a
     request that went wrong leaves NaN in pages that others get. Kernels must read valid cells only.
     """

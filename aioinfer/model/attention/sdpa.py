@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm, split_heads
@@ -108,7 +108,13 @@ class SDPAAttention:
         self._scratch = [keys.new_empty(_SCRATCH_LIMIT if on_cpu else 0) for _ in range(2)]
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scoring: Scoring
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         self._pool.write(layer, batch.slot_mapping, k, v)
         plans = batch.attention_plan
@@ -134,12 +140,12 @@ class SDPAAttention:
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: Scoring,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         q, k, v = split_heads(qkv, self._kv_heads, norm, rotary)
         return self(layer, q, k, v, batch, scoring)
 
-    def _together(self, layer: int, q: torch.Tensor, group: _Group, scoring: Scoring) -> torch.Tensor:
+    def _together(self, layer: int, q: torch.Tensor, group: _Group, scoring: AttentionParams) -> torch.Tensor:
         group.context.gather(self._pool, layer)
         count, num_kv_heads, _, head_dim = group.keys.shape
         if len(q) == count:
@@ -153,7 +159,13 @@ class SDPAAttention:
         return mixed.view(queries.shape).transpose(1, 2).reshape(q.shape)
 
     def _prefill(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: _Chunk, scoring: Scoring
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chunk: _Chunk,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         if chunk.context is not None:
             chunk.context.gather(self._pool, layer)
@@ -168,7 +180,7 @@ class SDPAAttention:
         mixed = _mix(queries, keys, values, chunk.mask, scoring, causal=chunk.causal)
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
-    def _plan(self, batch: Batch, scoring: Scoring) -> _Plan:
+    def _plan(self, batch: Batch, scoring: AttentionParams) -> _Plan:
         window, block = scoring.window, scoring.block
         # Rows by their length, and those whose tokens see different things.
         alike: dict[int, list[int]] = {1: list(range(batch.num_decodes))}
@@ -244,7 +256,7 @@ class SDPAAttention:
         row: int,
         tokens: slice,
         reach: int,
-        scoring: Scoring,
+        scoring: AttentionParams,
         buffers: list[torch.Tensor],
     ) -> _Chunk:
         """``reach`` is how many positions the chunk's queries look at together."""
@@ -294,7 +306,9 @@ def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[lis
     return groups
 
 
-def visible(q_len: int, first: int, stop: int, scoring: Scoring, device: torch.device) -> torch.Tensor:
+def visible(
+    q_len: int, first: int, stop: int, scoring: AttentionParams, device: torch.device
+) -> torch.Tensor:
     """Which of positions [first, stop) each of the last ``q_len`` of them may see; [q_len, stop - first]."""
     query = torch.arange(stop - q_len, stop, device=device).unsqueeze(1)
     key = torch.arange(first, stop, device=device)
@@ -309,7 +323,7 @@ def _mix(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scoring: Scoring,
+    scoring: AttentionParams,
     *,
     causal: bool = False,
 ) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.triton_decode import DecodeTuning, paged_decode
 from aioinfer.model.attention.triton_heads import rotate_and_store
@@ -42,7 +42,13 @@ class TritonAttention:
         self._prefill = prefill or PrefillTuning.of(head_dim, dtype)
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scoring: Scoring
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         store_kv(k, v, self._pool.keys[layer], self._pool.values[layer], batch.slot_mapping)
         return self._attend(layer, q if q.stride(2) == 1 else q.contiguous(), batch, scoring)
@@ -54,13 +60,13 @@ class TritonAttention:
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: Scoring,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         q = rotate_and_store(qkv, norm, rotary, keys, values, batch.slot_mapping)
         return self._attend(layer, q, batch, scoring)
 
-    def _attend(self, layer: int, q: torch.Tensor, batch: Batch, scoring: Scoring) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, batch: Batch, scoring: AttentionParams) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         scale, window, soft_cap = scoring.scale, scoring.window, scoring.soft_cap
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

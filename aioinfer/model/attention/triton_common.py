@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from aioinfer.kernels import interpreted
+from aioinfer.model.triton_support import interpreted
 
 __all__ = [
     "INTERPRETED",

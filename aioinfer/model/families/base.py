@@ -33,7 +33,7 @@ class Source:
     kernels: LayerKernels
     #: of the experts; None in a model without
     experts: Choice | None
-    #: see :class:`~aioinfer.model.attention.base.Scoring`
+    #: see :class:`~aioinfer.model.attention.base.AttentionParams`
     block: int
 
     def fused(
@@ -83,7 +83,7 @@ class Family(Protocol):
     def blocks(self) -> Blocks | None:
         """What is usual where the config does not say; None if these models write token after token."""
 
-    def obstacle(self, config: Any) -> str | None:
+    def unsupported_reason(self, config: Any) -> str | None:
         """What of a config our code does not compute, in words; None if it does."""
 
     def sparse_layers(self, config: Any) -> frozenset[int]:

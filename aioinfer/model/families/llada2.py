@@ -13,7 +13,7 @@ import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.model import rope
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Source, head_dim, kv_heads
@@ -29,7 +29,7 @@ class LLaDA2:
     embedding = "model.word_embeddings.weight"
     blocks = Blocks(32, 156895)
 
-    def obstacle(self, config: Any) -> str | None:
+    def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
         if not rope.supported(config, head_dim(config), partial=True):
             return "its kind of rotary positions"
@@ -59,7 +59,7 @@ class LLaDA2:
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=qkv,
             qk_norm=source.head_norm(*norms) if config.use_qk_norm else None,
-            scoring=Scoring(scale=size**-0.5, block=source.block),
+            scoring=AttentionParams(scale=size**-0.5, block=source.block),
             out=out,
             mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._mlp(source, index),

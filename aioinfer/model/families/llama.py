@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from aioinfer.errors import ConfigError
 from aioinfer.model import rope
-from aioinfer.model.attention.base import Scoring
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Source, head_dim, kv_heads
@@ -39,7 +39,7 @@ class LlamaLike:
     blocks: Blocks | None = None
     embedding: str = "model.embed_tokens.weight"
 
-    def obstacle(self, config: Any) -> str | None:
+    def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
         if not rope.supported(config, head_dim(config)):
             return "its kind of rotary positions"
@@ -76,7 +76,7 @@ class LlamaLike:
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=qkv,
             qk_norm=source.head_norm(f"{at}.q_norm", f"{at}.k_norm") if self.qk_norm else None,
-            scoring=Scoring(scale=size**-0.5, window=self._window(config, index), block=source.block),
+            scoring=AttentionParams(scale=size**-0.5, window=self._window(config, index), block=source.block),
             out=out,
             mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._mlp(source, index),

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.kernels import triton_obstacle
-from aioinfer.model.attention.choice import type_obstacle
+from aioinfer.model.attention.choice import dtype_unsupported
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import Experts, ExpertWeights, GroupedExperts, LoopExperts, grouped_mm
 from aioinfer.model.moe.routing import Router, Rule
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
+from aioinfer.model.triton_support import triton_unsupported
 
 __all__ = ["Choice", "Wanted", "choose_experts", "make_experts", "make_router", "make_sparse"]
 
@@ -53,18 +53,18 @@ def choose_experts(
         raise ConfigError("experts: native was asked for, and the layers are not")
     why = f"the device is a {device.type}"
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
-        obstacle = type_obstacle(dtype) or triton_obstacle(device)
-        if obstacle is None:
+        unsupported_reason = dtype_unsupported(dtype) or triton_unsupported(device)
+        if unsupported_reason is None:
             return Choice("triton", "asked for" if wanted == "triton" else "the device is CUDA")
         if wanted == "triton":
-            raise ConfigError(f"experts: triton was asked for, and {obstacle}")
-        why = obstacle
-    obstacle = _grouped_obstacle(device, hidden, middle, dtype)
-    if obstacle is None:
+            raise ConfigError(f"experts: triton was asked for, and {unsupported_reason}")
+        why = unsupported_reason
+    unsupported_reason = _grouped_unsupported(device, hidden, middle, dtype)
+    if unsupported_reason is None:
         return Choice("grouped", "asked for" if wanted == "grouped" else why)
     if wanted == "grouped":
-        raise ConfigError(f"experts: grouped was asked for, and {obstacle}")
-    return Choice("loop", f"{why}, and {obstacle}")
+        raise ConfigError(f"experts: grouped was asked for, and {unsupported_reason}")
+    return Choice("loop", f"{why}, and {unsupported_reason}")
 
 
 def make_sparse(rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: Choice) -> SparseMLP:
@@ -89,10 +89,10 @@ def make_router(rule: Rule, choice: Choice) -> Router:
         return rule
     from aioinfer.model.moe.triton_routing import TritonRouter
 
-    return rule if TritonRouter.obstacle(rule) else TritonRouter(rule)
+    return rule if TritonRouter.unsupported_reason(rule) else TritonRouter(rule)
 
 
-def _grouped_obstacle(device: torch.device, hidden: int, middle: int, dtype: torch.dtype) -> str | None:
+def _grouped_unsupported(device: torch.device, hidden: int, middle: int, dtype: torch.dtype) -> str | None:
     """What keeps torch's grouped multiplication from running there, if anything does. Types and devices
     that it takes changed with every version of torch, so it is asked."""
     step = _ALIGNMENT // dtype.itemsize

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
-from aioinfer.native.bindings import Number, PackedExperts, PackedRouter, PackedWeights, Team
+from aioinfer.native.bindings import Number, PackedExperts, PackedRouter, PackedWeights, ThreadPool
 
 __all__ = ["NativeExperts", "NativeRouter"]
 
@@ -26,7 +26,7 @@ class NativeRouter:
 
     __slots__ = ("packed",)
 
-    def __init__(self, team: Team, rule: Rule, dtype: torch.dtype) -> None:
+    def __init__(self, team: ThreadPool, rule: Rule, dtype: torch.dtype) -> None:
         """``dtype``: that of the tokens."""
         weight = rule.weight.float().contiguous()
         experts, hidden = weight.shape
@@ -60,7 +60,7 @@ class NativeExperts:
 
     def __init__(
         self,
-        team: Team,
+        team: ThreadPool,
         dtype: torch.dtype,
         sizes: tuple[int, int, int],
         experts: Iterable[tuple[torch.Tensor, torch.Tensor]],

@@ -137,7 +137,7 @@ class TritonRouter:
     rule: SoftmaxRouter | GroupedSigmoidRouter
 
     @staticmethod
-    def obstacle(rule: SoftmaxRouter | GroupedSigmoidRouter) -> str | None:
+    def unsupported_reason(rule: SoftmaxRouter | GroupedSigmoidRouter) -> str | None:
         """What keeps the kernels from following a rule, if anything does."""
         if isinstance(rule, SoftmaxRouter) or rule.top_groups == rule.num_groups:
             return None

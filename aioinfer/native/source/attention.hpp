@@ -18,7 +18,7 @@ namespace aioinfer {
 constexpr int SPAN = 128;
 
 // What a layer's queries see and how they weigh it.
-struct Scoring {
+struct AttentionParams {
   float scale;
   float soft_cap;  // 0: none
   int64_t window;  // positions up to a query's own; 0: all
@@ -78,7 +78,7 @@ class Attending {
   static constexpr int PER_TILE = TILE / LANES;
 
   // ``position``: those of the queries.
-  Attending(const Context<T>& context, int64_t head_dim, const Scoring& scoring, const int64_t (&position)[QUERIES],
+  Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& scoring, const int64_t (&position)[QUERIES],
             int64_t length, AttentionScratch<T>& scratch)
       : context_(context), head_dim_(head_dim), scoring_(scoring), scratch_(scratch) {
     for (int q = 0; q < QUERIES; q++) {
@@ -277,7 +277,7 @@ class Attending {
 
   const Context<T>& context_;
   const int64_t head_dim_;
-  const Scoring& scoring_;
+  const AttentionParams& scoring_;
   AttentionScratch<T>& scratch_;
   const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE];
   int64_t from_[QUERIES], to_[QUERIES];
@@ -286,7 +286,7 @@ class Attending {
 
 // One task. sink(token) returns a put(index, LANES results), the index counting through all query heads.
 template <class T, class Sink>
-void attend_task(const AttentionTask& task, const Rows& rows, const Pool<T>& pool, const Scoring& scoring,
+void attend_task(const AttentionTask& task, const Rows& rows, const Pool<T>& pool, const AttentionParams& scoring,
                  const Projected<T>& projected, int64_t group, AttentionScratch<T>& scratch, Sink& sink) {
   constexpr int PER_UNIT = Number<T>::PER_UNIT;
   const int64_t head_dim = pool.head_dim, begin = rows.starts[task.row], length = rows.lengths[task.row];
@@ -325,7 +325,7 @@ struct AttentionInput {
 template <class T, class Sink>
 void attend(Member& member, const std::vector<AttentionTask>& tasks, const AttentionInput& input,
             const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, const Pool<T>& pool,
-            const Scoring& scoring, AttentionScratch<T>& scratch, Sink&& sink) {
+            const AttentionParams& scoring, AttentionScratch<T>& scratch, Sink&& sink) {
   member.parallel_in_runs(input.tokens * shape.kv_heads, [&](int64_t i) {
     const int64_t token = i / shape.kv_heads, at = input.rotary == nullptr ? token : input.rotary[token];
     prepare_token(projected, shape, rotary, token, at, i % shape.kv_heads, input.cells[token], pool,

@@ -3,7 +3,7 @@
 
 #include "interface.hpp"
 #include "simd.hpp"
-#include "team.hpp"
+#include "thread_pool.hpp"
 
 namespace aioinfer {
 
@@ -24,10 +24,10 @@ const char* aioinfer_error() { return last_error().c_str(); }
 int aioinfer_lanes() { return LANES; }
 
 void* aioinfer_team(int threads) {
-  return guarded<void*>(nullptr, [&] { return new Team(threads); });
+  return guarded<void*>(nullptr, [&] { return new ThreadPool(threads); });
 }
 
-void aioinfer_free_team(void* team) { delete static_cast<Team*>(team); }
+void aioinfer_free_team(void* team) { delete static_cast<ThreadPool*>(team); }
 
 // Have memory lie on huge pages where the system has any; what is there already stays as it is.
 bool aioinfer_huge_pages(void* from, int64_t bytes) {

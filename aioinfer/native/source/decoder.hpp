@@ -33,7 +33,7 @@ struct Layer {
   // Null in a layer without experts.
   const Router<T>* router;
   const Experts<T>* experts;
-  Scoring scoring;
+  AttentionParams scoring;
 
   Shared<T> shared() const { return {gate_up, down}; }
 };
@@ -78,7 +78,7 @@ class Decoder {
 
   void add(const Layer<T>& layer) { layers_.push_back(layer); }
 
-  void forward(Team& team, const StepInput<T>& step, double* seconds) {
+  void forward(ThreadPool& team, const StepInput<T>& step, double* seconds) {
     reserve(step, team.size());
     const int64_t tokens = step.attention.tokens;
     const auto tasks = divide(step.attention.rows, shape_.kv_heads, shape_.group());

@@ -35,7 +35,7 @@ class Experts {
   }
 
   // ``gate_up`` [2 * middle, hidden], gates first, and ``down`` [hidden, middle] of one expert.
-  void set(Team& team, int64_t expert, const T* gate_up, const T* down) {
+  void set(ThreadPool& team, int64_t expert, const T* gate_up, const T* down) {
     gate_up_[expert].set(team, gate_up, hidden);
     down_[expert].set(team, down, middle);
   }

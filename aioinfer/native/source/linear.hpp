@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "simd.hpp"
-#include "team.hpp"
+#include "thread_pool.hpp"
 
 namespace aioinfer {
 
@@ -153,7 +153,7 @@ struct Stored<T, Format::INT8> {
 template <class T>
 class Weights {
  public:
-  Weights(Team& team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated,
+  Weights(ThreadPool& team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated,
           Format format = Format::PLAIN)
       : Weights(nullptr, outputs, inner, gated, format) {
     memory_ = Memory(bytes());
@@ -176,7 +176,7 @@ class Weights {
     if (format == Format::INT8) factors_.resize(panels * PANEL);
   }
 
-  void set(Team& team, const T* rows, int64_t inner) {
+  void set(ThreadPool& team, const T* rows, int64_t inner) {
     team.run([&](Member& member) {
       member.parallel(panels, [&](int64_t panel) { pack(panel, rows, inner); });
     });

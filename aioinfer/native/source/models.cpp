@@ -13,7 +13,7 @@ using T = NUMBER;
 
 namespace {
 
-Team& team_of(void* team) { return *static_cast<Team*>(team); }
+ThreadPool& team_of(void* team) { return *static_cast<ThreadPool*>(team); }
 const Weights<T>& weights_of(const void* weights) { return *static_cast<const Weights<T>*>(weights); }
 
 // Rows [count, inner] that become activations, of the type V, as the first thing a team does.
@@ -86,7 +86,7 @@ bool NAMED(attend)(void* team, T* queries, T* keys, T* values, int64_t query_str
     team_of(team).run([&](Member& member) {
       attend(member, tasks, input, Projected<T>{queries, keys, values, query_stride, kv_stride}, shape,
              Rotary<T>{cos, sin, rotary_dim}, Pool<T>{pool, page_size, kv_heads, head_dim},
-             Scoring{scale, soft_cap, window, block}, scratch[member.index()],
+             AttentionParams{scale, soft_cap, window, block}, scratch[member.index()],
              [&](int64_t token) {
                return [to = out + token * heads * head_dim](int64_t at, Floats values) {
                  Number<T>::store_lanes(to + at, values);
@@ -180,7 +180,7 @@ bool NAMED(add_layer)(void* decoder, const T* attention_norm, const void* qkv, c
         {attention_norm, &weights_of(qkv), head_norm, &weights_of(out), mlp_norm,
          static_cast<const Weights<T>*>(gate_up), static_cast<const Weights<T>*>(down),
          static_cast<const Router<T>*>(router), static_cast<const Experts<T>*>(experts),
-         Scoring{scale, soft_cap, window, block}});
+         AttentionParams{scale, soft_cap, window, block}});
     return true;
   });
 }

@@ -4,13 +4,13 @@
 
 #include "interface.hpp"
 #include "logprobs.hpp"
-#include "steering.hpp"
+#include "logits_processors.hpp"
 
 using namespace aioinfer;
 
 namespace {
 
-Team& team_of(void* team) { return *static_cast<Team*>(team); }
+ThreadPool& team_of(void* team) { return *static_cast<ThreadPool*>(team); }
 
 // What greedy rows of so many tokens take is less than to wake a team.
 constexpr int64_t LITTLE = 1 << 19;
@@ -27,9 +27,9 @@ bool aioinfer_sample(void* team, float* logits, int64_t rows, int64_t vocab, int
                      const int64_t* positions, int64_t bans, const int64_t* banned_rows, const int64_t* banned_ids,
                      int64_t bad, int64_t* tokens) {
   return guarded(false, [&] {
-    static thread_local Team alone(1);
+    static thread_local ThreadPool alone(1);
     const bool little = rows * vocab <= LITTLE && std::none_of(temperature, temperature + rows, [](float t) { return t; });
-    Team& those = little ? alone : team_of(team);
+    ThreadPool& those = little ? alone : team_of(team);
     std::vector<std::unique_ptr<SampledRow>> sampled;
     for (int64_t i = 0; i < rows; i++) {
       const RowParameters asked{temperature[i], top_p[i], min_p[i], top_k[i], seeds[i], positions[i]};

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "filters.hpp"
-#include "team.hpp"
+#include "thread_pool.hpp"
 
 namespace aioinfer {
 

@@ -1,0 +1,158 @@
+"""Doctor: what this machine has, what a configuration would run on it, and why. Loads no weights."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from aioinfer import __version__
+from aioinfer.config import EngineConfig
+from aioinfer.errors import AioInferError, ConfigError
+
+if TYPE_CHECKING:
+    from aioinfer.model.attention.choice import Choice
+    from aioinfer.model.loader import Prospect
+
+__all__ = ["Finding", "examine"]
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "triton", "llguidance", "aiohttp", "uvloop")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. ``fatal``: an engine with this configuration would not start."""
+
+    subject: str
+    text: str
+    fatal: bool = False
+
+
+def examine(config: EngineConfig) -> list[Finding]:
+    """Everything found, in the order of reading. Raises nothing for what is wrong with the configuration."""
+    findings = [
+        Finding("aioinfer", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"),
+        Finding("packages", ", ".join(map(_package, _PACKAGES))),
+        Finding("cpu", _cpu()),
+        *_gpus(),
+    ]
+    try:
+        findings += _plan(config)
+    except AioInferError as error:
+        findings.append(Finding("problem", str(error), fatal=True))
+    return findings
+
+
+def _package(name: str) -> str:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"no {name}"
+
+
+def _cpu() -> str:
+    import torch
+
+    from aioinfer.execution.cores import cpu_quota, default_threads
+
+    threads = default_threads(torch.get_num_threads(), cpu_quota())
+    text = f"{os.cpu_count()} cores, a thread each on {threads} of them, {_capability()}"
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    return f"{text}; {page * pages / 2**30:.1f} GiB of memory"
+
+
+def _capability() -> str:
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _gpus() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        return [Finding("gpu", f"none that torch sees (built {built})")]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        text = f"{device.name}, compute capability {device.major}.{device.minor}, "
+        found.append(Finding(f"gpu {index}", f"{text}{device.total_memory / 2**30:.1f} GiB"))
+    return found
+
+
+def _plan(config: EngineConfig) -> list[Finding]:
+    """What would run. Raises ConfigError."""
+    from aioinfer.execution.graphs import graphs_unsupported
+    from aioinfer.execution.torch_device import pick_device
+    from aioinfer.model.attention.choice import choose_attention
+    from aioinfer.model.layers import choose_layers
+    from aioinfer.model.loader import inspect_model
+    from aioinfer.model.moe.choice import choose_experts
+    from aioinfer.sampling.choice import choose_sampling
+
+    device = pick_device(config.device)
+    model = inspect_model(
+        config.model_path,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        force_transformers=config.transformers_fallback,
+        block_size=config.block_size,
+    )
+    choice = choose_attention(device, model.head_dim, model.dtype, config.attention_backend)
+    layers = choose_layers(choice, model.inner_sizes)
+    operations = "transformers' own"
+    if model.own:
+        operations = f"{'torch' if layers.kernels == 'sdpa' else layers.kernels}: {layers.reason}"
+    sampling = choose_sampling(device, config.sampling_backend)
+    code = "this package's own code" if model.own else "transformers' code over paged attention"
+    code += ", with random weights" if config.load_format == "random" else ""
+    dtype = str(model.dtype).removeprefix("torch.")
+    experts: list[Finding] = []
+    expert_kernels: str | None = None
+    if model.experts is not None:
+        native = layers.kernels == "native"
+        kernels = choose_experts(device, *model.experts, model.dtype, config.moe_backend, native=native)
+        experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
+        expert_kernels = kernels.kernels
+    _check_promises(config, model, choice.kernels, layers, expert_kernels)
+    blocks: list[Finding] = []
+    if model.blocks is not None:
+        text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
+        blocks = [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
+    from aioinfer.loop import factory
+
+    size = None if model.blocks is None else model.blocks.size
+    window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
+    unsupported_reason = graphs_unsupported(device, choice.kernels, model.own, expert_kernels)
+    if config.decode_graph_rows == 0:
+        unsupported_reason = "asked for"
+    captured = f"{config.graph_rows} rows"
+    if model.blocks is not None:
+        captured = f"{config.round_rows(model.blocks.size)} blocks"
+    return [
+        Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
+        *blocks,
+        Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
+        Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        Finding("operations", operations),
+        *experts,
+        Finding("sampling", f"{sampling.kernels}: {sampling.reason}"),
+        Finding(
+            "decode graphs", f"none: {unsupported_reason}" if unsupported_reason else f"up to {captured}"
+        ),
+        Finding("launching", f"{config.launch_mode}, window {window}"),
+    ]
+
+
+def _check_promises(
+    config: EngineConfig, model: Prospect, attention: str, layers: Choice, experts: str | None
+) -> None:
+    """Raises ConfigError for what only native kernels do."""
+    from aioinfer.model.layers import check_quantization, why_variant
+
+    check_quantization(layers if model.own else None, model.architecture, config.quantization)
+    if config.deterministic and not (model.own and {layers.kernels, experts} <= {"native", None}):
+        raise ConfigError(f"deterministic: {why_variant(model.architecture, attention)}")

@@ -1,0 +1,288 @@
+"""The command line: ``aioinfer serve``, ``generate``, ``trace`` and ``doctor``.
+
+The only place of the package that handles signals, configures logging and chooses an event loop. Flags
+are made from the fields of the config dataclasses; ``--help`` imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from aioinfer import __version__
+from aioinfer.config import EngineConfig, ServerConfig, load_settings, parse_setting
+from aioinfer.errors import AioInferError
+
+__all__ = ["add_settings", "main", "read_settings"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return _run(options.command(options))
+    except AioInferError as error:
+        print(f"aioinfer: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(command: Coroutine[Any, Any, int]) -> int:
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(command)
+
+
+# -- commands ------------------------------------------------------------------------------------------
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    from aioinfer.engine import Engine
+    from aioinfer.server import serve
+
+    engine = Engine(read_settings(EngineConfig, options))
+    config = read_settings(ServerConfig, options)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    hurry: list[asyncio.Task[None]] = []
+
+    def signalled() -> None:
+        """The first signal drains, the next one ends what is still running."""
+        if stop.is_set() and not starting_up:
+            hurry.append(loop.create_task(engine.aclose()))
+        stop.set()
+
+    starting_up = True
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled)
+    started = time.monotonic()
+    starting = asyncio.ensure_future(engine.start(_Progress()))
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            return 0
+        starting.result()
+        starting_up = False
+
+        def ready(url: str) -> None:
+            _banner(engine.info.description, time.monotonic() - started, url, config, engine.config)
+
+        await serve(engine, config, stop=stop, ready=ready)
+    finally:
+        stopped.cancel()
+        await asyncio.gather(engine.aclose(), *hurry)
+    return 0
+
+
+async def _generate(options: argparse.Namespace) -> int:
+    from aioinfer.engine import Engine
+
+    config = read_settings(EngineConfig, options)
+    async with Engine(config) as engine:
+        tokenizer = engine.tokenizer
+        chat = not options.raw and tokenizer is not None and tokenizer.has_chat_template
+        prompt: Any = [{"role": "user", "content": options.prompt}] if chat else options.prompt
+        values: dict[str, Any] = {"max_tokens": options.max_tokens}
+        if options.temperature is not None:
+            values["temperature"] = options.temperature
+        params = dataclasses.replace(engine.default_params, **values)
+        started = time.monotonic()
+        async with engine.generate(prompt, params) as stream:
+            async for chunk in stream:
+                print(chunk.text, end="", flush=True)
+            print()
+        if options.stats:
+            usage = stream.result().usage
+            seconds = time.monotonic() - started
+            rate = usage.completion_tokens / seconds
+            print(
+                f"{usage.completion_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", file=sys.stderr
+            )
+    return 0
+
+
+async def _doctor(options: argparse.Namespace) -> int:
+    from aioinfer.cli.doctor import examine
+
+    findings = examine(read_settings(EngineConfig, options))
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{finding.subject:{width}}  {finding.text}")
+    return int(any(finding.fatal for finding in findings))
+
+
+async def _trace(options: argparse.Namespace) -> int:
+    import http.client
+    import urllib.request
+
+    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
+
+    def fetch() -> bytes:
+        request = urllib.request.Request(f"{options.url.rstrip('/')}/debug/trace", headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            body: bytes = response.read()
+            return body
+
+    try:
+        trace = await asyncio.to_thread(fetch)
+        events = sum(event["ph"] == "X" for event in json.loads(trace)["traceEvents"])
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        print(f"aioinfer: {options.url}: {error}", file=sys.stderr)
+        return 1
+    except (KeyError, TypeError):
+        print(f"aioinfer: {options.url}: what came is not a trace", file=sys.stderr)
+        return 1
+    try:
+        options.output.write_bytes(trace)
+    except OSError as error:
+        print(f"aioinfer: {error}", file=sys.stderr)
+        return 1
+    print(f"{events} events in {options.output}; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _banner(
+    description: str, seconds: float, url: str, config: ServerConfig, engine_config: EngineConfig
+) -> None:
+    """What somebody who has just started a server wants to know, and a line to paste."""
+    name = config.served_model_name or engine_config.model_path.name
+    body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
+    key = ' -H "Authorization: Bearer $AIOINFER_API_KEY"' if config.api_key else ""
+    print(f"aioinfer {__version__}: {name} ({description}), loaded in {seconds:.1f} s")
+    print(f"Serving on {url}  (OpenAI API: {url}/v1)")
+    print("Try it:")
+    print(f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
+    sys.stdout.flush()
+
+
+class _Progress:
+    """A bar on a terminal, nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=stage, disable=not sys.stderr.isatty(), leave=False)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+
+# -- flags ---------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="aioinfer", description="A language-model inference engine that lives inside asyncio."
+    )
+    parser.add_argument("--version", action="version", version=f"aioinfer {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP in OpenAI's protocol")
+    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="model directory or bundled name")
+    add_settings(serve, EngineConfig)
+    add_settings(serve, ServerConfig)
+    _add_common(serve)
+    serve.set_defaults(command=_serve)
+
+    generate = commands.add_parser("generate", help="stream one generation to the terminal")
+    generate.add_argument("prompt", help="what to ask")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt, without a chat template")
+    generate.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
+    generate.add_argument("--max-tokens", type=int, default=512)
+    generate.add_argument("--stats", action="store_true", help="print tokens and speed to stderr")
+    generate.set_defaults(model_argument=None)
+    add_settings(generate, EngineConfig)
+    _add_common(generate)
+    generate.set_defaults(command=_generate)
+
+    trace = commands.add_parser("trace", help="save what a running server did lately, step by step")
+    trace.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
+    trace.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
+    trace.add_argument("--key", help="API key of the server")
+    trace.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
+    trace.set_defaults(command=_trace)
+
+    doctor = commands.add_parser("doctor", help="what would run here, with which kernels, and why")
+    doctor.add_argument("model_argument", nargs="?", metavar="MODEL", help="model directory or bundled name")
+    add_settings(doctor, EngineConfig)
+    _add_common(doctor)
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help="YAML file with any of these settings")
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+
+
+def add_settings(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+    """One flag per field of a config dataclass; unset flags leave no trace."""
+    known = {action.dest for action in parser._actions}
+    group = parser.add_argument_group(cls.__name__)
+    for item in dataclasses.fields(cls):
+        if item.name in known:
+            continue
+        default = "none" if item.default is None else item.default
+        group.add_argument(
+            f"--{item.name.replace('_', '-')}",
+            metavar="VALUE",
+            default=argparse.SUPPRESS,
+            help=f"{item.metadata['help']} (default: {default})".replace("%", "%%"),
+        )
+
+
+def read_settings(cls: type[Any], options: argparse.Namespace) -> Any:
+    """A config dataclass from flags, environment and file."""
+    given = vars(options)
+    names = {item.name for item in dataclasses.fields(cls)}
+    flags = {name: parse_setting(cls, name, value) for name, value in given.items() if name in names}
+    if "model" in names and options.model_argument is not None:
+        flags["model"] = options.model_argument
+    return load_settings(cls, flags, file=_read_file(options.config))
+
+
+def _read_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    import yaml
+
+    from aioinfer.errors import ConfigError
+
+    try:
+        settings = yaml.safe_load(path.read_text("utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings")
+    known = {item.name for cls in (EngineConfig, ServerConfig) for item in dataclasses.fields(cls)}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise ConfigError(f"{path} has unknown settings: {', '.join(map(str, unknown))}")
+    return settings
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""GrammarWorker: what grammars allow next, worked out while the device computes the next forward.
+
+::
+
+    launch thread   ── sample N ──┐                 forward N+1 ──── collect ─ sample N+1 ─►
+    mask thread                   └─ accept, fill the masks of all rows ─┘
+
+Sampling waits for the mask of exactly that request and position, and only steps with such rows wait. It
+does not wait for ever: a row whose mask is late is left out (``DEFERRED``), and comes again as soon as the
+scheduler has heard of it. A grammar that leaves no choice for several tokens has them taken at once
+(``FORCED``). Either way the rows launched behind have nothing to go on from and are void.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
+from aioinfer.text.grammar import GrammarState
+
+__all__ = ["Constraints", "GrammarRow", "GrammarWorker"]
+
+#: a grammar's state and the tokens it goes on with: nearly always one
+_Tokens = tuple[GrammarState, Sequence[int]]
+#: threads at most; so many grammars may hang before others notice
+_MOST_THREADS = 4
+
+
+class GrammarRow(NamedTuple):
+    """A row of a step whose request has a grammar."""
+
+    #: among the rows that sample
+    at: int
+    state: GrammarState
+    #: of the token to sample
+    position: int
+    #: the row's own tokens come from the host and not from a row before it
+    known: bool
+
+
+@dataclass(slots=True)
+class Constraints:
+    """What the grammars of a step say."""
+
+    #: int32 [rows, words]; those of rows that do not sample allow everything
+    masks: npt.NDArray[np.int32]
+    #: among the rows that sample: what stands for their token
+    outcomes: dict[int, int] = field(default_factory=dict)
+    #: the tokens of those that are ``FORCED``
+    forced: dict[int, list[int]] = field(default_factory=dict)
+
+
+class GrammarWorker:
+    """The grammars of one device. Threads start with the first grammar.
+
+    ``patience``: seconds that a step waits, after its forward, for masks that are late. A grammar that
+    takes longer is slow: until it has been quick again it works apart from the others, and nobody waits for
+    it.
+    """
+
+    def __init__(self, patience: float = 0.01, *, threaded: bool = True) -> None:
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._threaded = threaded
+        self._workers = _Workers("aioinfer-masks", self._work)
+        #: work that somebody is at
+        self._batches: list[_Batch] = []
+
+    def advance(self, rows: Sequence[GrammarRow], tokens: Sequence[int]) -> None:
+        """These rows sampled these ``tokens`` (of all sampling rows): prepare the masks that follow."""
+        self._put([(row.state, (tokens[row.at],)) for row in rows if tokens[row.at] >= 0])
+
+    def _put(self, work: list[_Tokens]) -> None:
+        for state, _ in work:
+            state.at_work = True
+        if not self._threaded:
+            self._work(_Batch(work))
+            return
+        # Told apart before the first is handed over: a worker that is done may find its states slow.
+        quick = [tokens for tokens in work if not tokens[0].slow]
+        slow = [tokens for tokens in work if tokens[0].slow]
+        if quick:
+            self._workers.put(_Batch(quick))
+        for tokens in slow:
+            self._workers.put(_Batch([tokens]))
+
+    def advance_step(
+        self, rows: Sequence[GrammarRow], sample_rows: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """The same from the tokens of all rows of a step."""
+        if rows:
+            self.advance(rows, [tokens[row] for row in sample_rows])
+
+    def collect(self, rows: Sequence[GrammarRow], sampling: int) -> Constraints:
+        """The masks of ``rows``, for a step of which ``sampling`` rows sample; waits for them, in reason."""
+        if behind := [row.state for row in rows if row.state.missed is not None]:
+            self._catch_up(behind)
+        found = Constraints(np.full((len(rows), len(rows[0].state.mask)), -1, np.int32))
+        with self._changed:
+            valid = [row for row in rows if row.known or not row.state.unsampled]
+            self._wait(valid, alone=len(valid) == sampling)
+            for index, row in enumerate(rows):
+                self._decide(row, index, found)
+        return found
+
+    def close(self) -> None:
+        """Let the threads end. Idempotent."""
+        self._workers.close()
+
+    def _catch_up(self, states: Sequence[GrammarState]) -> None:
+        """These have missed what there is of their output: have them accept it, like any token."""
+        work: list[_Tokens] = []
+        for state in states:
+            if state.missed is not None:
+                work.append((state, state.missed))
+                state.missed = None
+        self._put(work)
+
+    def _wait(self, rows: list[GrammarRow], *, alone: bool) -> None:
+        """Until the masks of ``rows`` are there, or one has waited long enough for them."""
+        late = [row.state for row in rows if row.state.at_work]
+        prompt = [state for state in late if not state.slow]
+        if prompt and not self._changed.wait_for(
+            lambda: not any(state.at_work for state in prompt), self._patience
+        ):
+            for state in prompt:
+                state.slow = state.at_work
+            self._rescue()
+        if alone and late and len(late) == len(rows):
+            # Without any of them the step would be for nothing. But others may have come by now.
+            self._changed.wait_for(lambda: not all(state.at_work for state in late), self._patience)
+
+    def _rescue(self) -> None:
+        """Take work away from threads that are stuck, all but what they are stuck in."""
+        for batch in self._batches:
+            if batch.tokens or batch.accepted:
+                self._workers.put(_Batch(list(batch.tokens), list(batch.accepted)))
+                batch.tokens.clear()
+                batch.accepted.clear()
+
+    def _decide(self, row: GrammarRow, index: int, found: Constraints) -> None:
+        state = row.state
+        void = state.unsampled and not row.known
+        state.unsampled = False
+        if void or state.at_work:
+            found.outcomes[row.at] = DEFERRED
+            state.unsampled = True
+        elif state.forced and state.position == row.position + len(state.forced):
+            # Also where nothing can follow them: they may hold the end of the output.
+            found.outcomes[row.at], found.forced[row.at] = FORCED, state.forced
+            state.forced, state.unsampled = [], True
+        elif state.failed is not None:
+            found.outcomes[row.at] = BAD_GRAMMAR
+        elif state.position < row.position:
+            found.outcomes[row.at] = DEFERRED
+            state.unsampled = True
+        elif state.position > row.position:
+            state.failed = f"its grammar is at position {state.position}, not {row.position}"
+            found.outcomes[row.at] = BAD_GRAMMAR
+        else:
+            found.masks[index] = state.mask
+
+    def _work(self, batch: _Batch) -> None:
+        """Accept tokens and fill masks, one call for all rows of a step with the same backend."""
+        start, rows = time.monotonic(), len(batch.tokens) + len(batch.accepted)
+        with self._changed:
+            self._batches.append(batch)
+        while (states := self._accept(batch)) is None:
+            pass
+        masks = _fill([state for state in states if state.failed is None])
+        slow = time.monotonic() - start > self._patience * rows
+        with self._changed:
+            for state in states:
+                if state.failed is None:
+                    state.mask = masks[id(state)]
+                    # A limit that was reached may leave the end tokens allowed; that is no end.
+                    if (wrong := state.matcher.error) is not None:
+                        state.failed = f"its grammar failed: {wrong}"
+                    elif not state.mask.any():
+                        state.failed = "its grammar allows no token here"
+                state.slow = slow
+                state.at_work = False
+            self._changed.notify_all()
+
+    def _accept(self, batch: _Batch) -> list[GrammarState] | None:
+        """Accept the next token; if there is none, the states whose masks are to be filled."""
+        with self._changed:
+            if not batch.tokens:
+                self._batches.remove(batch)
+                return batch.accepted
+            state, tokens = batch.tokens.popleft()
+        state.accept(tokens)
+        with self._changed:
+            batch.accepted.append(state)
+        return None
+
+
+class _Batch:
+    """Tokens for one thread to accept, with their states, and states for it to fill the masks of. Somebody
+    may take them away, until it has begun with the masks."""
+
+    __slots__ = ("accepted", "tokens")
+
+    def __init__(self, tokens: list[_Tokens], accepted: list[GrammarState] | None = None) -> None:
+        self.tokens = deque(tokens)
+        self.accepted: list[GrammarState] = [] if accepted is None else accepted
+
+
+def _fill(states: list[GrammarState]) -> dict[int, npt.NDArray[np.int32]]:
+    """The masks of ``states``, by their ids; what raises fails all with the same backend."""
+    groups: dict[int, list[GrammarState]] = {}
+    for state in states:
+        groups.setdefault(id(state.backend), []).append(state)
+    masks: dict[int, npt.NDArray[np.int32]] = {}
+    for group in groups.values():
+        fresh = [np.zeros_like(state.mask) for state in group]
+        try:
+            group[0].backend.fill([state.matcher for state in group], fresh)
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+            for state in group:
+                state.failed = f"its grammar failed: {error}"
+        masks.update((id(state), mask) for state, mask in zip(group, fresh, strict=True))
+    return masks
+
+
+class _Workers:
+    """Daemon threads over one queue: one, and more while work is stuck, up to a few."""
+
+    def __init__(self, name: str, work: Callable[[_Batch], None]) -> None:
+        self._name = name
+        self._work = work
+        self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        #: pieces of work that nobody has finished
+        self._open = 0
+
+    def put(self, work: _Batch) -> None:
+        with self._lock:
+            self._open += 1
+            if len(self._threads) < min(self._open, _MOST_THREADS):
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._inbox.put(work)
+
+    def close(self) -> None:
+        """Let the threads end. Idempotent."""
+        for _ in self._threads:
+            self._inbox.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _run(self) -> None:
+        while (work := self._inbox.get()) is not None:
+            self._work(work)
+            del work
+            with self._lock:
+                self._open -= 1

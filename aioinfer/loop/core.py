@@ -1,0 +1,372 @@
+"""Core: scheduler and text together, without waiting for anything.
+
+What the asynchronous engine and the synchronous :class:`~aioinfer.LLM` share: validation, the life of
+a request from prompt ids to text, and what the caller's stop strings mean for the scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.slots import SlotPool
+from aioinfer.config import EngineConfig
+from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, StepFailed
+from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
+from aioinfer.loop import factory
+from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.block_request import BlockRequest
+from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import policy_class
+from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import Step
+from aioinfer.text.output import OutputText
+
+if TYPE_CHECKING:
+    from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Core"]
+
+
+class Core:
+    """Owns all scheduling state. Never called from two threads."""
+
+    __slots__ = (
+        "_clock",
+        "_compiler",
+        "_compiler_lock",
+        "_config",
+        "_next_key",
+        "_seeds",
+        "admitted",
+        "info",
+        "output_tokens",
+        "scheduler",
+        "tokenizer",
+    )
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: DeviceInfo,
+        tokenizer: Tokenizer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        #: of all requests since the start
+        self.output_tokens = 0
+        #: who has their first row in the step that was planned last
+        self.admitted: list[Request] = []
+        memory = Memory(
+            PageAllocator(info.num_pages, info.page_size or config.page_size),
+            SlotPool(config.num_slots),
+            prefix_cache=config.prefix_cache,
+        )
+        policy = policy_class(config.policy)(memory, config.seed or 0)
+        settings = {item.name: getattr(config, item.name) for item in dataclasses.fields(Limits)}
+        limits = Limits(**{**settings, "max_rounds": config.max_rounds or 1})
+        self.scheduler = (
+            Scheduler(memory, limits, policy)
+            if info.block_size is None
+            else BlockScheduler(memory, limits, policy, block_size=info.block_size)
+        )
+        self._config = config
+        self._clock = clock
+        self._seeds = random.Random(config.seed)
+        self._next_key = 0
+        self._compiler: Compiler | None = None
+        self._compiler_lock = threading.Lock()
+
+    def now(self) -> float:
+        """The engine's clock in seconds."""
+        return self._clock()
+
+    # -- a request arrives ----------------------------------------------------------------------
+
+    def check_queue(self, arriving: int = 0, tokens: int = 0) -> None:
+        """Raise Rejected if the queue is full, ``arriving`` requests and ``tokens`` included."""
+        waiting = len(self.scheduler.waiting) + arriving
+        if waiting >= self._config.max_queued_requests:
+            raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
+        queued = self.scheduler.queued_tokens
+        if queued and queued + tokens > self._config.max_queued_tokens:
+            raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
+
+    def compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
+        """What masks the output that continues a prompt. May take long: off the loop, on any thread.
+
+        Raises InvalidRequest; ConfigError if the extra for grammars is missing.
+        """
+        if not params.masked:
+            return None
+        self._request_class(params)  # refuses what need not be compiled
+        from aioinfer.text.grammar import GrammarState
+
+        # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
+        # must be more than these would have brought.
+        least_forced = (
+            (self._config.overlap_steps or 0) + 2
+            if self._config.fast_forward and params.logprobs is None
+            else 0
+        )
+        rest = len(prompt_ids), self.info.vocab_size, least_forced
+        backend, matcher = self._matcher(params)
+        try:
+            return GrammarState.start(backend, matcher, *rest)
+        except InvalidRequest:
+            if params.grammar is None:
+                raise
+            # Copies share what llguidance's limits count, and earlier outputs may have used it up.
+            self._grammar_compiler().forget(params.grammar)
+            backend, matcher = self._matcher(params)
+            return GrammarState.start(backend, matcher, *rest)
+
+    def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
+        """Of the grammar and the bad words of a new output. Raises InvalidRequest, ConfigError."""
+        from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # few need numpy here
+
+        backend: GrammarBackend | None = None
+        matcher: Matcher | None = None
+        if params.grammar is not None:
+            compiler = self._grammar_compiler()
+            backend, matcher = compiler.backend, compiler.matcher(params.grammar)
+        if params.bad_words:
+            words = spell(params.bad_words, self.tokenizer)
+            matcher = BadWordsMatcher(words, backend, matcher)
+            backend = BadWordsBackend()
+        assert backend is not None
+        assert matcher is not None
+        return backend, matcher
+
+    def _grammar_compiler(self) -> Compiler:
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = factory.grammar_compiler(self.tokenizer, self.info)
+            return self._compiler
+
+    def new_request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        arrival: float | None = None,
+        *,
+        grammar: GrammarState | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        routing_key: str | None = None,
+    ) -> Request:
+        """Check everything about a request that can be checked, and make it. Raises InvalidRequest."""
+        info = self.info
+        _check_ids("prompt", prompt_ids, info.vocab_size)
+        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
+        _check_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
+        spelled = [token for word in params.bad_words if not isinstance(word, str) for token in word]
+        _check_ids("bad_words", spelled, info.vocab_size)
+        if len(prompt_ids) >= info.max_model_len:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(prompt_ids)} tokens; the model takes {info.max_model_len} "
+                "tokens of prompt and output together",
+            )
+        max_length = info.max_model_len
+        if params.max_tokens is not None:
+            max_length = min(max_length, len(prompt_ids) + params.max_tokens)
+        if self.tokenizer is None and (params.stop or params.stop_regex):
+            field = "stop" if params.stop else "stop_regex"
+            raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
+        stop_ids = frozenset(params.stop_token_ids)
+        # Where a grammar is complete, only an end token can follow.
+        if not params.ignore_eos or params.grammar is not None:
+            stop_ids |= info.eos_token_ids
+        if params.grammar is not None and params.min_tokens:
+            raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
+        self._next_key += 1
+        return self._request_class(params)(
+            self._next_key,
+            prompt_ids,
+            params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            max_length=max_length,
+            arrival=self._clock() if arrival is None else arrival,
+            text=self._output_text(prompt_ids, params),
+            grammar=grammar,
+            priority=priority,
+            namespace=cache_salt,
+            routing_key=routing_key,
+        )
+
+    def _request_class(self, params: SamplingParams) -> Callable[..., Request]:
+        """What a request of these parameters is to this model. Raises InvalidRequest."""
+        if self.info.block_size is None:
+            if params.diffusion is not None:
+                raise InvalidRequest("diffusion", "the model is not a diffusion model")
+            return Request
+        from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too
+
+        _refuse_for_blocks(params)
+        diffusion = params.diffusion or DiffusionParams()
+        algorithm = algorithm_class(diffusion.algorithm)
+        algorithm.check(diffusion)
+        return functools.partial(BlockRequest, block_size=self.info.block_size, monotone=algorithm.monotone)
+
+    def submit(self, request: Request) -> None:
+        """Queue a checked request. Raises Rejected."""
+        self.check_queue(tokens=request.length)
+        self.scheduler.submit(request)
+
+    def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
+        if self.tokenizer is None:
+            return OutputText(None)
+        detokenizer = self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        return OutputText(detokenizer, params.stop, params.include_stop, params.stop_regex)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def plan(self, behind: Step | None = None) -> Step | None:
+        """The next step to launch, if there is one, ``behind`` the newest one in flight."""
+        prefill = 0 if behind is None else behind.prefill_tokens
+        if prefill > self._config.max_overlapped_prefill and self.scheduler.has_prefill:
+            return None  # such a step takes long: who arrives until it has resolved is in the next one
+        step = self.scheduler.plan()
+        if step is not None:
+            now = self._clock()
+            # Who was retracted may be among them: somebody let in without a row can lose the place again.
+            first = (row.request for row in step.prefills if row.admission is not None)
+            self.admitted = [request for request in first if request.admitted_at is None]
+            for request in self.admitted:
+                request.admitted_at = now
+        return step
+
+    def resolve(self, step: Step, result: StepResult) -> list[Request]:
+        """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
+        now = self._clock()
+        advanced = self.scheduler.land(step, result)
+        if result.logprobs or result.prompt_logprobs:
+            _record_logprobs(step, result)
+        for request in advanced:
+            before = len(request.token_times)
+            if request.error is None:
+                try:
+                    self._append_text(request, now)
+                except Exception as error:
+                    # A detokenizer that stumbles over this output must not stop the others.
+                    self.scheduler.finish(request, "abort", error)
+                    request.finish_reason, request.error = "abort", error
+                    request.trim(len(request.token_times))
+            self.output_tokens += len(request.token_times) - before
+            if request.error is not None:
+                request.error = _step_failed(request.error)
+            if request.finished:
+                self._close_text(request, now)
+        return advanced
+
+    def fail(self, step: Step, error: BaseException) -> list[Request]:
+        """A step raised; returns the requests that ended with it: all that were in it, or, if it ran out of
+        memory, those to which that had just happened before."""
+        if isinstance(error, StepOutOfMemory):
+            failed = self.scheduler.run_out(step, error)
+        else:
+            failed = self.scheduler.fail(step, error)
+        for request in failed:
+            request.error = _step_failed(error)
+            self._close_text(request, self._clock())
+        return failed
+
+    def abort(self, request: Request, error: BaseException | None = None) -> bool:
+        """End a request from outside; True if it had not ended yet."""
+        if not self.scheduler.finish(request, "abort", error):
+            return False
+        self._close_text(request, self._clock())
+        return True
+
+    def _append_text(self, request: Request, now: float) -> None:
+        """The text of the newest tokens; one, or as many as the grammar forced."""
+        ids = request.output_ids
+        for at in range(len(request.token_times), len(ids)):
+            request.token_times.append(now)
+            if at == len(ids) - 1 and request.finish_reason == "stop" and not request.params.include_stop:
+                return
+            stop = request.text.push(ids[at])
+            if stop is not None:
+                # A stop string completed by the very last token still counts as a stop.
+                self.scheduler.finish(request, "stop")
+                request.finish_reason = "stop"
+                request.stop_reason = stop
+                request.trim(at + 1)
+                return
+
+    def _close_text(self, request: Request, now: float) -> None:
+        request.finished_at = now
+        if request.finish_reason != "abort":
+            # Text held back for a stop string is final now. (Cut off, it might still have been one.)
+            try:
+                request.text.finish()
+            except Exception as error:
+                request.finish_reason, request.error = "abort", _step_failed(error)
+
+
+def _record_logprobs(step: Step, result: StepResult) -> None:
+    """Keep a record per token: neither more nor fewer than there are tokens."""
+    decodes = step.decodes.requests
+    for index, logprob in result.logprobs.items():
+        request = decodes[index] if index < len(decodes) else step.prefills[index - len(decodes)].request
+        if len(request.logprobs) < len(request.output_ids):
+            request.logprobs.append(logprob)
+    for index, logprobs in result.prompt_logprobs.items():
+        row = step.prefills[index - len(decodes)]
+        known = row.request.prompt_logprobs
+        if row.scores is None or step.id <= row.request.junk_until:
+            continue
+        # A step from before a retraction may have brought the first of them already.
+        there = len(known) - row.scores[0]
+        if there >= 0:
+            known += logprobs[there:]
+
+
+def _step_failed(cause: BaseException) -> EngineError:
+    """One exception per request: several tasks will raise theirs."""
+    error: EngineError = StepFailed(f"the step of this request failed: {cause}")
+    if isinstance(cause, StepOutOfMemory):
+        error = OutOfMemory(f"two steps in turn that held this request ran out of memory: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+#: what is decided token after token
+_ONE_BY_ONE = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias"),
+    *("allowed_token_ids", "prompt_logprobs", "grammar", "bad_words"),
+)
+
+
+def _refuse_for_blocks(params: SamplingParams) -> None:
+    """Raise InvalidRequest for what a diffusion model cannot be asked."""
+    nothing = SamplingParams()
+    for name in _ONE_BY_ONE:
+        if getattr(params, name) != getattr(nothing, name):
+            raise InvalidRequest(name, "a diffusion model generates blocks, and does not support it")
+    if params.logprobs:
+        raise InvalidRequest("logprobs", "a diffusion model reports those of its own tokens only: ask for 0")
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if field == "prompt" and not len(ids):
+        raise InvalidRequest(field, "is empty")
+    for token in ids:
+        if type(token) is not int:
+            raise InvalidRequest(field, f"must be integer token ids, got {token!r}")
+    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidRequest(field, f"{bad} is not a token id; the model has {vocab_size}")

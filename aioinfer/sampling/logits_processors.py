@@ -1,0 +1,68 @@
+"""What callers ask of single tokens: some may not come next, some are to come more or less often.
+
+The same three are kernels in :mod:`aioinfer.sampling.triton_logits` and
+:mod:`aioinfer.sampling.native_logits`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+__all__ = ["LogitsProcessors", "add_biases_", "apply_masks_", "ban_"]
+
+
+class LogitsProcessors(Protocol):
+    """The functions of this module, whoever computes them."""
+
+    def add_biases_(
+        self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor
+    ) -> None:
+        """See :func:`add_biases_`."""
+
+    def ban_(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        """See :func:`ban_`."""
+
+    def apply_masks_(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """See :func:`apply_masks_`."""
+
+
+def add_biases_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> None:
+    """Add to single logits, in place.
+
+    Args:
+        logits: [S, V] float32.
+        rows, ids: [B] int64, what to add to; no pair twice.
+        bits: [B] int64, what to add, as the bits of a float32.
+    """
+    logits.index_put_((rows, ids), bits.to(torch.int32).view(torch.float32), accumulate=True)
+
+
+def ban_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
+    """Let single tokens never be sampled, in place. A row that is broken stays so: NaN remains, and +inf
+    becomes NaN.
+
+    Args:
+        logits: [S, V] float32.
+        rows, ids: [K] int64, which; pairs may come twice.
+    """
+    never = logits.new_full((), float("-inf")).expand_as(ids)
+    logits.index_put_((rows, ids), never, accumulate=True)
+
+
+def apply_masks_(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """Set the logits of tokens that a mask forbids to -inf, in place. NaN stays NaN where it is allowed.
+
+    Args:
+        logits: [S, V] float32.
+        rows: [G] int64, the rows that have a mask.
+        masks: [G, words] int32; bit ``token % 32`` of word ``token // 32`` allows a token. What lies
+            beyond the last word is not allowed.
+    """
+    vocab = logits.shape[1]
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((masks.unsqueeze(-1) >> bits) & 1).to(torch.bool).flatten(1)[:, :vocab]
+    if allowed.shape[1] < vocab:
+        allowed = torch.nn.functional.pad(allowed, (0, vocab - allowed.shape[1]))
+    logits[rows] = logits[rows].masked_fill_(~allowed, float("-inf"))

@@ -1,0 +1,1 @@
+"""One file per queue policy; the file name is the policy's name."""

@@ -1,0 +1,38 @@
+"""Depth-first order of the prefix tree, heaviest branch first."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from aioinfer.cache.radix import Node
+from aioinfer.scheduling.policy import CacheAware
+from aioinfer.scheduling.request import Request
+
+__all__ = ["DfsWeight"]
+
+
+class DfsWeight(CacheAware):
+    """Depth first through the tree of prefixes, branches with most waiting requests first, so that those
+    that share a prefix follow each other."""
+
+    def arrange(self) -> list[Request]:
+        at: dict[Node | None, list[Request]] = {}
+        weight: Counter[Node] = Counter()
+        below: dict[Node | None, dict[Node, None]] = {}
+        for request in self:
+            node = self._memory.lookup(request)[1]
+            at.setdefault(node, []).append(request)
+            while node is not None:
+                weight[node] += 1
+                below.setdefault(node.parent, {})[node] = None
+                node = node.parent
+        arranged: list[Request] = []
+        stack: list[Node | None] = [None]
+        while stack:
+            here = stack.pop()
+            arranged += at.get(here, [])
+            # The heaviest comes last onto the stack and first off it; among equals who was met first.
+            branches = list(below.get(here, {}))[::-1]
+            branches.sort(key=weight.__getitem__)
+            stack += branches
+        return arranged

@@ -1,0 +1,15 @@
+"""Longest output first."""
+
+from __future__ import annotations
+
+from aioinfer.scheduling.policy import Ranked
+from aioinfer.scheduling.request import Request
+
+__all__ = ["Lof"]
+
+
+class Lof(Ranked):
+    """Longest output first: long ones start early, so that a batch of jobs ends together."""
+
+    def rank(self, request: Request) -> int:
+        return request.length - request.max_length

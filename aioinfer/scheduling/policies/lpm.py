@@ -1,0 +1,15 @@
+"""Longest prefix match first."""
+
+from __future__ import annotations
+
+from aioinfer.scheduling.policy import CacheAware
+from aioinfer.scheduling.request import Request
+
+__all__ = ["Lpm"]
+
+
+class Lpm(CacheAware):
+    """Longest prefix match first: who needs least computing, before its prefix is evicted."""
+
+    def arrange(self) -> list[Request]:
+        return sorted(self, key=lambda request: (-self._memory.lookup(request)[0], request.key))

@@ -1,0 +1,17 @@
+"""A seeded random order."""
+
+from __future__ import annotations
+
+import hashlib
+
+from aioinfer.scheduling.policy import Ranked
+from aioinfer.scheduling.request import Request
+
+__all__ = ["Random"]
+
+
+class Random(Ranked):
+    """A lottery; the same seed draws the same order."""
+
+    def rank(self, request: Request) -> bytes:
+        return hashlib.blake2b(b"%d %d" % (self._seed, request.key), digest_size=8).digest()

@@ -1,0 +1,242 @@
+"""RequestQueues: where each request is, and how it gets from one to the other.
+
+::
+
+                 submit                admitted                       last token planned
+    (new) ──► waiting ─────► running: prefilling ──► decode batch ──► (neither)
+                 ▲  ▲                 │ retracted, or its step ran out of memory
+                 │  └─────────────────┤
+          unpark └──── shelved ◄──────┘ the same, while it is parked
+
+From each of them :meth:`RequestQueues.finish` leads to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from aioinfer.outputs import FinishReason
+from aioinfer.scheduling.admission import Limits, PrefixLeaders
+from aioinfer.scheduling.counters import SchedulerCounters
+from aioinfer.scheduling.decode_batch import DecodeBatch
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.policy import Policy
+from aioinfer.scheduling.request import Request, RequestState
+
+__all__ = ["RequestQueues", "RunningBatch"]
+
+
+class RunningBatch(Protocol):
+    """The requests that generate, and what one step computes for them."""
+
+    #: the newest launched step with rows of this batch
+    last_step: int
+
+    @property
+    def requests(self) -> Sequence[Request]: ...
+
+    def __len__(self) -> int: ...
+
+    def add(self, request: Request) -> None:
+        """A request whose known tokens are all computed, or in a row of the step that is being planned."""
+
+    def remove(self, request: Request) -> None:
+        """The request generates no more, for now or for good."""
+
+    def out_of_pages(self) -> list[Request]:
+        """Requests whose next row has no pages yet, eldest first."""
+
+    def changed_pages(self, request: Request) -> None:
+        """Pages were added to a request's table or exchanged in it."""
+
+    def expected_tokens(self, clip: int) -> int:
+        """Tokens that may still come, each request counted with at most ``clip``."""
+
+    def launch(self, step_id: int, without: Collection[Request], most: int) -> Any:
+        """What step ``step_id`` computes, for all but ``without`` and ``most`` tokens at most."""
+
+    def audit(self) -> None:
+        """Assert that everybody in it is described as they are."""
+
+
+class RequestQueues:
+    """All requests that have not ended.
+
+    A request that runs is in one of three places: ``prefilling`` while some of its known tokens are not
+    planned, in the decode ``batch`` while it wants more tokens, or in neither: parked, or waiting for its
+    last token to be read.
+    """
+
+    __slots__ = (
+        "batch",
+        "counters",
+        "growing",
+        "last_step",
+        "leaders",
+        "memory",
+        "prefilling",
+        "queued_tokens",
+        "running",
+        "shelved",
+        "waiting",
+    )
+
+    def __init__(self, memory: Memory, limits: Limits, waiting: Policy) -> None:
+        self.memory = memory
+        self.waiting = waiting
+        #: requests with slot and pages, in the order of admission
+        self.running: dict[int, Request] = {}
+        self.prefilling: dict[int, Request] = {}
+        #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
+        self.growing: dict[int, Request] = {}
+        self.batch = self._make_batch(memory, limits)
+        #: retracted requests that are parked
+        self.shelved: dict[int, Request] = {}
+        self.leaders = PrefixLeaders(memory, limits.share_prefix_tokens)
+        #: tokens of the waiting requests
+        self.queued_tokens = 0
+        self.counters = SchedulerCounters()
+        #: id of the newest step
+        self.last_step = 0
+
+    @staticmethod
+    def _make_batch(memory: Memory, limits: Limits) -> RunningBatch:
+        return DecodeBatch(limits.max_running_requests, memory.pages.page_size)
+
+    # -- what a request goes through ------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
+        self._enqueue(request)
+
+    def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
+        """End a request, whatever its state. The only way any request ends; True the first time.
+
+        Its pages and slot come back when the last launched step that holds it has resolved.
+        """
+        if request.finished:
+            return False
+        if request.state is RequestState.RUNNING:
+            self._leave(request)
+        elif self.shelved.pop(request.key, None) is None:
+            self._dequeue(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.error = error
+        self.counters.finished += 1
+        return True
+
+    def park(self, request: Request) -> None:
+        """Compute nothing for a request until :meth:`unpark`. It keeps its pages while nobody needs them."""
+        if request.finished or request.parked:
+            return
+        request.parked = True
+        self.counters.parkings += 1
+        if request.state is RequestState.RUNNING:
+            self._stop_computing(request)
+        else:
+            self._dequeue(request)
+            self.shelved[request.key] = request
+
+    def unpark(self, request: Request) -> None:
+        """Go on where :meth:`park` stopped."""
+        if request.finished or not request.parked:
+            return
+        request.parked = False
+        if request.state is RequestState.WAITING:
+            del self.shelved[request.key]
+            self._enqueue(request)
+        elif not request.relay_ready:
+            self._prefill_rest(request)
+            self.leaders.lead(request)
+        elif request.wants_tokens:
+            self.batch.add(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.shelved or self.waiting)
+
+    def unfinished(self) -> list[Request]:
+        """Every request that has not ended."""
+        return [*self.running.values(), *self.waiting, *self.shelved.values()]
+
+    @property
+    def has_prefill(self) -> bool:
+        """Some known tokens are not planned yet."""
+        return bool(self.prefilling or self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Something wants to be computed. Parked requests do not."""
+        return bool(self.batch or self.prefilling or self.waiting)
+
+    # -- from place to place --------------------------------------------------------------------
+
+    def _enqueue(self, request: Request) -> None:
+        self.waiting.add(request)
+        self.queued_tokens += request.length
+
+    def _dequeue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.queued_tokens -= request.length
+
+    def _prefill_rest(self, request: Request) -> None:
+        self.prefilling[request.key] = request
+        if len(request.pages) < self.memory.pages.pages_for(request.length):
+            self.growing[request.key] = request
+
+    def _stop_computing(self, request: Request) -> None:
+        self.prefilling.pop(request.key, None)
+        self.growing.pop(request.key, None)
+        self.leaders.leave(request)
+        if request.batch is not None:
+            self.batch.remove(request)
+
+    def _leave(self, request: Request) -> None:
+        self._stop_computing(request)
+        del self.running[request.key]
+        self.waiting.stopped(request)
+        self.memory.release(request)
+
+    def _retract(self, request: Request) -> None:
+        """Take slot and pages from a running request; it keeps its tokens and queues up again.
+
+        Tokens in flight stay valid (the fence keeps their KV alive) and are committed as they resolve.
+        What is committed already stays in the prefix cache while there is room for it.
+        """
+        self._leave(request)
+        request.state = RequestState.WAITING
+        request.restart()
+        request.retractions += 1
+        self.counters.retractions += 1
+        if request.parked:
+            self.shelved[request.key] = request
+        else:
+            self._enqueue(request)
+
+    def _rewind(self, request: Request, computed: int) -> None:
+        """Plan a request again from position ``computed``; what is in flight for it is void."""
+        request.void_until = self.last_step
+        sampled = len(request.output_ids)
+        if request.state is RequestState.RUNNING:
+            self._stop_computing(request)
+            request.rewind(computed, sampled)
+            if not request.parked:
+                self._prefill_rest(request)
+        elif request.key in self.shelved:
+            request.rewind(0, sampled)
+        else:
+            self._dequeue(request)
+            request.rewind(0, sampled)
+            self._enqueue(request)
+
+    def _start_over(self, request: Request) -> None:
+        """A step that holds the request failed: what came of later ones is junk. It loses slot and pages,
+        keeps the tokens that were read, and queues up again."""
+        if request.state is RequestState.RUNNING:
+            self._retract(request)
+        request.junk_until = self.last_step
+        if request.grammar is not None:
+            request.grammar = request.grammar.restarted(request.output_ids)
+        self._rewind(request, 0)

@@ -1,0 +1,415 @@
+"""ToyDevice: a hash "model" over tainted KV memory, which turns any mix-up into an exact failure.
+
+The next token is a hash of all tokens before it, so a page, slot or placeholder that belongs to somebody
+else changes the output with near certainty. And before it computes, the toy checks what it is about to
+read: every KV cell must hold the right position of exactly the reader's own tokens, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Progress, StepResult
+from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
+from aioinfer.observe.timeline import DeviceLane, now
+from aioinfer.outputs import TokenLogprob
+from aioinfer.params import SamplingParams
+from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
+from aioinfer.scheduling.step import Admission, Row, Step
+from aioinfer.text.grammar import GrammarState
+
+__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
+
+_MASK = (1 << 63) - 1
+_POISON = -7
+
+
+class TaintError(AssertionError):
+    """A step was about to read memory that is not its own, or was never written."""
+
+
+def _mix(state: int, value: int) -> int:
+    """One step of a 63-bit multiplicative hash (the constant is 2**64 / golden ratio)."""
+    state = (state ^ value) * 0x9E3779B97F4A7C15 & _MASK
+    return state ^ (state >> 29)
+
+
+def _next_token(state: int, admission: Admission, output_index: int, vocab_size: int) -> int:
+    """The token that the toy model samples after a sequence whose hash is ``state``."""
+    seed = 0 if admission.params.greedy else admission.seed
+    token = _mix(state, seed) % vocab_size
+    while output_index < admission.params.min_tokens and token in admission.stop_ids:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def toy_generate(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    vocab_size: int = 64,
+    eos: int = 0,
+    max_length: int = 1 << 30,
+) -> list[int]:
+    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way."""
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
+    admission = Admission(params, seed, stop_ids, prompt_ids, ())
+    state = 0
+    for token in prompt_ids:
+        state = _mix(state, token)
+    output: list[int] = []
+    if params.max_tokens is not None:
+        max_length = min(max_length, len(prompt_ids) + params.max_tokens)
+    while len(prompt_ids) + len(output) < max_length:
+        token = _next_token(state, admission, len(output), vocab_size)
+        output.append(token)
+        if token in stop_ids:
+            break
+        state = _mix(state, token)
+    return output
+
+
+def toy_logprob(position: int, token: int) -> TokenLogprob:
+    """What the toy reports for a token at a position: nothing of meaning, but of nobody else."""
+    return TokenLogprob(token, -(1000.0 * position + token))
+
+
+class ToyDevice:
+    """A device without a model. Synchronous; needs numpy only.
+
+    ``fault`` is called with every step before it is computed and may raise, as a device would; so is
+    ``late_fault`` when everything is computed and sampled. What failed is never simply missing: cells of its
+    rows hold junk, and so does what rows behind bring. ``defer`` is called with every row that samples: None
+    lets it, otherwise so many tokens follow unsampled, perhaps 0.
+    """
+
+    synchronous = True
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        num_slots: int = 16,
+        max_model_len: int | None = None,
+        vocab_size: int = 64,
+        fault: Callable[[Step], None] | None = None,
+        late_fault: Callable[[Step], None] | None = None,
+        defer: Callable[[Row], int | None] | None = None,
+    ) -> None:
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.fault = fault
+        self.late_fault = late_fault
+        self.defer = defer
+        self.lost = False
+        self._num_pages = num_pages
+        capacity = num_pages * page_size
+        self._max_model_len = capacity if max_model_len is None else min(max_model_len, capacity)
+        self._num_slots = num_slots
+        self.masks = GrammarWorker(threaded=False)
+        self.lane = DeviceLane()
+        self.steps = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        """Fresh memory, as after opening."""
+        cells = (self._num_pages + 1) * self.page_size
+        self._position = np.full(cells, -1, np.int64)
+        #: hash of the whole sequence up to the token in this cell
+        self._state = np.zeros(cells, np.int64)
+        #: by slot, what the cells of the tenant's sequence must hold
+        self._expected: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
+        self._tables: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
+        self._admissions: list[Admission | None] = [None] * (self._num_slots + 1)
+        self._relay = [_POISON] * (self._num_slots + 1)
+        #: requests that lost a step: what later steps in flight compute for them is junk, and dropped; until
+        #: they are admitted again
+        self._doomed: set[int] = set()
+        #: requests whose newest row sampled nothing: rows behind it are junk until one brings its tokens
+        self._void: set[int] = set()
+        self._last_step = 0
+
+    def open(self, progress: Progress | None = None) -> DeviceInfo:
+        self._reset()
+        return DeviceInfo(
+            vocab_size=self.vocab_size,
+            max_model_len=self._max_model_len,
+            num_pages=self._num_pages,
+            eos_token_ids=frozenset({0}),
+            description="toy",
+        )
+
+    def prepare(self, step: Step) -> _Prepared:
+        """Keep the page tables as the host saw them when it planned the step."""
+        tables = []
+        rows = step.rows
+        for row in rows:
+            table = self._tables[row.slot]
+            if row.admission is not None:
+                table.clear()
+            if row.new_pages:
+                if row.first_new_page > len(table):
+                    raise TaintError(f"{row.request}: page {row.first_new_page} comes after a gap")
+                table[row.first_new_page : row.first_new_page + len(row.new_pages)] = row.new_pages
+            tables.append(table.copy())
+        return _Prepared(step, rows, tables)
+
+    def launch(self, prepared: _Prepared) -> CompletedFlight:
+        step = prepared.step
+        if step.id <= self._last_step:
+            raise TaintError(f"step {step.id} was launched after step {self._last_step}")
+        self._last_step = step.id
+        self.steps += 1
+        start = now()
+        try:
+            if self.fault is not None:
+                self.fault(step)
+            result = self._compute(prepared)
+            if self.late_fault is not None:
+                self.late_fault(step)
+        except BaseException:
+            self._spoil(prepared)
+            raise
+        self.lane.step(step.id, start, start, start, now())
+        return CompletedFlight(result)
+
+    def _compute(self, prepared: _Prepared) -> StepResult:
+        # All rows write before any row samples, as in a packed forward.
+        rows = prepared.rows
+        states = [self._write(row, table) for row, table in zip(rows, prepared.tables, strict=True)]
+        result = StepResult([])
+        for index, (row, state) in enumerate(zip(rows, states, strict=True)):
+            forced: list[int] = []
+            result.tokens.append(self._sample(row, state, forced))
+            if forced:
+                result.forced[index] = forced
+        for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
+            admission = self._admissions[row.slot]
+            assert admission is not None
+            if token >= 0 and admission.params.logprobs is not None:
+                result.logprobs[index] = toy_logprob(row.kv_length, token)
+            if row.scores is not None:
+                ids = [-1] * len(admission.prompt_ids) if self._doomed_row(row) else admission.prompt_ids
+                result.prompt_logprobs[index] = [
+                    toy_logprob(at + 1, ids[at + 1]) for at in range(*row.scores)
+                ]
+        return result
+
+    def _spoil(self, prepared: _Prepared) -> None:
+        """A step failed: nobody knows how far it came."""
+        for row, table in zip(prepared.rows, prepared.tables, strict=True):
+            self._doomed.add(row.request.key)
+            if row.admission is not None:
+                self._admissions[row.slot] = row.admission
+            self._write_junk(row, table)
+
+    def _doomed_row(self, row: Row) -> bool:
+        return row.request.key in self._doomed
+
+    def check(self) -> None:
+        if self.lost:
+            raise DeviceLost("the toy device was lost")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _write(self, row: Row, table: list[int]) -> int:
+        """Write a row's KV; returns the hash of its sequence up to the row's end."""
+        expected = self._expected[row.slot]
+        if row.admission is not None:
+            self._doomed.discard(row.request.key)
+            self._admissions[row.slot] = row.admission
+            self._relay[row.slot] = _POISON
+            expected.clear()
+            self._extend(row, expected, [*row.admission.prompt_ids, *row.admission.output_ids][: row.start])
+        if self._doomed_row(row) or (row.ids is None and row.request.key in self._void):
+            return self._write_junk(row, table)
+        self._void.discard(row.request.key)
+        ids = self._read_relay(row) if row.ids is None else row.ids
+        if len(ids) != row.length or row.length < 1:
+            raise TaintError(f"{row.request}: {len(ids)} ids for {row.length} positions")
+        if len(expected) != row.start:
+            raise TaintError(f"{row.request}: position {row.start} comes after {len(expected)} others")
+        if row.kv_length > len(table) * self.page_size:
+            raise TaintError(f"{row.request}: no page for position {row.kv_length - 1}")
+        pages = np.asarray(table, np.int64)
+        positions = np.arange(row.kv_length)
+        cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        read = cells[: row.start]
+        if (self._position[read] != positions[: row.start]).any() or (
+            self._state[read] != np.asarray(expected, np.int64)
+        ).any():
+            raise TaintError(f"{row.request}: reads KV that is not of its own tokens")
+        self._extend(row, expected, ids)
+        self._position[cells[row.start :]] = positions[row.start :]
+        self._state[cells[row.start :]] = expected[row.start :]
+        return expected[-1]
+
+    def _write_junk(self, row: Row, table: list[int]) -> int:
+        """What a row without anything to go on from does to its own cells, and what it samples from."""
+        if row.kv_length > len(table) * self.page_size:
+            raise TaintError(f"{row.request}: no page for position {row.kv_length - 1}")
+        for at in range(row.start, row.kv_length):
+            self._state[table[at // self.page_size] * self.page_size + at % self.page_size] = _POISON
+        return _mix(_mix(row.request.key, row.start), self._last_step)
+
+    def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
+        state = states[-1] if states else 0
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise TaintError(f"{row.request}: {token} is not a token")
+            state = _mix(state, token)
+            states.append(state)
+
+    def _read_relay(self, row: Row) -> list[int]:
+        token = self._relay[row.slot]
+        self._relay[row.slot] = _POISON
+        if token == _POISON:
+            raise TaintError(f"{row.request}: nobody wrote its relay cell")
+        return [token]
+
+    def _sample(self, row: Row, state: int, forced: list[int]) -> int:
+        """The next token of a row; ``forced`` gets the row's tokens if they are not sampled."""
+        if not row.samples:
+            return NO_TOKEN
+        admission = self._admissions[row.slot]
+        if admission is None:
+            raise TaintError(f"{row.request}: its slot was never admitted")
+        if row.request.key in self._void:
+            return DEFERRED
+        if self._doomed_row(row) and state % 4 < 2:
+            return BAD_LOGITS if state % 4 else min(admission.stop_ids, default=0)
+        follow = None if self.defer is None else self.defer(row)
+        if follow is not None:
+            forced += _follow(row, state, admission, follow, self.vocab_size)
+            token = FORCED if follow else DEFERRED
+        elif admission.grammar is None:
+            token = _next_token(state, admission, row.output_index, self.vocab_size)
+        else:
+            token = self._constrained(row, state, admission, admission.grammar, forced)
+        if token in (DEFERRED, FORCED):
+            self._void.add(row.request.key)
+            return token
+        self._relay[row.slot] = token
+        if token < 0:
+            # The request has ended with this; what is in flight for it already is junk.
+            self._doomed.add(row.request.key)
+        return token
+
+    def _constrained(
+        self,
+        row: Row,
+        state: int,
+        admission: Admission,
+        grammar: GrammarState,
+        forced: list[int],
+    ) -> int:
+        """The first token from the one it would have been on that the grammar allows."""
+        rows = [GrammarRow(0, grammar, row.kv_length, row.ids is not None)]
+        found = self.masks.collect(rows, 1)
+        if found.outcomes:
+            forced += found.forced.get(0, [])
+            return found.outcomes[0]
+        (mask,) = found.masks
+        token = _next_token(state, admission, row.output_index, self.vocab_size)
+        while not mask[token // 32] >> (token % 32) & 1:
+            token = (token + 1) % self.vocab_size
+        self.masks.advance(rows, [token])
+        return token
+
+
+def _follow(row: Row, state: int, admission: Admission, count: int, vocab_size: int) -> list[int]:
+    """The next tokens, as they would have been sampled."""
+    tokens: list[int] = []
+    for index in range(count):
+        tokens.append(_next_token(state, admission, row.output_index + index, vocab_size))
+        state = _mix(state, tokens[-1])
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    step: Step
+    rows: list[Row]
+    tables: list[list[int]]
+
+
+class ToyTokenizer:
+    """One to three characters per token, some of them beyond ASCII; enough to try text and stops on."""
+
+    def __init__(self, vocab_size: int = 64) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset({0})
+        self.has_chat_template = True
+        self.added_tokens: Mapping[str, int] = {}
+        self.special_tokens: frozenset[str] = frozenset()
+        self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + ord(character) % (self.vocab_size - 1) for character in text]
+
+    def encode_part(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+        return self.encode("".join(f"{message['role']}:{message['content']}\n" for message in messages))
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(self._pieces[token] for token in ids)
+
+    def for_grammars(self) -> Any:
+        import llguidance
+
+        return llguidance.TokenizerWrapper(_ToyVocabulary(self._pieces))
+
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> _ToyDetokenizer:
+        return _ToyDetokenizer(self._pieces)
+
+
+class _ToyVocabulary:
+    """What ``llguidance.TokenizerWrapper`` wraps."""
+
+    eos_token_id = 0
+    bos_token_id = None
+    special_token_ids = (0,)
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.tokens = [b"<end>", *(piece.encode() for piece in pieces[1:])]
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids, rest = [], bytes(text)
+        while rest:
+            at = max(
+                range(1, len(self.tokens)),
+                key=lambda at: rest.startswith(self.tokens[at]) * len(self.tokens[at]),
+            )
+            ids.append(at)
+            rest = rest[len(self.tokens[at]) :]
+        return ids
+
+
+class _ToyDetokenizer:
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+    def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
+        return "".join(self._pieces[token] for token in token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+def _piece(index: int) -> str:
+    letter = "abcdefghijklmnopqrstuvwxyzäöüß"[index % 30]
+    return letter if index < 30 else letter + "abc"[index % 3]

@@ -1,0 +1,64 @@
+"""TimedLauncher: a device in virtual time, one step after the other, each as long as it is said to be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress
+from aioinfer.execution.launcher import StepHandle
+from aioinfer.observe.timeline import Timeline
+from aioinfer.scheduling.step import Step
+
+__all__ = ["TimedLauncher"]
+
+
+class TimedLauncher:
+    """Computes a step at the virtual moment at which it ends, not when it was launched, so that whatever
+    the host did meanwhile to memory that the step uses shows up as a wrong result."""
+
+    #: as in Launcher
+    blocking = False
+    asynchronous = False
+
+    def __init__(self, device: Device, step_time: Callable[[Step], float]) -> None:
+        self.timeline = Timeline()
+        self._device = device
+        self._device.lane = self.timeline.device
+        self._step_time = step_time
+        self._free_at = 0.0
+        #: a device that hangs: steps are accepted and never end
+        self.hung = False
+
+    async def start(self, progress: Progress | None = None) -> DeviceInfo:
+        self._free_at = asyncio.get_running_loop().time()
+        return self._device.open(progress)
+
+    def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
+        loop = asyncio.get_running_loop()
+        landing = StepHandle(landed)
+        prepared = self._device.prepare(step)
+        self._free_at = max(self._free_at, loop.time()) + self._step_time(step)
+        loop.call_at(self._free_at, self._compute, prepared, landing)
+        return landing
+
+    def _compute(self, prepared: Any, landing: StepHandle) -> None:
+        if self.hung:
+            return
+        try:
+            result = self._device.launch(prepared).wait()
+        except Exception as error:
+            try:
+                self._device.check()
+            except DeviceLost as lost:
+                lost.__cause__ = error
+                landing.settle(None, lost)
+            else:
+                landing.settle(None, error)
+        else:
+            landing.settle(result, delay=0.0)
+
+    async def aclose(self, timeout: float = 10.0) -> bool:
+        self._device.close()
+        return not self.hung

@@ -1,0 +1,35 @@
+"""What an output must look like, before anything is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aioinfer.errors import InvalidRequest
+
+__all__ = ["Grammar"]
+
+_MAX_GRAMMAR = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like.
+
+    ``source`` is a JSON schema (``json_schema``, as text), a regular expression for the whole output
+    (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark or in GBNF
+    (``lark``), one of :class:`~aioinfer.text.tool_grammar.AnswerGrammar`'s making (``answer``), or
+    nothing at all (``json_object``: any JSON object). Whether it is well-formed is found out when it is
+    compiled, off the event loop.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "answer"]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "json_object", "regex", "choice", "lark", "answer"):
+            raise InvalidRequest("grammar", f"{self.kind!r} is not a kind of grammar")
+        if not isinstance(self.source, str):
+            raise InvalidRequest("grammar", "must be given as text")
+        if len(self.source) > _MAX_GRAMMAR:
+            raise InvalidRequest("grammar", f"may have {_MAX_GRAMMAR} characters, got {len(self.source)}")

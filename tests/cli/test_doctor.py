@@ -1,0 +1,110 @@
+"""The doctor tells what an engine would do, and what is wrong, without loading a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.cli.doctor import examine
+from aioinfer.cli.main import main
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
+from aioinfer.execution import graphs
+from aioinfer.execution.torch_device import TorchDevice
+from tests.model.block_models import block_config, write_checkpoint
+from tests.model.harness import require
+
+
+def test_what_it_says_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    require("native")
+    config = EngineConfig(device="cpu")
+    found = {finding.subject: finding.text for finding in examine(config)}
+    device = TorchDevice(config)
+    description = device.open().description
+    device.close()
+    assert found["attention"] == "native: the device is a cpu"
+    assert found["operations"] == "native: the device is a cpu"
+    assert "native attention" in description
+    architecture = found["model"].split()[1].rstrip(",")
+    assert architecture in description
+    assert "own code" in found["model"]
+    assert "torch" in found["packages"]
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert found["model"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "up to 64 rows"),
+        ({"max_decode_rows": 9}, "up to 9 rows"),
+        ({"decode_graph_rows": 5}, "up to 5 rows"),
+        ({"decode_graph_rows": 0}, "none: asked for"),
+    ],
+)
+def test_decode_graphs_are_those_that_will_be_captured(
+    settings: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "graphs_unsupported", lambda *arguments: None)
+    found = {finding.subject: finding.text for finding in examine(EngineConfig(device="cpu", **settings))}
+    assert found["decode graphs"] == text
+
+
+def test_graphs_of_diffusion_models_are_counted_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "graphs_unsupported", lambda *arguments: None)
+    write_checkpoint(tmp_path, block_config("sdar"))
+    for settings, text in (({}, "up to 128 blocks"), ({"max_step_tokens": 200}, "up to 25 blocks")):
+        config = EngineConfig(model=str(tmp_path), device="cpu", block_size=8, **settings)
+        found = {finding.subject: finding.text for finding in examine(config)}
+        assert found["decode graphs"] == text
+
+
+def test_a_fallback_is_named() -> None:
+    found = {finding.subject: finding.text for finding in examine(EngineConfig(transformers_fallback=True))}
+    assert "transformers' code" in found["model"]
+
+
+def test_of_a_diffusion_model_it_says_how_it_writes(tmp_path: Path) -> None:
+    stated = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 8, "mask_token_id": 7}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(stated | sizes))
+    for settings, text in (({}, "block size 8, mask token 7, fdfo"), ({"block_size": 4}, "block size 4,")):
+        config = EngineConfig(model=str(tmp_path), load_format="random", device="cpu", **settings)  # type: ignore[arg-type]
+        found = {finding.subject: finding.text for finding in examine(config)}
+        assert found["diffusion"].startswith(text), found
+    assert "diffusion" not in {finding.subject for finding in examine(EngineConfig(device="cpu"))}
+
+
+@pytest.mark.parametrize("what", ["no such directory", "cuda without a GPU"])
+def test_what_would_not_start_is_a_problem_and_an_exit_status(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    flags = [str(tmp_path / "missing")] if what == "no such directory" else ["--device", "cuda"]
+    assert main(["doctor", *flags]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("problem")
+    assert ("missing" if "directory" in what else "CUDA") in last
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "int8", "attention_backend": "sdpa"},
+        {"quantization": "int8", "transformers_fallback": True},
+        {"deterministic": True, "attention_backend": "sdpa"},
+        {"deterministic": True, "transformers_fallback": True},
+    ],
+)
+def test_promises_that_an_engine_refuses_are_refused_here_too(settings: dict[str, Any]) -> None:
+    config = EngineConfig(device="cpu", **settings)
+    problem = examine(config)[-1]
+    assert problem.fatal
+    assert problem.text.startswith(next(iter(settings)))
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        TorchDevice(config).open()

@@ -1,0 +1,282 @@
+"""What an engine changes in the process is put back by whoever closes last, never over somebody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.errors import ConfigError, EngineFailed
+from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.loop import tuning
+from aioinfer.loop.tuning import Garbage, Shared, Tuning, frozen
+from aioinfer.params import SamplingParams
+from aioinfer.testing import ToyDevice, ToyTokenizer
+from tests.engine.test_launchers import AsynchronousToy
+
+
+def process() -> tuple[float, bool, bool]:
+    """What there is to change."""
+    return sys.getswitchinterval(), gc.isenabled(), frozen()
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    gc.unfreeze()
+    before = process()
+    yield
+    assert process() == before
+    for setting in (tuning.SWITCH_INTERVAL, tuning.FROZEN, tuning.AUTOMATIC_GC):
+        assert not setting._wanted, "somebody still wants something"
+
+
+class Box:
+    """A setting to try on."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.writes: list[float] = []
+
+    def write(self, value: float) -> None:
+        self.value = value
+        self.writes.append(value)
+
+    def shared(self) -> Shared[float]:
+        return Shared(lambda: self.value, self.write, min)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
+def test_the_last_to_leave_restores_what_the_first_found(order: tuple[int, ...]) -> None:
+    box = Box(5)
+    shared = box.shared()
+    holders = [shared.hold(wanted) for wanted in (3, 2, 4)]
+    assert box.value == 2
+    left = [3.0, 2.0, 4.0]
+    for at in order:
+        shared.release(holders[at])
+        left[at] = 5
+        assert box.value == min(left)
+    assert box.value == 5
+
+
+def test_what_is_better_already_stays() -> None:
+    box = Box(1)
+    shared = box.shared()
+    shared.release(shared.hold(3))
+    assert box.writes == []
+
+
+def test_releasing_twice_or_nothing_does_nothing() -> None:
+    box = Box(5)
+    shared = box.shared()
+    first, second = shared.hold(2), shared.hold(3)
+    shared.release(first)
+    shared.release(first)
+    shared.release(None)
+    assert box.value == 3
+    shared.release(second)
+    assert box.writes == [2, 3, 5]
+
+
+def test_what_somebody_else_changed_is_left_until_all_are_gone() -> None:
+    box = Box(5)
+    shared = box.shared()
+    first = shared.hold(2)
+    box.value = 7
+    second = shared.hold(1)
+    shared.release(first)
+    shared.release(second)
+    assert box.value == 7
+    shared.release(shared.hold(3))
+    assert box.writes == [2, 3, 7], "the next one finds theirs, and restores it"
+
+
+def test_the_interpreter_is_as_it_was_after_engines_in_any_order() -> None:
+    interval = sys.getswitchinterval()
+    first, second = Tuning(3e-4, garbage=True), Tuning(1e-4, garbage=True)
+    assert process() == (pytest.approx(1e-4), True, True)
+    first.undo()
+    assert process() == (pytest.approx(1e-4), True, True)
+    second.undo()
+    second.undo()
+    assert process() == (interval, True, False)
+
+
+def test_a_switch_interval_that_the_application_set_meanwhile_stays() -> None:
+    before = sys.getswitchinterval()
+    tuned = Tuning(3e-4, garbage=False)
+    sys.setswitchinterval(0.002)
+    tuned.undo()
+    assert sys.getswitchinterval() == pytest.approx(0.002)
+    sys.setswitchinterval(before)
+
+
+def test_what_the_application_froze_is_not_thawed() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    tuned = Tuning(None, garbage=True)
+    assert gc.get_freeze_count() <= count, "and not frozen again"
+    tuned.undo()
+    assert frozen()
+    gc.unfreeze()
+
+
+def test_what_the_application_thawed_is_not_thawed_again() -> None:
+    tuned = Tuning(None, garbage=True)
+    gc.unfreeze()
+    tuned.undo()
+    assert not frozen()
+
+
+def test_an_application_without_automatic_collection_keeps_it_so() -> None:
+    gc.disable()
+    garbage = Garbage()
+    garbage.launched()
+    garbage.rest()
+    assert not gc.isenabled()
+    gc.enable()
+
+
+def test_nothing_is_collected_between_launches_but_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    garbage = Garbage()
+    for _ in range(255):
+        garbage.launched()
+    assert not gc.isenabled()
+    assert collected == []
+    for _ in range(2 * 16 * 256 - 255):
+        garbage.launched()
+    assert collected == ([1] * 15 + [2]) * 2, "what lives longer is collected too, however busy the engine is"
+    garbage.rest()
+    garbage.rest()
+    assert gc.isenabled()
+    assert len(collected) == 33
+
+
+def test_dropped_without_being_closed_it_is_undone() -> None:
+    tuned = Tuning(3e-4, garbage=True)
+    assert process()[2]
+    del tuned
+
+
+@pytest.mark.parametrize(
+    ("interval", "garbage", "asynchronous", "thread", "tuned"),
+    [
+        (None, "auto", False, True, (False, False)),
+        (None, "auto", True, True, (True, True)),
+        (None, "auto", True, False, (False, True)),
+        (0.0, "python", True, True, (False, False)),
+        (2e-4, "idle", False, False, (True, True)),
+    ],
+)
+def test_defaults_are_for_asynchronous_devices(
+    interval: float | None, garbage: str, asynchronous: bool, thread: bool, tuned: tuple[bool, bool]
+) -> None:
+    before = sys.getswitchinterval()
+    made = Tuning.of(interval, garbage, asynchronous=asynchronous, thread=thread)
+    assert (sys.getswitchinterval() < before, frozen()) == tuned
+    made.undo()
+
+
+# -- engines -----------------------------------------------------------------------------------------------
+
+
+def make_engine(device: type[ToyDevice], mode: Any = "thread", **settings: Any) -> Engine:
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, launch_mode=mode, **settings)
+    launcher = ThreadLauncher if mode == "thread" else InlineLauncher
+    toy = device(num_slots=config.num_slots)
+    return Engine(config, launcher=lambda _: launcher(toy), tokenizer=lambda _: ToyTokenizer())
+
+
+async def test_an_engine_on_a_synchronous_device_changes_nothing() -> None:
+    before = process()
+    async with make_engine(ToyDevice) as engine:
+        await engine.generate([1, 2], SamplingParams(max_tokens=4))
+        assert process() == before
+
+
+async def test_an_engine_may_be_told_to_change_nothing() -> None:
+    before = process()
+    async with make_engine(AsynchronousToy, switch_interval=0, gc="python") as engine:
+        await engine.generate([1, 2], SamplingParams(max_tokens=4))
+        assert process() == before
+
+
+@pytest.mark.parametrize("mode", ["thread", "inline"])
+async def test_nothing_is_collected_while_steps_are_in_flight(mode: str) -> None:
+    before = process()
+    async with make_engine(AsynchronousToy, mode, overlap_steps=2) as engine:
+        assert process() == (pytest.approx(3e-4) if mode == "thread" else before[0], True, True)
+        stream = engine.generate([1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
+        await anext(stream)
+        assert engine.stats().steps_in_flight
+        assert not gc.isenabled()
+        await stream
+        while engine.stats().steps_in_flight:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert gc.isenabled()
+    assert process() == before
+
+
+async def test_closing_in_the_middle_restores_everything() -> None:
+    before = process()
+    first, second = make_engine(AsynchronousToy), make_engine(AsynchronousToy)
+    await first.start()
+    await second.start()
+    stream = first.generate([1, 2], SamplingParams(max_tokens=200, ignore_eos=True))
+    await anext(stream)
+    await first.aclose()
+    assert process()[1:] == (True, True)
+    await second.aclose()
+    assert process() == before
+
+
+async def test_a_lost_device_leaves_collection_on() -> None:
+    engine = make_engine(AsynchronousToy)
+    await engine.start()
+    stream = engine.generate([1, 2], SamplingParams(max_tokens=200, ignore_eos=True))
+    await anext(stream)
+    assert not gc.isenabled()
+    engine._driver._lost(RuntimeError("gone"))  # type: ignore[union-attr]
+    assert gc.isenabled()
+    with pytest.raises(EngineFailed):
+        await stream
+    await engine.aclose()
+
+
+def test_a_loop_that_died_takes_its_tuning_along() -> None:
+    engine = make_engine(AsynchronousToy)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(engine.start())
+    assert frozen()
+    loop.close()
+    asyncio.run(engine.aclose())
+    assert not frozen()
+
+
+def test_importing_changes_nothing() -> None:
+    code = """
+import gc, sys
+def settings():
+    return sys.getswitchinterval(), gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+before = settings()
+import aioinfer, aioinfer.engine, aioinfer.loop.tuning
+assert settings() == before
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("settings", [{"switch_interval": -1.0}, {"switch_interval": 2.0}, {"gc": "never"}])
+def test_bad_settings_are_refused(settings: Any) -> None:
+    with pytest.raises(ConfigError):
+        EngineConfig(**settings)
