@@ -112,7 +112,7 @@ def test_nothing_banned_is_used_in_the_library() -> None:
 
 
 def test_flags_win_over_environment_over_file() -> None:
-    environ = {"AIOINFER_WINDOW": "2", "AIOINFER_CHUNK_SIZE": "7", "AIOINFER_SEED": "none"}
+    environ = {"AIOINFER_OVERLAP_STEPS": "2", "AIOINFER_CHUNK_SIZE": "7", "AIOINFER_SEED": "none"}
     file = {"overlap_steps": 0, "chunk_size": 9, "page_size": 32, "port": 1}
     config = load_settings(EngineConfig, {"chunk_size": 5}, environ, file)
     assert (config.chunk_size, config.overlap_steps, config.page_size, config.seed) == (5, 2, 32, None)
@@ -121,7 +121,7 @@ def test_flags_win_over_environment_over_file() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"overlap_steps": 3}, "window"),
+        ({"overlap_steps": 3}, "overlap_steps"),
         ({"dtype": "int4"}, "dtype"),
         ({"page_size": 0}, "page_size"),
         ({"page_size": 1.5}, "page_size"),
@@ -140,13 +140,13 @@ def test_a_bad_setting_is_refused_by_name(changes: dict[str, object], message: s
 
 
 def test_settings_are_parsed_from_text() -> None:
-    assert parse_setting(EngineConfig, "window", "2") == 2
+    assert parse_setting(EngineConfig, "overlap_steps", "2") == 2
     assert parse_setting(EngineConfig, "running_timeout", "1.5") == 1.5
     assert parse_setting(EngineConfig, "transformers_fallback", "yes") is True
     assert parse_setting(EngineConfig, "num_pages", "none") is None
     assert parse_setting(EngineConfig, "model", "/models/x") == "/models/x"
     with pytest.raises(errors.ConfigError):
-        parse_setting(EngineConfig, "window", "two")
+        parse_setting(EngineConfig, "overlap_steps", "two")
 
 
 def test_a_server_open_to_the_world_needs_a_key() -> None:
@@ -217,7 +217,7 @@ def test_what_a_config_leaves_open_is_decided_with_the_model(
 ) -> None:
     def settings(config: EngineConfig) -> tuple[int | None, int | None, int | None]:
         found = decide(config, block_size, asynchronous=asynchronous)
-        return found.window, found.max_rounds, found.max_prefill_tokens
+        return found.overlap_steps, found.max_rounds, found.max_prefill_tokens
 
     assert settings(EngineConfig()) == decided
     asked = EngineConfig(overlap_steps=2, max_rounds=7, max_prefill_tokens=64)

@@ -182,7 +182,7 @@ class Packer:
             sample_rows += [at for at, row in enumerate(step.prefills, step.num_decodes) if row.samples]
             sample_slots, sample_positions = slots[sample_rows], kv_len[sample_rows]
             logits_rows = cu_q[1:][sample_rows] - 1
-        sampling = self._sampling_table.sampling(sample_slots)
+        sampling = self._sampling_table.metadata(sample_slots)
         score_rows, score_ids, scores = self._scores(step, cu_q)
         sections = (
             self._input_ids(step, cu_q),

@@ -29,12 +29,12 @@ FLOAT_FIELDS = (
     "frequency_penalty",
 )
 _NONE = np.empty(0, np.int64)
-_KNOWN_ROSTERS = 4
+_KNOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """SamplingTable of S sampling rows."""
+    """Sampling parameters of S rows."""
 
     #: int64 [S]
     seeds: npt.NDArray[np.int64]
@@ -85,7 +85,7 @@ class SamplingTable:
         #: of the few that have them: biased ids with the bits of their bias, and the mask of allowed tokens
         self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         self._allowed: dict[int, npt.NDArray[np.int32]] = {}
-        #: rosters by the slots of their rows
+        #: metadata by the slots of their rows
         self._known: OrderedDict[bytes, SamplingMetadata] = OrderedDict()
 
     def admit(self, slot: int, admission: Admission) -> PenaltyReset | None:
@@ -114,15 +114,15 @@ class SamplingTable:
         if params.allowed_token_ids is not None:
             self._allowed[slot] = _mask(params.allowed_token_ids)
 
-    def sampling(self, slots: npt.NDArray[np.int64]) -> SamplingMetadata:
+    def metadata(self, slots: npt.NDArray[np.int64]) -> SamplingMetadata:
         """Of rows with these slots, int64 [S]."""
         key = slots.tobytes()
-        sampling = self._known.get(key)
-        if sampling is None:
-            sampling = self._known[key] = self._make(slots)
-            if len(self._known) > _KNOWN_ROSTERS:
+        metadata = self._known.get(key)
+        if metadata is None:
+            metadata = self._known[key] = self._make(slots)
+            if len(self._known) > _KNOWN:
                 self._known.popitem(last=False)
-        return sampling
+        return metadata
 
     def _make(self, slots: npt.NDArray[np.int64]) -> SamplingMetadata:
         # Taken like this, each parameter's values lie next to each other.

@@ -33,8 +33,8 @@ def test_a_model_that_is_not_there_is_one_clear_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--overlap-steps", "9"], "window"),
-        (["serve", "--overlap-steps", "x"], "window"),
+        (["serve", "--overlap-steps", "9"], "overlap_steps"),
+        (["serve", "--overlap-steps", "x"], "overlap_steps"),
         (["serve", "--host", "0.0.0.0"], "loopback"),
         (["serve", "--config", "/nowhere.yaml"], "nowhere.yaml"),
     ],

@@ -40,7 +40,7 @@ def test_prompts_that_arrive_together_compute_their_common_beginning_once(settin
 def test_the_last_chunk_of_a_common_beginning_is_waited_for_while_it_is_in_flight(window: int) -> None:
     common = tokens(6 * SIZE)
     asked = [ask([*common, *tokens(3, number)], max_tokens=6) for number in range(3)]
-    course = Course(asked, share_prefix_tokens=2 * SIZE, chunk_size=4 * SIZE, window=window)
+    course = Course(asked, share_prefix_tokens=2 * SIZE, chunk_size=4 * SIZE, overlap_steps=window)
     course.run()
     course.verify()
     assert [request.cached_tokens for request in course.requests] == [0, 6 * SIZE, 6 * SIZE]
@@ -76,7 +76,7 @@ def test_pages_are_exchanged_for_those_of_another_while_rounds_are_in_flight() -
     prompt = tokens(4 * SIZE + 1)
     for window in (0, 1, 2):
         asked = [ask(prompt, max_tokens=3 * SIZE), ask(prompt, max_tokens=3 * SIZE + 2)]
-        course = Course(asked, share_prefix_tokens=0, window=window)
+        course = Course(asked, share_prefix_tokens=0, overlap_steps=window)
         course.run()
         course.verify()
         assert [request.cached_tokens for request in course.requests] == [0, 0]

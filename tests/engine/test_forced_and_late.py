@@ -65,13 +65,13 @@ def params(**fields: Any) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_fast_forward_saves_steps_and_changes_nothing(window: Any) -> None:
-    plain, before = await outputs(params(), window=window, fast_forward=False)
-    quick, after = await outputs(params(), window=window)
+    plain, before = await outputs(params(), overlap_steps=window, fast_forward=False)
+    quick, after = await outputs(params(), overlap_steps=window)
     assert quick == plain
     assert before.forced_tokens == 0
     assert after.forced_tokens > 10
     assert after.steps < before.steps
-    retracted, stats = await outputs(params(), window=window, retract=4)
+    retracted, stats = await outputs(params(), overlap_steps=window, retract=4)
     assert stats.retractions > 0
     assert retracted == plain
 
@@ -98,15 +98,15 @@ async def test_a_dead_end_behind_forced_tokens_is_not_reached_before_them(choice
         plain = await outcome(max_tokens, fast_forward=False)
         assert ("allows no token" in plain) == (max_tokens == 60)
         for window in (0, 1, 2):
-            assert await outcome(max_tokens, window=window) == plain
+            assert await outcome(max_tokens, overlap_steps=window) == plain
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_no_patience_changes_nothing(window: Any) -> None:
-    plain, _ = await outputs(params(), window=window)
-    hasty, _ = await outputs(params(), window=window, grammar_patience=0.0)
+    plain, _ = await outputs(params(), overlap_steps=window)
+    hasty, _ = await outputs(params(), overlap_steps=window, grammar_patience=0.0)
     assert hasty == plain
-    hasty, stats = await outputs(params(), window=window, grammar_patience=0.0, retract=5)
+    hasty, stats = await outputs(params(), overlap_steps=window, grammar_patience=0.0, retract=5)
     assert stats.retractions > 0
     assert hasty == plain
 

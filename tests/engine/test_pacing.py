@@ -63,8 +63,8 @@ async def course(step_time: Any, **settings: Any) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_who_arrives_during_a_step_is_in_the_next_one(window: int) -> None:
-    late, waits_late = run(course(lambda _: STEP, window=window))
-    early, waits_early = run(course(lambda _: STEP, window=window, plan_late=False))
+    late, waits_late = run(course(lambda _: STEP, overlap_steps=window))
+    early, waits_early = run(course(lambda _: STEP, overlap_steps=window, plan_late=False))
     # What is left of the step under way, those behind it, and one's own: a step less than before.
     assert max(late) < (window + 1.1) * STEP
     assert sum(early) / len(early) - sum(late) / len(late) > 0.8 * STEP
@@ -80,7 +80,7 @@ def test_a_device_whose_steps_get_shorter_waits_once_for_each_size() -> None:
         jumps += step.id % 60 == 0 and step.id > 0
         return STEP * (1 + (step.id // 30) % 2)
 
-    _, waits = run(course(step_time, window=1))
+    _, waits = run(course(step_time, overlap_steps=1))
     sizes = 2  # decodes alone, and beside a prompt
     assert 1 < waits <= 1 + jumps * sizes
 

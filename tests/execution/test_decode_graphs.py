@@ -159,7 +159,7 @@ def admitted(slots: int, graph_rows: int = 0) -> Packer:
     packer = Packer(slots, PAGES, PAGE, graph_rows)
     for slot in range(1, slots + 1):
         params = SamplingParams(temperature=slot / 8, top_p=1 / slot, top_k=slot, min_p=0.0)
-        packer._parameters.admit(slot, Admission(params, 1000 + slot, frozenset(), [1], []))
+        packer._sampling_table.admit(slot, Admission(params, 1000 + slot, frozenset(), [1], []))
     return packer
 
 
@@ -218,7 +218,7 @@ def test_a_replay_moves_its_rows_on_and_padding_stays_where_it_is() -> None:
     )
     graphs.capture(record)
     relay.scatter(torch.tensor([2]), torch.tensor([10]))
-    packer._parameters.admit(2, Admission(SamplingParams(temperature=0), 1, frozenset(), [1], []))
+    packer._sampling_table.admit(2, Admission(SamplingParams(temperature=0), 1, frozenset(), [1], []))
     for position in range(PAGES * PAGE):
         pages = [(2, position // PAGE, [50 + position // PAGE])] if position % PAGE == 0 else []
         step = decode(packer, {2: position}, pages)

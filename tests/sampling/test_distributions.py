@@ -22,6 +22,7 @@ from aioinfer.execution.relay import Relay
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.streams import Direct
 from aioinfer.params import SamplingParams
+from aioinfer.sampling import logits_processors
 from aioinfer.sampling import sampler as sampler_module
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.choice import Kernels
