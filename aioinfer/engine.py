@@ -292,13 +292,13 @@ class Engine:
             return
         cell.notify()
         if cell.max_lag is not None and cell.lags:
-            self._started_core().scheduler.park(request)
+            self._started_core().scheduler.queues.park(request)
 
     def caught_up(self, cell: StreamCell) -> None:
         """The consumer of a parked request has read enough: its request goes on."""
         if self._driver is not None and cell.request is not None:
             self._driver.work_arrives()
-            self._started_core().scheduler.unpark(cell.request)
+            self._started_core().scheduler.queues.unpark(cell.request)
             self._driver.wake()
 
     def _lost(self, cause: BaseException) -> None:
@@ -363,7 +363,7 @@ class Engine:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._arriving) or (self._core is not None and self._core.scheduler.has_unfinished)
+        return bool(self._arriving) or (self._core is not None and self._core.scheduler.queues.has_unfinished)
 
     def abandon(self, cell: StreamCell) -> None:
         """The consumer closed its stream."""

@@ -96,7 +96,7 @@ class LLM:
 
     def has_unfinished(self) -> bool:
         """Some request has not been returned by :meth:`step` yet."""
-        return self._core.scheduler.has_unfinished or bool(self._flights or self._finished)
+        return self._core.scheduler.queues.has_unfinished or bool(self._flights or self._finished)
 
     def step(self) -> dict[int, Result]:
         """Compute one step and return the requests that finished with it, by key.

@@ -151,8 +151,9 @@ class StreamCell:
         chunk = Chunk(text, token_ids, draft=draft)
         if request.params.logprobs is not None:
             chunk.logprobs = request.logprobs[self.taken_ids :]
-        if request.step_map is not None:
-            chunk.step_map = request.step_map[self.taken_ids :]
+        step_map = request.cursor.step_map
+        if step_map is not None:
+            chunk.step_map = step_map[self.taken_ids :]
         if ended:
             chunk.finish_reason, chunk.stop_reason = request.finish_reason, request.stop_reason
             chunk.usage = request.usage

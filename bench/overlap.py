@@ -28,7 +28,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceInfo, Flight
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
-from aioinfer.execution.packing import Packed
+from aioinfer.execution.packing import PackedStep
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.params import Grammar, SamplingParams
@@ -36,7 +36,7 @@ from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.step import Outcome, Step
 from bench.drawing import draw
 from bench.fixed_step import bench_stall, bench_toy
 from bench.prefill_overlap import bench_prefills
@@ -101,10 +101,10 @@ class SharedDevice:
     def open(self, progress: Any = None) -> DeviceInfo:
         return self._info
 
-    def prepare(self, step: Step) -> Packed:
+    def prepare(self, step: Step) -> PackedStep:
         return self._device.prepare(step)
 
-    def launch(self, prepared: Packed) -> Flight:
+    def launch(self, prepared: PackedStep) -> Flight:
         self._lane.current = self.lane
         return self._device.launch(prepared)
 
@@ -135,7 +135,7 @@ class Floor:
         self._packed = []
         while (step := scheduler.plan()) is not None:
             self._packed.append(self._device.prepare(step))
-            scheduler.resolve(step, [5] * step.num_rows)
+            scheduler.resolve(step, Outcome([5] * step.num_rows))
 
     def shared(self) -> SharedDevice:
         """Its device, for an engine."""

@@ -24,6 +24,7 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import Outcome
 from bench.report import environment, write_line
 
 PAGE_SIZE = 16
@@ -60,10 +61,10 @@ def make_scheduler(
     # Prompts of four pages fill the cache; each has its own path.
     while memory.pages.cached < cached_pages:
         submit(min(running, -(-(cached_pages - memory.pages.cached) // 4)), 4 * PAGE_SIZE, 1)
-        while scheduler.has_unfinished:
+        while scheduler.queues.has_unfinished:
             turn(scheduler)
     submit(running, PROMPT, OUTPUT)
-    while len(scheduler.batch) < running:
+    while len(scheduler.queues.batch) < running:
         turn(scheduler)
     submit(waiting, PROMPT, OUTPUT)
     for _ in range(20):
@@ -74,7 +75,7 @@ def make_scheduler(
 def turn(scheduler: Scheduler) -> None:
     step = scheduler.plan()
     assert step is not None
-    scheduler.resolve(step, [5] * step.num_rows)
+    scheduler.resolve(step, Outcome([5] * step.num_rows))
 
 
 def measure(scheduler: Scheduler, steps: int, rounds: int) -> tuple[float, float]:
@@ -87,9 +88,9 @@ def measure(scheduler: Scheduler, steps: int, rounds: int) -> tuple[float, float
             step = scheduler.plan()
             between = time.perf_counter()
             assert step is not None
-            tokens = [5] * step.num_rows
+            outcome = Outcome([5] * step.num_rows)
             again = time.perf_counter()
-            scheduler.resolve(step, tokens)
+            scheduler.resolve(step, outcome)
             after = time.perf_counter()
             planning += between - before
             resolving += after - again

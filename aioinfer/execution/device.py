@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aioinfer.model.spec import Progress
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
+from aioinfer.scheduling.step import Outcome
 
 if TYPE_CHECKING:
-    from aioinfer.diffusion.state import BlockState
     from aioinfer.scheduling.step import Step
 
 __all__ = [
@@ -63,21 +63,13 @@ class DeviceInfo:
 
 
 @dataclass(slots=True)
-class StepResult:
-    """What a step brought."""
+class StepResult(Outcome):
+    """What a step brought: what the scheduler reads of it, and what goes with the tokens."""
 
-    #: one entry per row: the sampled token, or one of the negative values of :mod:`aioinfer.scheduling.step`
-    tokens: list[int]
-    #: by row, the tokens that follow without having been sampled
-    forced: dict[int, list[int]] = field(default_factory=dict)
     #: by row, of sampled tokens, where they were asked for
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     #: by row, of the prompt's tokens from position ``row.scores[0] + 1`` on
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    #: by row, of those that denoise
-    blocks: dict[int, BlockState] = field(default_factory=dict)
-    #: forwards that it took
-    rounds: int = 1
     #: when the host had it, on the clock of the timeline
     done_at: float = field(default_factory=now)
 

@@ -1,21 +1,16 @@
-"""DecodeGraphs: decode steps that are captured once and replayed, so that launching one costs a call or two.
+"""StepGraphs: steps that are captured once and replayed, so that launching one costs a call or two.
 
-What a captured step reads lies still on the device, and moves on by itself::
+What a captured step reads lies still on the device (:class:`~aioinfer.execution.decoding.base.Captured`).
+Where rows or pages changed since the step before, the host sends the difference to what it knows to be
+there::
 
-    columns   slots │ starts │ seeds │ top_k │ temperature │ top_p │ min_p       one entry per row
-    table     pages of each row
-                 │
-    forward      relay[slots] ─► positions, KV cells ─► model ─► logits,  starts += 1
-    sampling     greedy │ filtered ─► tokens ─► relay[slots], tokens of the last steps
-
-So a step with the rows and pages of the one before needs nothing from the host but its replay. Where they
-changed, the host sends the difference to what it knows to be there. Rows beyond the step's own are padding:
-slot 0, null page, no context.
+    forward     rows, pages ─► model ─► logits
+    step        logits ─► sampled tokens, or blocks after a round      in a few variants
 
 Graphs come in sizes; a step takes the next larger one. All share one pool of memory, the largest is captured
-first (mini-sglang and nano-vllm do likewise), and only while nothing else touches the device. What a graph
-leaves for others lies outside of the pool: there, any replay may overwrite it. The tokens of a few steps are
-kept, each step's in its turn, so that sampling need not wait for the copies of those before.
+first (mini-sglang and nano-vllm do the same), and only while nothing else touches the device. What a graph
+leaves for others lies outside of the pool: there, any replay may overwrite it. The results of a few steps are
+kept, so that the next step need not wait for the copies of those before.
 """
 
 from __future__ import annotations
@@ -25,28 +20,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from aioinfer.execution.mirror import Mirror
-from aioinfer.execution.packing import FLOAT_FIELDS, Packed
-from aioinfer.execution.relay import Relay
-from aioinfer.model.attention.base import Attention
-from aioinfer.model.batch import Batch
-from aioinfer.model.spec import CausalLM
-from aioinfer.sampling.batch import SamplingBatch
-from aioinfer.sampling.sampler import Sampler
+from aioinfer.execution.decoding.base import Captured, Output, Send
+from aioinfer.execution.packing import PackedStep
 
-__all__ = ["KEPT", "Capture", "DecodeGraphs", "DecodeRows", "Graph", "graph_sizes", "graphs_unsupported"]
-
-#: steps whose tokens the device keeps: those of the next are sampled while the host's copies are under way
-KEPT = 4
-_INT_COLUMNS = ("slots", "starts", "seeds", "top_k")
-_FLOAT_COLUMNS = ("temperature", "top_p", "min_p")
-_NO_VERSION = -1
-_NO_PAGES = np.empty((0, 1), np.int64)
-_FLOAT_ROWS = [FLOAT_FIELDS.index(name) for name in _FLOAT_COLUMNS]
+__all__ = ["Capture", "Graph", "StepGraphs", "graphs_unsupported"]
 
 
 class Graph(Protocol):
@@ -60,15 +39,10 @@ class Graph(Protocol):
 Capture = Callable[[Callable[[], None]], Graph]
 
 
-def graph_sizes(most: int) -> list[int]:
-    """Batch sizes to capture for up to ``most`` rows: steps of 8, and finer where a row counts."""
-    return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}) if most else []
-
-
 def graphs_unsupported(
     device: torch.device, attention: str, capturable: bool, experts: str | None = None
 ) -> str | None:
-    """What keeps decode steps from being captured there, if anything does.
+    """What keeps steps from being captured there, if anything does.
 
     Args:
         attention, experts: the kernels that were chosen.
@@ -83,195 +57,58 @@ def graphs_unsupported(
     return None if capturable else "the model's code is transformers' own"
 
 
-class DecodeRows:
-    """What captured decode steps read: columns of integers, those of float32, two to a cell, and pages."""
+class StepGraphs:
+    """The captured steps of one model. Launch thread only."""
 
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
-        #: rows per column; kernels like what begins at round addresses
-        self._width = width = -(-num_rows // 32) * 32
-        self._ints = ints = len(_INT_COLUMNS) * width
-        self._mirror = Mirror(ints + len(_FLOAT_COLUMNS) * width // 2, num_rows, max_pages, device)
-        cells, known = self._mirror.columns, self._mirror.known_columns
-        #: int64 [rows]
-        self.slots, self.starts, self.seeds, self.top_k = cells[:ints].view(-1, width)[:, :num_rows]
-        #: float32 [rows]
-        self.temperature, self.top_p, self.min_p = (
-            cells[ints:].view(torch.float32).view(-1, width)[:, :num_rows]
-        )
-        #: int64 [rows, max_pages]
-        self.table = self._mirror.table
-        self._known_slots, self._known_starts, *_ = known[:ints].reshape(-1, width)
-        #: of the pages that each row has there
-        self._versions = np.full(num_rows, _NO_VERSION)
+    __slots__ = ("_captured", "_forwards", "_size", "_sizes", "_steps")
 
-    def forget(self) -> None:
-        """A step failed: nobody knows how far it came."""
-        self._mirror.forget()
-        self._versions[:] = _NO_VERSION
-
-    def update(self, packed: Packed, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> bool:
-        """Make the rows those of the step, and padding behind. False if they were so already."""
-        return self._mirror.update(self._columns_of(packed), *self._pages_of(packed), send)
-
-    def _pages_of(self, packed: Packed) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Rows whose pages may be others than those of the step, and what these are.
-
-        Only rows with another version are looked at. Columns that a step packed without versions does not
-        reach stay as they are: nobody reads them.
-        """
-        count, tables = len(packed.q_lens), packed.tables
-        if tables is None:
-            self._versions[:count] = _NO_VERSION
-            return np.arange(count), packed.section("block_table").reshape(count, packed.num_pages)
-        rows = np.flatnonzero(self._versions[:count] != tables.versions)
-        if not len(rows):
-            return rows, _NO_PAGES
-        self._versions[rows] = tables.versions[rows]
-        return rows, np.stack([tables.rows[row] for row in rows.tolist()])
-
-    def moved_on(self) -> None:
-        """A replay moved all rows, but for padding, to their next position."""
-        self._known_starts += self._known_slots > 0
-
-    def _columns_of(self, packed: Packed) -> npt.NDArray[np.int64]:
-        """What the columns of a step are; the rest is padding."""
-        columns, rows = np.zeros_like(self._mirror.known_columns), len(packed.q_lens)
-        ints = columns[: self._ints].reshape(-1, self._width)
-        for at, name in enumerate(("slots", "positions", "seeds", "top_k")):
-            ints[at, :rows] = packed.section(name)
-        floats = columns[self._ints :].view(np.float32).reshape(-1, self._width)
-        floats[:, :rows] = packed.sampling.floats[_FLOAT_ROWS]
-        return columns
-
-
-class DecodeGraphs:
-    """The captured decode steps of one model. Launch thread only."""
-
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: Attention,
-        sampler: Sampler,
-        relay: Relay,
-        *,
-        sizes: list[int],
-        max_pages: int,
-        page_size: int,
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._attention = attention
-        self._sampler = sampler
-        self._relay = relay
-        self._page_size = page_size
+    def __init__(self, captured: Captured, sizes: list[int]) -> None:
+        self._captured = captured
         self._sizes = sorted(sizes)
-        self._rows = DecodeRows(self._sizes[-1], max_pages, device)
-        # Of all sizes, and not in the graphs' pool: the next forward would write there while tokens are still
-        # copied to the host.
-        self._logits = torch.empty(self._sizes[-1], model.spec.vocab_size, device=device)
-        self._tokens = torch.empty(KEPT, self._sizes[-1], dtype=torch.int64, device=device)
-        #: which of these the next step's are, on the device and on the host, and whether they agree
-        self._turns = torch.zeros(1, dtype=torch.int64, device=device)
-        self._turn, self._in_turn = 0, False
-        self._neutral = torch.ones(self._sizes[-1], device=device)
-        #: by size, and for sampling by size and whether every row is greedy
         self._forwards: dict[int, Graph] = {}
-        self._samplings: dict[tuple[int, bool], Graph] = {}
+        #: by size and variant
+        self._steps: dict[tuple[int, object], Graph] = {}
         self._size = 0
-        #: by turn and number of rows
-        self._sampled: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def captured(self) -> Captured:
+        return self._captured
 
     @torch.inference_mode()
     def capture(self, capture: Capture, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture all sizes, on padding alone. ``progress`` is called with (done, total)."""
+        captured = self._captured
+        captured.prepare()
         for done, size in enumerate(reversed(self._sizes), 1):
-            self._forwards[size] = capture(partial(self._forward, size))
-            for greedy in (True, False):
-                self._samplings[size, greedy] = capture(partial(self._sampling, size, greedy))
+            self._forwards[size] = capture(partial(captured.forward, size))
+            for variant in captured.variants():
+                self._steps[size, variant] = capture(partial(captured.step, size, variant))
             if progress is not None:
                 progress(done, len(self._sizes))
 
-    def hold(self, packed: Packed) -> bool:
+    def hold(self, packed: PackedStep) -> bool:
         """Whether a step can be a replay."""
-        return packed.decodes_only and len(packed.q_lens) <= self._sizes[-1]
+        return 0 < self._captured.num_rows(packed) <= self._sizes[-1]
 
-    def forward(self, packed: Packed, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> None:
+    def forward(self, packed: PackedStep, send: Send) -> None:
         """Compute the :meth:`logits` of the step's rows."""
-        self._size = self._sizes[bisect_left(self._sizes, len(packed.q_lens))]
+        captured = self._captured
+        self._size = self._sizes[bisect_left(self._sizes, captured.num_rows(packed))]
         try:
-            self._rows.update(packed, send)
+            captured.update(packed, send)
             self._forwards[self._size].replay()
         except BaseException:
-            self._rows.forget()
+            captured.forget()
             raise
-        self._rows.moved_on()
+        captured.moved_on()
 
-    def logits(self, packed: Packed) -> torch.Tensor:
-        """Of the last forward's step, float32 [R, V], valid until the next forward."""
-        return self._logits[: len(packed.q_lens)]
+    def logits(self, packed: PackedStep) -> torch.Tensor:
+        """Of the last forward's step, valid until the next forward."""
+        return self._captured.logits(packed)
 
-    def sample(self, packed: Packed) -> torch.Tensor:
-        """Tokens of the last forward's step, int64 [R]; the relay has them, too. Valid for ``KEPT`` calls."""
-        if not self._in_turn:
-            self._turns.fill_(self._turn)
-        self._in_turn = False
-        self._samplings[self._size, packed.sampling.all_greedy].replay()
-        self._in_turn = True
-        which = self._turn, len(packed.q_lens)
-        self._turn = (self._turn + 1) % KEPT
-        tokens = self._sampled.get(which)
-        if tokens is None:
-            tokens = self._sampled[which] = self._tokens[which[0], : which[1]]
-        return tokens
+    def finish(self, packed: PackedStep) -> Output | None:
+        """Sample or denoise the last forward's step; None if that was not captured."""
+        return self._captured.finish(packed, self._replay)
 
-    def _forward(self, size: int) -> None:
-        rows = self._rows
-        slots, starts, table = rows.slots[:size], rows.starts[:size], rows.table[:size]
-        live = (slots > 0).to(torch.int64)
-        input_ids = torch.empty_like(slots)
-        self._relay.gather(input_ids, slots, size)
-        page = table.gather(1, (starts // self._page_size).unsqueeze(1)).squeeze(1)
-        row = torch.arange(size + 1, device=slots.device)
-        batch = Batch(
-            input_ids=input_ids,
-            positions=starts.clone(),
-            slot_mapping=(page * self._page_size + starts % self._page_size) * live,
-            cu_q=row,
-            kv_len=(starts + 1) * live,
-            block_table=table,
-            logits_rows=row[:-1],
-            q_lens=[1] * size,
-            # Lengths are known to the device alone: kernels that ask the host cannot be captured.
-            kv_lens=[],
-            num_decodes=size,
-        )
-        self._logits[:size].copy_(self._model.forward(batch, self._attention))
-        starts += live
-
-    def _sampling(self, size: int, greedy: bool) -> None:
-        """Sample from logits whose rows have moved on already: they stand where the token will."""
-        rows = self._rows
-        neutral = self._neutral[:size]
-        tokens = self._sampler.sample(
-            self._logits[:size],
-            SamplingBatch(
-                slots=rows.slots[:size],
-                positions=rows.starts[:size],
-                seeds=rows.seeds[:size],
-                temperature=rows.temperature[:size],
-                top_p=rows.top_p[:size],
-                min_p=rows.min_p[:size],
-                top_k=rows.top_k[:size],
-                repetition_penalty=neutral,
-                presence_penalty=neutral,
-                frequency_penalty=neutral,
-                all_greedy=greedy,
-                any_top_k=True,
-                any_top_p=True,
-                any_min_p=True,
-                any_penalty=False,
-            ),
-        )
-        self._relay.scatter(rows.slots[:size], tokens)
-        self._tokens[:, :size].index_copy_(0, self._turns, tokens.unsqueeze(0))
-        self._turns.add_(1).remainder_(KEPT)
+    def _replay(self, variant: object) -> None:
+        self._steps[self._size, variant].replay()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.scheduling.step import Row
+from aioinfer.scheduling.step import TableUpdate
 
 __all__ = ["PageTables", "Placement", "Tables"]
 
@@ -53,19 +53,15 @@ class PageTables:
         self._versions = np.zeros(num_slots + 1, np.int64)
         self._version = 0
 
-    def update(self, rows: Iterable[Row]) -> None:
-        """A request that takes a slot has no pages yet but those that its row brings."""
-        for row in rows:
-            if row.admission is not None:
-                self._tables[row.slot] = 0
-                self._changed(row.slot)
-            if row.new_pages:
-                self.extend(row.slot, row.first_new_page, row.new_pages)
-
-    def extend(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Pages from number ``first`` on are these."""
-        self._tables[slot, first : first + len(pages)] = pages
-        self._changed(slot)
+    def update(self, new: Iterable[int], changes: Iterable[TableUpdate]) -> None:
+        """The slots ``new`` have new tenants, without pages but for those among the changes."""
+        for slot in new:
+            self._tables[slot] = 0
+            self._changed(slot)
+        for slot, first, pages in changes:
+            if pages:
+                self._tables[slot, first : first + len(pages)] = pages
+                self._changed(slot)
 
     def _changed(self, slot: int) -> None:
         self._version += 1

@@ -10,13 +10,13 @@ Activations and graphs are measured, by the largest step and a trial capture, be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.model.spec import ModelSpec
 
-__all__ = ["PoolSize", "cpu_budget", "cuda_budget", "fit_blocks", "size_pool"]
+__all__ = ["PoolSize", "cpu_budget", "cuda_budget", "size_pool"]
 
 _GIB = 1 << 30
 
@@ -27,23 +27,6 @@ class PoolSize:
 
     num_pages: int
     max_model_len: int
-
-
-def fit_blocks(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """The config with pages of whole blocks if this is a diffusion model, else as it is.
-
-    Raises ConfigError where not even two blocks fit into a step, or one into the longest sequence.
-    """
-    size = spec.block_size
-    if size is None:
-        return config
-    if config.max_step_tokens < 2 * size:
-        raise ConfigError(
-            f"max_step_tokens is {config.max_step_tokens}; two blocks of {size} positions must fit"
-        )
-    if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size:
-        raise ConfigError(f"max_model_len is less than a block of {size} positions")
-    return replace(config, page_size=-(-config.page_size // size) * size)
 
 
 def cpu_budget(config: EngineConfig) -> int:
@@ -73,7 +56,7 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
             f"max_model_len is {config.max_model_len}; the model knows {spec.max_model_len} positions"
         )
     wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
-    block = spec.block_size or 1
+    block = spec.unit
     wanted_len -= wanted_len % block
     num_pages = config.num_pages
     if num_pages is None:

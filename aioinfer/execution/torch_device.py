@@ -11,16 +11,15 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.packing import Packed, Packer
+from aioinfer.execution.packing import PackedStep, Packer
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
 if TYPE_CHECKING:
     import torch
 
-    from aioinfer.execution.block_packing import BlockPacked, BlockPacker
+    from aioinfer.execution.backends import Backend
     from aioinfer.execution.graphs import Capture
-    from aioinfer.execution.streams import Backend, PackedStep
     from aioinfer.model.spec import CausalLM, ModelSpec
 
 __all__ = ["TorchDevice", "pick_device"]
@@ -36,19 +35,19 @@ class TorchDevice:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._packer: Packer | BlockPacker | None = None
+        self._packer: Packer | None = None
         self._backend: Backend | None = None
-        self._masks = GrammarWorker(config.grammar_patience)
+        self._grammars = GrammarWorker(config.grammar_patience)
         self.lane = DeviceLane()
         self._threads_before: int | None = None
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         import torch
 
-        from aioinfer.execution.building import Parts, build
+        from aioinfer.execution.backends import lacks_memory
+        from aioinfer.execution.build import Parts, build
         from aioinfer.execution.cores import cpu_quota, default_threads
-        from aioinfer.execution.sizing import fit_blocks
-        from aioinfer.execution.streams import lacks_memory
+        from aioinfer.execution.decoding import kind
         from aioinfer.model.attention.choice import choose_attention
         from aioinfer.model.layers import why_variant
 
@@ -63,11 +62,12 @@ class TorchDevice:
         try:
             model = self._load(device, progress)
             spec = model.spec
-            config = fit_blocks(config, spec)
+            decoding = kind(spec)
+            config = decoding.fit(config)
             choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention_backend)
             if config.deterministic and not model.invariant:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.kernels)}")
-            parts = Parts(config, model, choice, device, self._masks, self.lane)
+            parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane)
             self._backend, size = build(parts, self._capture, progress)
         except Exception as error:
             if not lacks_memory(error):
@@ -75,7 +75,7 @@ class TorchDevice:
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
-        self._packer = _packer(config, spec, size.max_model_len, self._backend.graph_rows)
+        self._packer = parts.packer(size.max_model_len, self._backend.graph_rows)
         return DeviceInfo(
             vocab_size=spec.vocab_size,
             max_model_len=size.max_model_len,
@@ -104,7 +104,7 @@ class TorchDevice:
             progress=progress,
         )
 
-    def prepare(self, step: Step) -> Packed | BlockPacked:
+    def prepare(self, step: Step) -> PackedStep:
         assert self._packer is not None, "not open"
         return self._packer.pack(step)
 
@@ -122,7 +122,7 @@ class TorchDevice:
             self._backend.close()
         self._backend = None
         self._packer = None
-        self._masks.close()
+        self._grammars.close()
         self.lane.parts = dict
         if self._threads_before is not None:
             import torch
@@ -140,15 +140,6 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
-
-
-def _packer(config: EngineConfig, spec: ModelSpec, max_len: int, graph_rows: int) -> Packer | BlockPacker:
-    from aioinfer.execution.block_packing import BlockPacker
-
-    arguments = (config.num_slots, -(-max_len // config.page_size), config.page_size)
-    if spec.block_size is None or spec.mask_token_id is None:
-        return Packer(*arguments, graph_rows)
-    return BlockPacker(*arguments, spec.block_size, spec.mask_token_id)
 
 
 def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str) -> str:

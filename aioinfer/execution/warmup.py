@@ -1,26 +1,26 @@
-"""Warm-up: the largest steps that a configuration allows, so that kernels are compiled before anybody waits
-for them, and what a step takes of the memory is known before the KV pages take the rest."""
+"""Warm-up: the largest steps that a configuration allows, so that kernels are compiled before the first
+request waits for them, and what a step takes of the memory is known before the KV pages take the rest."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
-from aioinfer.config import EngineConfig
-from aioinfer.execution.block_packing import BlockPacked, BlockPacker
-from aioinfer.execution.graphs import Capture
-from aioinfer.execution.packing import Packed, Packer
-from aioinfer.execution.streams import CudaBackend, PackedStep
-from aioinfer.model.spec import ModelSpec
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.decode_batch import NO_DECODES, Decodes
-from aioinfer.scheduling.step import Admission, Row, Step
+from aioinfer.scheduling.step import NewRequestData, Row
 
-__all__ = ["Graphs", "largest_block_steps", "largest_steps", "measure"]
+if TYPE_CHECKING:
+    from aioinfer.execution.backends import CudaBackend
+    from aioinfer.execution.graphs import Capture
+    from aioinfer.execution.packing import PackedStep
+
+__all__ = ["COSTLY", "Graphs", "filled_slots", "measure"]
+
+#: everything that costs memory
+COSTLY = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 
 
 class Graphs(Protocol):
@@ -29,50 +29,18 @@ class Graphs(Protocol):
     def capture(self, capture: Capture, /) -> None: ...
 
 
-#: everything that costs memory
-_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
-
-
-def largest_steps(config: EngineConfig, max_len: int) -> Iterator[Packed]:
-    """A step of prefill only and one of decodes only, as large as may be, on the null page alone.
-
-    ``max_len``: positions that the model has, or a request may have.
-    """
-    packer = Packer(config.num_slots, -(-max_len // config.page_size), config.page_size)
-    rows = config.max_running_requests
-    length = max(1, min(config.max_step_tokens // rows, max_len - 1))
+def filled_slots(rows: int, length: int, params: SamplingParams, *, samples: bool) -> tuple[Row, ...]:
+    """Prefill rows of new requests in slots 1 to ``rows``, on the null page."""
     nobody: Any = None
-    admission = Admission(_PARAMS, 0, frozenset(), [0] * length, [])
-    prefills = tuple(
-        Row(nobody, slot, 0, length, [0] * length, True, (), 0, admission) for slot in range(1, rows + 1)
+    new = NewRequestData(params, 0, frozenset(), [0] * length, [])
+    return tuple(
+        Row(nobody, slot, 0, length, [0] * length, samples, (), 0, new) for slot in range(1, rows + 1)
     )
-    yield packer.pack(Step(-2, NO_DECODES, prefills, rows * length))
-    decodes = Decodes([nobody] * rows, np.arange(1, rows + 1), np.full(rows, length), [], [])
-    yield packer.pack(Step(-1, decodes, (), rows))
-
-
-def largest_block_steps(config: EngineConfig, spec: ModelSpec, max_len: int) -> Iterator[BlockPacked]:
-    """A step of known tokens only and one of blocks only, of a diffusion model, likewise."""
-    size, mask_id = spec.block_size, spec.mask_token_id
-    assert size is not None, "not a diffusion model"
-    assert mask_id is not None, "a diffusion model has a mask"
-    pages = -(-max_len // config.page_size)
-    packer = BlockPacker(config.num_slots, pages, config.page_size, size, mask_id)
-    rows = min(config.max_running_requests, config.max_step_tokens // size)
-    length = min(config.max_step_tokens // rows, max_len) // size * size
-    nobody: Any = None
-    slots = range(1, rows + 1)
-    admission = Admission(_PARAMS, 0, frozenset(), [0] * length, [])
-    known = (Row(nobody, slot, 0, length, [0] * length, False, (), 0, admission) for slot in slots)
-    yield packer.pack(Step(-2, NO_DECODES, tuple(known), rows * length))
-    start = min(length, max_len // size * size - size)
-    blocks = (Row(nobody, slot, start, size, (), False, (), 0, None, blocks=1) for slot in slots)
-    yield packer.pack(Step(-1, NO_DECODES, tuple(blocks), rows * size))
 
 
 def measure(
     backend: CudaBackend,
-    steps: Iterator[PackedStep],
+    steps: Iterable[PackedStep],
     graphs: Callable[[list[int]], Graphs],
     sizes: list[int],
 ) -> int:

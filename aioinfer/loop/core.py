@@ -7,7 +7,6 @@ a request from prompt ids to text, and what the caller's stop strings mean for t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -19,10 +18,9 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, StepFailed
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
-from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.loop.generation import generation
+from aioinfer.params import SamplingParams
 from aioinfer.scheduling.admission import Limits
-from aioinfer.scheduling.block_request import BlockRequest
-from aioinfer.scheduling.blocks import BlockScheduler
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request
@@ -45,6 +43,7 @@ class Core:
         "_compiler",
         "_compiler_lock",
         "_config",
+        "_generation",
         "_next_key",
         "_seeds",
         "admitted",
@@ -75,11 +74,8 @@ class Core:
         policy = policy_class(config.policy)(memory, config.seed or 0)
         settings = {item.name: getattr(config, item.name) for item in dataclasses.fields(Limits)}
         limits = Limits(**{**settings, "max_rounds": config.max_rounds or 1})
-        self.scheduler = (
-            Scheduler(memory, limits, policy)
-            if info.block_size is None
-            else BlockScheduler(memory, limits, policy, block_size=info.block_size)
-        )
+        self._generation = generation(info.block_size)
+        self.scheduler = Scheduler(memory, limits, policy, self._generation.batch(memory, limits))
         self._config = config
         self._clock = clock
         self._seeds = random.Random(config.seed)
@@ -95,10 +91,10 @@ class Core:
 
     def check_queue(self, arriving: int = 0, tokens: int = 0) -> None:
         """Raise Rejected if the queue is full, ``arriving`` requests and ``tokens`` included."""
-        waiting = len(self.scheduler.waiting) + arriving
+        waiting = len(self.scheduler.queues.waiting) + arriving
         if waiting >= self._config.max_queued_requests:
             raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
-        queued = self.scheduler.queued_tokens
+        queued = self.scheduler.queues.queued_tokens
         if queued and queued + tokens > self._config.max_queued_tokens:
             raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
 
@@ -109,7 +105,7 @@ class Core:
         """
         if not params.masked:
             return None
-        self._request_class(params)  # refuses what need not be compiled
+        self._generation.check(params)
         from aioinfer.text.grammar import GrammarState
 
         # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
@@ -192,7 +188,8 @@ class Core:
         if params.grammar is not None and params.min_tokens:
             raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
         self._next_key += 1
-        return self._request_class(params)(
+        self._generation.check(params)
+        return Request(
             self._next_key,
             prompt_ids,
             params,
@@ -205,21 +202,8 @@ class Core:
             priority=priority,
             namespace=cache_salt,
             routing_key=routing_key,
+            cursor=self._generation.cursor(params),
         )
-
-    def _request_class(self, params: SamplingParams) -> Callable[..., Request]:
-        """What a request of these parameters is to this model. Raises InvalidRequest."""
-        if self.info.block_size is None:
-            if params.diffusion is not None:
-                raise InvalidRequest("diffusion", "the model is not a diffusion model")
-            return Request
-        from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too
-
-        _refuse_for_blocks(params)
-        diffusion = params.diffusion or DiffusionParams()
-        algorithm = algorithm_class(diffusion.algorithm)
-        algorithm.check(diffusion)
-        return functools.partial(BlockRequest, block_size=self.info.block_size, monotone=algorithm.monotone)
 
     def submit(self, request: Request) -> None:
         """Queue a checked request. Raises Rejected."""
@@ -237,14 +221,13 @@ class Core:
     def plan(self, behind: Step | None = None) -> Step | None:
         """The next step to launch, if there is one, ``behind`` the newest one in flight."""
         prefill = 0 if behind is None else behind.prefill_tokens
-        if prefill > self._config.max_overlapped_prefill and self.scheduler.has_prefill:
+        if prefill > self._config.max_overlapped_prefill and self.scheduler.queues.has_prefill:
             return None  # such a step takes long: who arrives until it has resolved is in the next one
         step = self.scheduler.plan()
         if step is not None:
             now = self._clock()
-            # Who was retracted may be among them: somebody let in without a row can lose the place again.
-            first = (row.request for row in step.prefills if row.admission is not None)
-            self.admitted = [request for request in first if request.admitted_at is None]
+            # A request that was retracted is announced again: not all of these are new.
+            self.admitted = [request for request in step.new_requests if request.admitted_at is None]
             for request in self.admitted:
                 request.admitted_at = now
         return step
@@ -252,7 +235,7 @@ class Core:
     def resolve(self, step: Step, result: StepResult) -> list[Request]:
         """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
         now = self._clock()
-        advanced = self.scheduler.land(step, result)
+        advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
             _record_logprobs(step, result)
         for request in advanced:
@@ -319,15 +302,15 @@ class Core:
 
 def _record_logprobs(step: Step, result: StepResult) -> None:
     """Keep a record per token: neither more nor fewer than there are tokens."""
-    decodes = step.decodes.requests
+    decodes = step.generating.requests
     for index, logprob in result.logprobs.items():
-        request = decodes[index] if index < len(decodes) else step.prefills[index - len(decodes)].request
+        request = decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
         if len(request.logprobs) < len(request.output_ids):
             request.logprobs.append(logprob)
     for index, logprobs in result.prompt_logprobs.items():
-        row = step.prefills[index - len(decodes)]
+        row = step.prefilling[index - len(decodes)]
         known = row.request.prompt_logprobs
-        if row.scores is None or step.id <= row.request.junk_until:
+        if row.scores is None or step.id <= row.request.recovery.junk_until:
             continue
         # A step from before a retraction may have brought the first of them already.
         there = len(known) - row.scores[0]
@@ -342,23 +325,6 @@ def _step_failed(cause: BaseException) -> EngineError:
         error = OutOfMemory(f"two steps in turn that held this request ran out of memory: {cause}")
     error.__cause__ = cause
     return error
-
-
-#: what is decided token after token
-_ONE_BY_ONE = (
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias"),
-    *("allowed_token_ids", "prompt_logprobs", "grammar", "bad_words"),
-)
-
-
-def _refuse_for_blocks(params: SamplingParams) -> None:
-    """Raise InvalidRequest for what a diffusion model cannot be asked."""
-    nothing = SamplingParams()
-    for name in _ONE_BY_ONE:
-        if getattr(params, name) != getattr(nothing, name):
-            raise InvalidRequest(name, "a diffusion model generates blocks, and does not support it")
-    if params.logprobs:
-        raise InvalidRequest("logprobs", "a diffusion model reports those of its own tokens only: ask for 0")
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -114,8 +114,8 @@ class Driver:
     def _interrupt(self) -> None:
         """Steps in flight compute no more rounds than the one they are in."""
         for step, _, _ in self._flights:
-            if step.horizon is not None:
-                step.horizon.interrupted = True
+            if step.multi_step is not None:
+                step.multi_step.interrupted = True
 
     def _again(self) -> None:
         if not self._due:
@@ -124,7 +124,7 @@ class Driver:
 
     def work_arrives(self) -> None:
         """Call before a request is submitted, and :meth:`wake` after."""
-        if not (self._flights or self._core.scheduler.has_work):
+        if not (self._flights or self._core.scheduler.queues.has_work):
             self._last_progress = self._loop.time()
 
     def stop(self) -> None:
@@ -159,7 +159,7 @@ class Driver:
     @property
     def stalled(self) -> float:
         """Seconds since a step last resolved; 0 while there is nothing to compute."""
-        working = self._flights or (self._core.scheduler.has_work and not self.paused)
+        working = self._flights or (self._core.scheduler.queues.has_work and not self.paused)
         return self._loop.time() - self._last_progress if working else 0.0
 
     # -- inside ---------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Driver:
         self._timeline.device.rest()
         if self._garbage is not None:
             self._garbage.rest()
-        if self._core.scheduler.has_unfinished:
+        if self._core.scheduler.queues.has_unfinished:
             return
         try:
             check_idle(self._core.scheduler)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
+from aioinfer.loop.generation import generation
 from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ __all__ = [
 ]
 
 _MAX_LABEL = 256
-#: prefill tokens in a step of a diffusion model on a CPU
-_CPU_PREFILL = 256
 
 
 def make_device(config: EngineConfig) -> Device:
@@ -67,9 +66,7 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
         return SamplingParams()
     try:
         recommended = json.loads(path.read_text("utf-8"))
-        known: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p")
-        if info.block_size is None:
-            known += ("repetition_penalty",)
+        known = generation(info.block_size).recommended
         values = {name: recommended[name] for name in known if recommended.get(name) is not None}
         if recommended.get("do_sample") is False:
             values["temperature"] = 0.0
@@ -90,23 +87,15 @@ def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) 
 
     ``block_size`` is that of a diffusion model, None for others; an ``asynchronous`` device computes while
     Python does something else.
-
-    A round that is launched before the one before it was read costs a forward now and then. An asynchronous
-    device has that back; a CPU, whose forwards want the interpreter themselves, does not; and where many
-    prompts arrive at once, its long steps cost more per token than short ones, and keep the rounds of all
-    others waiting (``python -m bench diffusion``).
     """
-    window = config.overlap_steps
-    diffusion_on_cpu = block_size is not None and not asynchronous
-    if window is None:
-        window = 0 if diffusion_on_cpu else 1
-    rounds = config.max_rounds
-    if rounds is None:
-        rounds = 1 if window else 4
-    prefill = config.max_prefill_tokens
-    if prefill is None and diffusion_on_cpu:
-        prefill = _CPU_PREFILL
-    return dataclasses.replace(config, overlap_steps=window, max_rounds=rounds, max_prefill_tokens=prefill)
+    settings: dict[str, Any] = {"overlap_steps": 1, "max_prefill_tokens": None}
+    if not asynchronous:
+        settings |= generation(block_size).synchronous_settings
+    left_open = {name: value for name, value in settings.items() if getattr(config, name) is None}
+    config = dataclasses.replace(config, **left_open)
+    if config.max_rounds is None:
+        config = dataclasses.replace(config, max_rounds=1 if config.overlap_steps else 4)
+    return config
 
 
 def timeout(field: str, value: float | None, default: float | None) -> float | None:

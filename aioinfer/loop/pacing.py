@@ -56,7 +56,7 @@ class Pace:
         That is so for sizes that did not occur yet, for blocks, whose steps take any number of rounds, and
         where the loop has lately been late by as much as could be gained.
         """
-        if step.horizon is not None:
+        if step.multi_step is not None:
             return 0.0
         end = max(launched, self._done) + self._seconds.get(_size(step), 0.0)
         spare = end - now - _LEAD - 2 * self._delay

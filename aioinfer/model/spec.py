@@ -46,6 +46,11 @@ class ModelSpec:
     #: what an unknown position of a block holds; None with ``block_size``
     mask_token_id: int | None = None
 
+    @property
+    def unit(self) -> int:
+        """Positions that are generated at a time: 1, or those of a block."""
+        return self.block_size or 1
+
 
 class CausalLM(Protocol):
     """A model that computes packed rows."""

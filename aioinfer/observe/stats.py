@@ -122,18 +122,18 @@ class EngineStats:
         timeline: Timeline,
     ) -> EngineStats:
         """What the scheduler says, and what only the engine knows."""
-        counters, memory, admitter = scheduler.counters, scheduler.memory, scheduler.admitter
+        counters, memory, admitter = scheduler.queues.counters, scheduler.memory, scheduler.admitter
         pages = memory.pages
         return cls(
             state=state,
             paused=paused,
             arriving=arriving,
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
-            prefilling=len(scheduler.prefilling),
-            decoding=len(scheduler.batch),
-            shelved=len(scheduler.shelved),
-            waiting_tokens=scheduler.queued_tokens,
+            waiting=len(scheduler.queues.waiting),
+            running=len(scheduler.queues.running),
+            prefilling=len(scheduler.queues.prefilling),
+            decoding=len(scheduler.queues.batch),
+            shelved=len(scheduler.queues.shelved),
+            waiting_tokens=scheduler.queues.queued_tokens,
             pages_free=pages.free,
             pages_fenced=pages.fenced,
             pages_private=pages.private,
@@ -146,8 +146,8 @@ class EngineStats:
             output_tokens=output_tokens,
             queried_tokens=memory.queried_tokens,
             cached_tokens=memory.hit_tokens,
-            policy=scheduler.waiting.name,
-            policy_fallbacks=scheduler.waiting.fallbacks,
+            policy=scheduler.queues.waiting.name,
+            policy_fallbacks=scheduler.queues.waiting.fallbacks,
             packed_rounds=admitter.packed_rounds,
             forced_rounds=admitter.forced_rounds,
             held_back=admitter.held,

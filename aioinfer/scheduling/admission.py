@@ -131,15 +131,15 @@ class PrefixLeaders:
 
     def mark(self, request: Request) -> object | None:
         """What two requests have in common if one should wait for the other; None if not worth it."""
-        if not self._pages or not request.cacheable:
+        if not self._pages or not request.kv.cacheable:
             return None
-        if request.lock is None:
+        if request.kv.lock is None:
             hit, node = self._memory.lookup(request)
         else:
-            hit, node = request.cached_pages, request.lock.node
+            hit, node = request.kv.cached_pages, request.kv.lock.node
         size = self._memory.pages.page_size
         stop = (hit + self._pages) * size
-        if stop > request.reusable or (node is not None and node.detached):
+        if stop > request.cursor.reusable or (node is not None and node.detached):
             return None
         # The root of a namespace comes and goes while nothing is cached there.
         return (node if hit else request.namespace, hit, request.token_key(hit * size, stop))

@@ -13,30 +13,32 @@ __all__ = ["audit", "check", "check_idle"]
 def check(scheduler: Scheduler) -> None:
     """Assert conservation of pages and slots, in O(1)."""
     scheduler.memory.check()
-    assert scheduler.memory.slots.private == len(scheduler.running)
+    assert scheduler.memory.slots.private == len(scheduler.queues.running)
 
 
 def check_idle(scheduler: Scheduler) -> None:
     """Assert that nothing is held when no request and no step is left. O(1)."""
     check(scheduler)
     memory = scheduler.memory
-    assert not scheduler.has_unfinished
+    assert not scheduler.queues.has_unfinished
     assert not memory.pages.private, f"{memory.pages.private} pages belong to nobody"
     assert not memory.pages.fenced, f"{memory.pages.fenced} pages wait for a step that is not there"
     assert memory.tree is None or not memory.tree.num_locks, "a prefix is locked by nobody"
-    assert not scheduler.queued_tokens
+    assert not scheduler.queues.queued_tokens
 
 
 def audit(scheduler: Scheduler) -> None:
     """Assert by walking that every page, slot and row is where it should be."""
     memory, size = scheduler.memory, scheduler.memory.pages.page_size
-    memory.audit(scheduler.running.values())
-    assert scheduler.queued_tokens == sum(request.length for request in scheduler.waiting)
-    scheduler.batch.audit()
-    for request in scheduler.running.values():
-        assert request.key in scheduler.prefilling or request.key not in scheduler.growing
-        places = (request.batch is not None) + (request.key in scheduler.prefilling)
+    memory.audit(scheduler.queues.running.values())
+    assert scheduler.queues.queued_tokens == sum(request.length for request in scheduler.queues.waiting)
+    scheduler.queues.batch.audit()
+    for request in scheduler.queues.running.values():
+        assert request.key in scheduler.queues.prefilling or request.key not in scheduler.queues.growing
+        places = (request.cursor.batch is not None) + (request.key in scheduler.queues.prefilling)
         assert places <= 1
         assert not (places and request.parked)
-        assert request.computed <= len(request.pages) * size, "a position is computed without a page"
-        assert request.committed <= request.computed
+        assert request.cursor.computed <= len(request.kv.pages) * size, (
+            "a position is computed without a page"
+        )
+        assert request.cursor.committed <= request.cursor.computed

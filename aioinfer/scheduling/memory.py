@@ -59,11 +59,11 @@ class Memory:
         """
         if self.tree is None:
             return 0, None
-        reusable = request.reusable
-        version, length, pages, node = request.hit
+        reusable = request.cursor.reusable
+        version, length, pages, node = request.kv.hit
         if version != self.tree.version or length != reusable:
             pages, node = self.tree.find(self._key(request), request.namespace)
-            request.hit = (self.tree.version, reusable, pages, node)
+            request.kv.hit = (self.tree.version, reusable, pages, node)
         return pages, node  # type: ignore[return-value]
 
     def uncached(self, request: Request) -> int:
@@ -92,9 +92,9 @@ class Memory:
         if fresh is None:
             self._unlock(lock, 0)
             return False
-        (request.slot,) = self.slots.take(1)
-        request.lock, request.cached_pages = lock, hit
-        request.pages = fresh if lock is None else lock.pages() + fresh
+        (request.kv.slot,) = self.slots.take(1)
+        request.kv.lock, request.kv.cached_pages = lock, hit
+        request.kv.pages = fresh if lock is None else lock.pages() + fresh
         cached = hit * self.pages.page_size
         request.restart(cached)
         self.queried_tokens += request.length
@@ -106,7 +106,7 @@ class Memory:
         fresh = self._take(1)
         if fresh is None:
             return False
-        request.pages += fresh
+        request.kv.pages += fresh
         return True
 
     def commit(self, request: Request, fence: int) -> bool:
@@ -115,42 +115,42 @@ class Memory:
         Where another request was faster with the same prefix, its pages take the place of ours.
         ``fence`` is the newest launched step that reads ours.
         """
-        start, stop = request.cached_pages, request.committed // self.pages.page_size
-        if request.lock is None or not request.cacheable or stop <= start:
+        start, stop = request.kv.cached_pages, request.cursor.committed // self.pages.page_size
+        if request.kv.lock is None or not request.kv.cacheable or stop <= start:
             return False
         assert self.tree is not None
-        own = request.pages[start:stop]
+        own = request.kv.pages[start:stop]
         size = self.pages.page_size
-        kept = self.tree.extend(request.lock, request.token_key(start * size, stop * size), own)
-        if request.lock.num_pages != stop:
+        kept = self.tree.extend(request.kv.lock, request.token_key(start * size, stop * size), own)
+        if request.kv.lock.num_pages != stop:
             return False  # the prefix was flushed while it was being computed
-        request.cached_pages = stop
+        request.kv.cached_pages = stop
         doubles = [mine for mine, theirs in zip(own, kept, strict=True) if mine != theirs]
         self.pages.keep(len(own) - len(doubles))
         if not doubles:
             return False
         self.pages.give(doubles, fence)
-        request.pages[start:stop] = kept
-        request.sent_pages = min(request.sent_pages, start)
+        request.kv.pages[start:stop] = kept
+        request.kv.sent_pages = min(request.kv.sent_pages, start)
         return True
 
     def release(self, request: Request) -> None:
         """Take back all a request holds. Sized by what was allocated, never by token counts."""
-        fence = request.last_step
+        fence = request.kv.last_step
         self.commit(request, fence)
-        self.pages.give(request.pages[request.cached_pages :], fence)
-        self._unlock(request.lock, fence)
-        self.slots.give((request.slot,), fence)
-        request.pages, request.cached_pages = [], 0
-        request.slot, request.lock = 0, None
+        self.pages.give(request.kv.pages[request.kv.cached_pages :], fence)
+        self._unlock(request.kv.lock, fence)
+        self.slots.give((request.kv.slot,), fence)
+        request.kv.pages, request.kv.cached_pages = [], 0
+        request.kv.slot, request.kv.lock = 0, None
 
     def distrust(self, request: Request) -> None:
         """The KV of a request is not to be shared, as far as nobody else uses it yet."""
-        request.cacheable = False
+        request.kv.cacheable = False
         if self.tree is None or request.finished:
             return
-        if request.lock is not None:
-            self.tree.forget(request.lock)
+        if request.kv.lock is not None:
+            self.tree.forget(request.kv.lock)
         else:
             # Retracted: what it left in the cache is found by its tokens.
             lock = self.tree.lock(self._key(request), request.namespace)
@@ -174,7 +174,7 @@ class Memory:
 
     def _key(self, request: Request) -> bytes:
         size = self.pages.page_size
-        return request.token_key(0, request.reusable // size * size)
+        return request.token_key(0, request.cursor.reusable // size * size)
 
     def _take(self, count: int) -> list[int] | None:
         """Free pages, cached ones if there are not enough; None if some are still being read."""
@@ -207,11 +207,11 @@ class Memory:
         running = list(running)
         cached: list[int] = []
         if self.tree is not None:
-            cached = self.tree.audit(request.lock for request in running if request.lock is not None)
+            cached = self.tree.audit(request.kv.lock for request in running if request.kv.lock is not None)
         for request in running:
-            if request.lock is not None:
-                assert request.lock.pages() == request.pages[: request.cached_pages], request
+            if request.kv.lock is not None:
+                assert request.kv.lock.pages() == request.kv.pages[: request.kv.cached_pages], request
         self.pages.audit(
-            (page for request in running for page in request.pages[request.cached_pages :]), cached
+            (page for request in running for page in request.kv.pages[request.kv.cached_pages :]), cached
         )
-        self.slots.audit(request.slot for request in running)
+        self.slots.audit(request.kv.slot for request in running)

@@ -1,14 +1,14 @@
-"""RequestQueues: where each request is, and how it gets from one to the other.
+"""RequestQueues: where each request is, and how it gets from one place to the next.
 
 ::
 
                  submit                admitted                       last token planned
-    (new) ──► waiting ─────► running: prefilling ──► decode batch ──► (neither)
+    (new) ──► waiting ─────► running: prefilling ──► batch ──────────► (neither)
                  ▲  ▲                 │ retracted, or its step ran out of memory
                  │  └─────────────────┤
           unpark └──── shelved ◄──────┘ the same, while it is parked
 
-From each of them :meth:`RequestQueues.finish` leads to the end.
+:meth:`RequestQueues.finish` leads from each of them to the end.
 """
 
 from __future__ import annotations
@@ -17,21 +17,30 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from aioinfer.outputs import FinishReason
-from aioinfer.scheduling.admission import Limits, PrefixLeaders
+from aioinfer.scheduling.admission import PrefixLeaders
 from aioinfer.scheduling.counters import SchedulerCounters
-from aioinfer.scheduling.decode_batch import DecodeBatch
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.step import Generating, MultiStepBudget, Outcome, Row, Step
 
 __all__ = ["RequestQueues", "RunningBatch"]
 
 
 class RunningBatch(Protocol):
-    """The requests that generate, and what one step computes for them."""
+    """The requests that generate, and what differs between tokens and blocks in a step: which rows they get,
+    and what a resolved row means. Implemented by TokenBatch and BlockBatch."""
 
+    #: positions of a unit of generation: 1, or those of a block
+    unit: int
     #: the newest launched step with rows of this batch
     last_step: int
+    #: by row, where the batch and not the cursor knows how far a request is
+    computed: Any
+
+    @property
+    def locked(self) -> bool:
+        """Only the requests of the batch may have rows in the next step."""
 
     @property
     def requests(self) -> Sequence[Request]: ...
@@ -39,7 +48,13 @@ class RunningBatch(Protocol):
     def __len__(self) -> int: ...
 
     def add(self, request: Request) -> None:
-        """A request whose known tokens are all computed, or in a row of the step that is being planned."""
+        """A request whose known tokens are all computed. No effect if it wants no more tokens."""
+
+    def join(self, request: Request) -> None:
+        """The step that is being planned has the last of a request's known tokens."""
+
+    def planned(self) -> None:
+        """The step is planned."""
 
     def remove(self, request: Request) -> None:
         """The request generates no more, for now or for good."""
@@ -53,25 +68,38 @@ class RunningBatch(Protocol):
     def expected_tokens(self, clip: int) -> int:
         """Tokens that may still come, each request counted with at most ``clip``."""
 
-    def launch(self, step_id: int, without: Collection[Request], most: int) -> Any:
-        """What step ``step_id`` computes, for all but ``without`` and ``most`` tokens at most."""
+    def longest_chunk(self, request: Request) -> int | None:
+        """Positions that a prefill chunk of a request may have; None: no limit of its own."""
+
+    def may_plan(self, *, in_flight: bool) -> bool:
+        """Whether a step may be planned now, given whether one is in flight."""
+
+    def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
+        """The rows of step ``step_id``, for all but ``without`` and ``most`` positions at most."""
+
+    def multi_step(self, generating: Generating, prefilling: Sequence[Row]) -> MultiStepBudget | None:
+        """How many forwards a step of these rows may take, if they are all that there is to do."""
+
+    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
+        """Commit what a step's rows brought; returns the requests that changed, in row order."""
 
     def audit(self) -> None:
-        """Assert that everybody in it is described as they are."""
+        """Assert that every request in the batch is described correctly."""
 
 
 class RequestQueues:
     """All requests that have not ended.
 
     A request that runs is in one of three places: ``prefilling`` while some of its known tokens are not
-    planned, in the decode ``batch`` while it wants more tokens, or in neither: parked, or waiting for its
-    last token to be read.
+    planned, in the ``batch`` while it wants more tokens, or in neither: parked, or waiting for its last token
+    to be read.
     """
 
     __slots__ = (
         "batch",
         "counters",
         "growing",
+        "junk_until",
         "last_step",
         "leaders",
         "memory",
@@ -82,7 +110,7 @@ class RequestQueues:
         "waiting",
     )
 
-    def __init__(self, memory: Memory, limits: Limits, waiting: Policy) -> None:
+    def __init__(self, memory: Memory, waiting: Policy, batch: RunningBatch, leaders: PrefixLeaders) -> None:
         self.memory = memory
         self.waiting = waiting
         #: requests with slot and pages, in the order of admission
@@ -90,21 +118,19 @@ class RequestQueues:
         self.prefilling: dict[int, Request] = {}
         #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
         self.growing: dict[int, Request] = {}
-        self.batch = self._make_batch(memory, limits)
+        self.batch = batch
         #: retracted requests that are parked
         self.shelved: dict[int, Request] = {}
-        self.leaders = PrefixLeaders(memory, limits.share_prefix_tokens)
+        self.leaders = leaders
         #: tokens of the waiting requests
         self.queued_tokens = 0
         self.counters = SchedulerCounters()
         #: id of the newest step
         self.last_step = 0
+        #: launched steps up to this one may hold rows that continue from where a step failed
+        self.junk_until = 0
 
-    @staticmethod
-    def _make_batch(memory: Memory, limits: Limits) -> RunningBatch:
-        return DecodeBatch(limits.max_running_requests, memory.pages.page_size)
-
-    # -- what a request goes through ------------------------------------------------------------
+    # -- the life of a request -----------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
@@ -147,10 +173,10 @@ class RequestQueues:
         if request.state is RequestState.WAITING:
             del self.shelved[request.key]
             self._enqueue(request)
-        elif not request.relay_ready:
+        elif not request.cursor.relay_ready:
             self._prefill_rest(request)
             self.leaders.lead(request)
-        elif request.wants_tokens:
+        else:
             self.batch.add(request)
 
     @property
@@ -183,15 +209,27 @@ class RequestQueues:
 
     def _prefill_rest(self, request: Request) -> None:
         self.prefilling[request.key] = request
-        if len(request.pages) < self.memory.pages.pages_for(request.length):
+        if len(request.kv.pages) < self.memory.pages.pages_for(request.length):
             self.growing[request.key] = request
 
     def _stop_computing(self, request: Request) -> None:
         self.prefilling.pop(request.key, None)
         self.growing.pop(request.key, None)
         self.leaders.leave(request)
-        if request.batch is not None:
+        if request.cursor.batch is not None:
             self.batch.remove(request)
+
+    def admitted(self, request: Request) -> None:
+        """A waiting request has got its slot and its pages."""
+        self._dequeue(request)
+        request.state = RequestState.RUNNING
+        self.running[request.key] = request
+        self.prefilling[request.key] = request
+        self.waiting.started(request)
+        self.leaders.lead(request)
+        if not request.recovery.retractions:
+            request.kv.cached_tokens = request.cursor.computed
+        self.counters.admitted += 1
 
     def _leave(self, request: Request) -> None:
         self._stop_computing(request)
@@ -199,44 +237,59 @@ class RequestQueues:
         self.waiting.stopped(request)
         self.memory.release(request)
 
-    def _retract(self, request: Request) -> None:
+    def retract(self, request: Request) -> None:
         """Take slot and pages from a running request; it keeps its tokens and queues up again.
 
-        Tokens in flight stay valid (the fence keeps their KV alive) and are committed as they resolve.
-        What is committed already stays in the prefix cache while there is room for it.
+        Tokens in flight stay valid (the fence keeps their KV alive) and are committed as they resolve; rounds
+        of blocks in flight do not. What is committed stays in the prefix cache while there is room for it.
         """
         self._leave(request)
         request.state = RequestState.WAITING
         request.restart()
-        request.retractions += 1
+        request.recovery.retractions += 1
         self.counters.retractions += 1
         if request.parked:
             self.shelved[request.key] = request
         else:
             self._enqueue(request)
+        if not request.cursor.survives_retraction:
+            request.recovery.void_until = self.last_step
 
-    def _rewind(self, request: Request, computed: int) -> None:
+    def rewind(self, request: Request, computed: int) -> None:
         """Plan a request again from position ``computed``; what is in flight for it is void."""
-        request.void_until = self.last_step
-        sampled = len(request.output_ids)
+        request.recovery.void_until = self.last_step
         if request.state is RequestState.RUNNING:
             self._stop_computing(request)
-            request.rewind(computed, sampled)
+            request.rewind(computed)
             if not request.parked:
                 self._prefill_rest(request)
         elif request.key in self.shelved:
-            request.rewind(0, sampled)
+            request.rewind(0)
         else:
             self._dequeue(request)
-            request.rewind(0, sampled)
+            request.rewind(0)
             self._enqueue(request)
 
-    def _start_over(self, request: Request) -> None:
+    def start_over(self, request: Request) -> None:
         """A step that holds the request failed: what came of later ones is junk. It loses slot and pages,
         keeps the tokens that were read, and queues up again."""
         if request.state is RequestState.RUNNING:
-            self._retract(request)
-        request.junk_until = self.last_step
+            self.retract(request)
+        request.recovery.junk_until = self.last_step
         if request.grammar is not None:
             request.grammar = request.grammar.restarted(request.output_ids)
-        self._rewind(request, 0)
+        self.rewind(request, 0)
+
+    # -- sharing --------------------------------------------------------------------------------
+
+    def share(self, request: Request) -> None:
+        """A prefill chunk has resolved: offer its pages to other requests."""
+        cursor, fence = request.cursor, request.kv.last_step
+        if cursor.batch is not None:
+            fence = max(fence, self.batch.last_step)
+        if self.memory.commit(request, fence) and cursor.batch is not None:
+            self.batch.changed_pages(request)
+        if cursor.prefilled or request.parked:
+            self.leaders.leave(request)
+        else:
+            self.leaders.lead(request)

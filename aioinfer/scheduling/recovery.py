@@ -60,19 +60,21 @@ def struck(step: Step) -> list[Request]:
     Not those that have ended, those that are going on from elsewhere already, and those for which this was a
     chunk of an earlier life.
     """
-    return [row.request for row in step.rows if step.id > row.request.void_until and _goes_on_from(row)]
+    return [
+        row.request for row in step.rows if step.id > row.request.recovery.void_until and _goes_on_from(row)
+    ]
 
 
 def _goes_on_from(row: Row) -> bool:
     request = row.request
     if request.state is RequestState.RUNNING:
-        return row.slot == request.slot
+        return row.slot == request.kv.slot
     return not request.finished and request.pending > 0
 
 
 def without_junk(step: Step, tokens: Sequence[int]) -> list[int]:
     """A step's tokens, but for those that go on from where a step failed: these rows sampled nothing."""
     return [
-        DEFERRED if token != NO_TOKEN and step.id <= request.junk_until else token
+        DEFERRED if token != NO_TOKEN and step.id <= request.recovery.junk_until else token
         for request, token in zip(step.requests, tokens, strict=True)
     ]

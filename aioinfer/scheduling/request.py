@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from aioinfer.cache.radix import Lock, token_key
 from aioinfer.outputs import Draft, FinishReason, RequestMetrics, Result, TokenLogprob, Usage
+from aioinfer.scheduling.cursor import Cursor, TokenCursor
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
-    from aioinfer.diffusion.state import BlockState
     from aioinfer.params import SamplingParams
     from aioinfer.text.grammar import GrammarState
 
-__all__ = ["Request", "RequestState"]
+__all__ = ["Allocation", "MakeCursor", "Recovery", "Request", "RequestState"]
+
+#: makes the cursor of a request from its prompt's length, its output ids and its greatest length
+MakeCursor = Callable[[int, list[int], int], Cursor]
 
 
 class RequestState(Enum):
@@ -26,76 +29,109 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-class Columns(Protocol):
-    """What a request knows of the decode batch that it is in."""
+class Allocation:
+    """The KV memory of a request: its slot and its pages. Managed by
+    :class:`~aioinfer.scheduling.memory.Memory`::
 
-    #: by row: positions computed so far
-    computed: Any
+        |-- cached pages ----|-- private pages --|
+    """
+
+    __slots__ = (
+        "announced",
+        "cacheable",
+        "cached_pages",
+        "cached_tokens",
+        "hit",
+        "last_step",
+        "lock",
+        "pages",
+        "sent_pages",
+        "slot",
+    )
+
+    def __init__(self) -> None:
+        self.slot = 0
+        self.pages: list[int] = []
+        #: how many of ``pages`` belong to the prefix cache, where ``lock`` holds them
+        self.cached_pages = 0
+        self.lock: Lock | None = None
+        #: the KV may be offered to other requests
+        self.cacheable = True
+        #: prompt tokens that were in the cache at the first admission
+        self.cached_tokens = 0
+        #: what the last lookup in the cache found; kept by Memory
+        self.hit: tuple[int, int, int, object] = (-1, 0, 0, None)
+        #: the device side knows the request's parameters
+        self.announced = False
+        #: how many of ``pages`` the device side knows
+        self.sent_pages = 0
+        #: the newest launched step with a row of this request; kept by the batch while the request is in it
+        self.last_step = 0
+
+    def forget_device(self) -> None:
+        """The next row announces the request and all its pages again."""
+        self.announced = False
+        self.sent_pages = 0
+
+    def take_new_pages(self) -> tuple[int, list[int]]:
+        """Pages that the device side does not know yet, and the index of the first; it is told now."""
+        first = self.sent_pages
+        self.sent_pages = len(self.pages)
+        return first, self.pages[first:]
+
+
+class Recovery:
+    """Which launched steps do not count for a request, and what happened to it before."""
+
+    __slots__ = ("junk_until", "ran_out_at", "retractions", "void_until")
+
+    def __init__(self) -> None:
+        #: rows of launched steps up to this one sampled nothing that counts
+        self.void_until = 0
+        #: rows of launched steps up to this one computed junk, because a step before them failed
+        self.junk_until = 0
+        #: the cursor's ``progress`` when a step of this request last ran out of memory
+        self.ran_out_at = -1
+        self.retractions = 0
 
 
 class Request:
     """One sequence. Only the thread that plans (the event loop) reads or writes it.
 
-    Positions of a running request, with two tokens in flight::
-
-        prompt_ids            output_ids     pending
-        |---------------------|--------------|--|     length = prompt + output + pending
-        |-------- computed ------------------|        KV written by launched steps
-        |-------- committed -------------|            KV written by resolved steps
-        |-- cached pages ----|-- private pages --|    who owns the pages
-
-    ``pending`` counts placeholders: tokens sampled on the device that the host has not read.
+    Its concerns are members: ``cursor`` (how far it is), ``kv`` (slot and pages), ``recovery`` (which steps
+    in flight do not count) and ``text``. The lists of the output are its own.
     """
 
     __slots__ = (
-        "_committed",
-        "_computed",
         "_prompt_key",
-        "_sampled",
         "admitted_at",
-        "announced",
         "arrival",
-        "batch",
-        "batch_index",
-        "cacheable",
-        "cached_pages",
-        "cached_tokens",
         "consumer",
+        "cursor",
         "error",
         "finish_reason",
         "finished_at",
         "grammar",
-        "hit",
-        "junk_until",
         "key",
-        "last_step",
-        "lock",
+        "kv",
         "logprobs",
         "max_length",
         "namespace",
         "output_ids",
-        "pages",
         "params",
         "parked",
         "passed",
-        "prefilled",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
-        "ran_out_at",
-        "relay_ready",
-        "retractions",
+        "recovery",
         "routing_key",
-        "scored",
         "seed",
-        "sent_pages",
-        "slot",
         "state",
         "stop_ids",
         "stop_reason",
         "text",
         "token_times",
-        "void_until",
     )
 
     def __init__(
@@ -113,7 +149,9 @@ class Request:
         priority: int = 0,
         namespace: str = "",
         routing_key: str | None = None,
+        cursor: MakeCursor | None = None,
     ) -> None:
+        """``cursor``: of a diffusion model; by default the sequence grows token by token."""
         #: minted by the engine, increasing with arrival; a client's own id is only a label
         self.key = key
         self.prompt_ids = prompt_ids
@@ -128,137 +166,66 @@ class Request:
         #: prefixes are shared within a namespace only
         self.namespace = namespace
         self.routing_key = routing_key
-        self.arrival = arrival
-        self.admitted_at: float | None = None
-        self.finished_at: float | None = None
         self.state = RequestState.WAITING
         #: the consumer is too far behind: nothing is computed until it has read
         self.parked = False
+        #: rounds of admission in which this request was the eldest and another one was admitted
+        self.passed = 0
+
         self.output_ids: list[int] = []
-        self.token_times: list[float] = []
         #: one per output token, if they were asked for
         self.logprobs: list[TokenLogprob] = []
         #: of the prompt's tokens from the second on, as far as they are known
         self.prompt_logprobs: list[TokenLogprob] = []
-        #: positions whose next token of the prompt has been scored by launched steps
-        self.scored = 0
-        self._sampled = 0
-        self._computed = 0
-        self._committed = 0
-        #: the last prefill chunk has resolved; from here on every token adds one committed position
-        self.prefilled = False
-        self.slot = 0
-        self.pages: list[int] = []
-        #: how many of ``pages`` belong to the prefix cache, where ``lock`` holds them
-        self.cached_pages = 0
-        self.lock: Lock | None = None
-        #: its KV may be offered to others
-        self.cacheable = True
-        #: prompt tokens that were found in the cache when it was first admitted
-        self.cached_tokens = 0
-        #: what the last look into the cache found; kept by Memory
-        self.hit: tuple[int, int, int, object] = (-1, 0, 0, None)
-        #: the device side knows its parameters
-        self.announced = False
-        #: how many of ``pages`` the device side has been told of
-        self.sent_pages = 0
-        #: the newest launched step that holds a row of this request, kept by ``batch`` while in it
-        self.last_step = 0
-        #: the relay cell of ``slot`` holds (or will hold) this request's newest token
-        self.relay_ready = False
-        #: rows of launched steps up to this one sampled nothing that counts
-        self.void_until = 0
-        #: and those up to this one computed from nothing, for a step before them failed
-        self.junk_until = 0
-        #: its ``progress`` when a step of this request last ran out of memory
-        self.ran_out_at = -1
-        #: the decode batch and the row there, while it decodes
-        self.batch: Columns | None = None
-        self.batch_index = -1
-        self.retractions = 0
-        #: rounds of admission in which it was the eldest and somebody else was admitted
-        self.passed = 0
+        self.text: OutputText = text if text is not None else OutputText(None)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: BaseException | None = None
-        #: the text side of the output
-        self.text: OutputText = text if text is not None else OutputText(None)
-        #: who hears of its progress; the engine keeps a StreamCell here
+        #: what is told of progress; the engine keeps a StreamCell here
         self.consumer: object | None = None
+
+        self.arrival = arrival
+        self.admitted_at: float | None = None
+        self.finished_at: float | None = None
+        #: one per output token
+        self.token_times: list[float] = []
+
+        scored = None if params.prompt_logprobs is None else self.prompt_logprobs
+        self.cursor: Cursor = (
+            TokenCursor(len(prompt_ids), self.output_ids, max_length, scored)
+            if cursor is None
+            else cursor(len(prompt_ids), self.output_ids, max_length)
+        )
+        self.kv = Allocation()
+        self.recovery = Recovery()
         self._prompt_key: bytes | None = None
 
     # -- how far it is --------------------------------------------------------------------------
 
     @property
-    def computed(self) -> int:
-        """Positions whose KV is written by launched steps."""
-        return self._computed if self.batch is None else int(self.batch.computed[self.batch_index])
-
-    @property
     def length(self) -> int:
-        """Tokens of the sequence, placeholders included."""
-        return len(self.prompt_ids) + self._sampled if self.batch is None else self.computed + 1
+        """Tokens of the sequence, placeholders or the block under way included."""
+        return self.cursor.length
 
     @property
     def pending(self) -> int:
-        """Tokens sampled on the device that the host has not read."""
-        return self.length - self.known
-
-    @property
-    def resume(self) -> BlockState | None:
-        """What a device must know to go on, beside the tokens: nothing, if they come one by one."""
-        return None
-
-    @property
-    def wants_tokens(self) -> bool:
-        """More may be sampled than launched steps do."""
-        return self.length < self.max_length
+        """Placeholders: tokens sampled on the device that the host has not read."""
+        return self.cursor.pending
 
     @property
     def known(self) -> int:
         """Tokens of the sequence that the host has read."""
         return len(self.prompt_ids) + len(self.output_ids)
 
-    @property
-    def progress(self) -> int:
-        """Rises with all that the host has read of it."""
-        return self.known
-
-    @property
-    def reusable(self) -> int:
-        """Positions that need not be computed if their KV is cached. The last known token always is, and
-        so is what precedes a token of the prompt whose logprob is wanted and not there yet."""
-        scored = len(self.prompt_logprobs)
-        if self.params.prompt_logprobs is not None and scored < len(self.prompt_ids) - 1:
-            return scored
-        return self.known - 1
-
-    @property
-    def committed(self) -> int:
-        """Positions whose KV is written by resolved steps."""
-        return self.known - 1 if self.prefilled else self._committed
-
-    def advance(self, computed: int, sampled: int) -> None:
-        """Launched steps compute up to here; ``sampled`` output tokens are launched or read."""
-        self._computed = computed
-        self._sampled = sampled
-
-    def commit_prefill(self, positions: int, *, last: bool) -> None:
-        """A prefill chunk that ends after ``positions`` has resolved."""
-        self._committed = positions
-        self.prefilled = last
-
     def restart(self, cached: int = 0) -> None:
-        """Its KV is gone but for ``cached`` positions; the tokens stay."""
-        self.scored = len(self.prompt_logprobs)
-        self.rewind(cached, self._sampled)
+        """The KV is gone except for ``cached`` positions; the tokens stay."""
+        self.cursor.restart(cached)
+        self.kv.forget_device()
 
-    def rewind(self, computed: int, sampled: int) -> None:
-        """Go on from ``computed`` positions of known tokens, as if it had just taken its slot."""
-        self._computed = self._committed = computed
-        self._sampled = sampled
-        self.relay_ready = self.prefilled = self.announced = False
-        self.sent_pages = 0
+    def rewind(self, computed: int) -> None:
+        """Continue from ``computed`` positions of known tokens, as if the slot had just been taken."""
+        self.cursor.rewind(computed)
+        self.kv.forget_device()
 
     # -- tokens ---------------------------------------------------------------------------------
 
@@ -294,22 +261,18 @@ class Request:
         """Forget all but the first ``count`` output tokens, of a request that has ended."""
         del self.output_ids[count:]
         del self.logprobs[count:]
+        self.cursor.trim(count)
 
-    # -- what came of it ------------------------------------------------------------------------
-
-    @property
-    def step_map(self) -> list[int] | None:
-        """By output token, the round of its block that wrote it; None if tokens come one by one."""
-        return None
+    # -- results ------------------------------------------------------------------------
 
     @property
     def draft_version(self) -> int:
-        """Rises with every new draft that somebody wants to see."""
-        return 0
+        """Rises with every new draft that the caller asked for."""
+        return self.cursor.draft_version
 
     def draft(self) -> Draft | None:
-        """What may follow the output, if anything is known of that and somebody wants to see it."""
-        return None
+        """What may follow the output, if the caller asked for drafts and anything is known."""
+        return self.cursor.draft(self)
 
     @property
     def finished(self) -> bool:
@@ -317,7 +280,7 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.prompt_ids), len(self.output_ids), self.cached_tokens)
+        return Usage(len(self.prompt_ids), len(self.output_ids), self.kv.cached_tokens)
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -325,6 +288,7 @@ class Request:
 
     def result(self) -> Result:
         """What there is of the output; final once the request has finished."""
+        step_map = self.cursor.step_map
         return Result(
             text=self.text.text,
             token_ids=list(self.output_ids),
@@ -334,12 +298,13 @@ class Request:
             metrics=self.metrics,
             prompt_token_ids=self.prompt_ids,
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
-            step_map=None if self.step_map is None else list(self.step_map),
+            step_map=None if step_map is None else list(step_map),
             prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )
 
     def __repr__(self) -> str:
+        computed, slot = self.cursor.computed, self.kv.slot
         return (
             f"<Request {self.key} {self.state.value} prompt={len(self.prompt_ids)} "
-            f"output={len(self.output_ids)}+{self.pending} computed={self.computed} slot={self.slot}>"
+            f"output={len(self.output_ids)}+{self.pending} computed={computed} slot={slot}>"
         )

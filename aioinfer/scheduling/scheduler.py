@@ -1,119 +1,137 @@
-"""The scheduler: who gets a row in the next step, and what a resolved step means.
+"""The scheduler: which rows the next step has, and what a resolved step means.
 
-Read :meth:`Scheduler.plan` first: decodes, prefill chunks of admitted requests, admissions, all into one
-packed step. :meth:`Scheduler.resolve` commits a step's tokens. Nothing here waits, knows the time or
-touches a device; the same object runs under the engine, the synchronous twin and the tests.
+Read :meth:`Scheduler.plan` first: generating rows, prefill chunks of admitted requests, admissions, all into
+one packed step. :meth:`Scheduler.resolve` commits a step's results. Nothing here waits, knows the time or
+touches a device; the same object runs under the engine, the synchronous LLM and the tests. Tokens and blocks
+differ in the batch (:class:`~aioinfer.scheduling.queues.RunningBatch`) and in the requests' cursors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from aioinfer.outputs import FinishReason
-from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
-from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, StepBudget
-from aioinfer.scheduling.decode_batch import NO_DECODES, Decodes
+from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, PrefixLeaders, StepBudget
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policies.fcfs import Fcfs
 from aioinfer.scheduling.policy import Policy
-from aioinfer.scheduling.queues import RequestQueues
-from aioinfer.scheduling.recovery import StepCap, struck, without_junk
+from aioinfer.scheduling.queues import RequestQueues, RunningBatch
+from aioinfer.scheduling.recovery import StepCap, struck
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.retraction import victims
-from aioinfer.scheduling.step import Outcome, Row, Step, new_request_data
+from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, new_request_data
+from aioinfer.scheduling.token_batch import TokenBatch
 
 __all__ = ["Scheduler"]
 
 
-#: longest prefill chunk of a request whose prompt's tokens are scored
-_MAX_SCORED = 64
-_NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
-
-
-class Scheduler(RequestQueues):
+class Scheduler:
     """Continuous batching of packed rows over paged KV.
 
     Steps are launched in the order in which :meth:`plan` returns them and resolved in the same order,
     each by exactly one call of :meth:`resolve`, :meth:`fail` or :meth:`run_out`.
     """
 
-    __slots__ = (
-        "_junk_until",
-        "_prefilled_last",
-        "_short",
-        "_urgent",
-        "admitter",
-        "cap",
-        "limits",
-        "ratio",
-    )
+    __slots__ = ("_prefilled_last", "_short", "_urgent", "admitter", "cap", "limits", "queues", "ratio")
 
-    def __init__(self, memory: Memory, limits: Limits, policy: Policy | None = None) -> None:
-        super().__init__(memory, limits, Fcfs(memory) if policy is None else policy)
+    def __init__(
+        self,
+        memory: Memory,
+        limits: Limits,
+        policy: Policy | None = None,
+        batch: RunningBatch | None = None,
+    ) -> None:
+        """``policy``: by default first come, first served. ``batch``: by default of tokens."""
+        if batch is None:
+            batch = TokenBatch(limits.max_running_requests, memory.pages.page_size)
+        leaders = PrefixLeaders(memory, limits.share_prefix_tokens)
         self.limits = limits
-        self.admitter = Admitter(self.waiting, memory, self.leaders, limits)
+        self.queues = RequestQueues(memory, Fcfs(memory) if policy is None else policy, batch, leaders)
+        self.admitter = Admitter(self.queues.waiting, memory, leaders, limits)
         self.ratio = NewTokenRatio(limits)
-        self.cap = StepCap(limits.max_step_tokens)
-        #: launched steps up to this one may hold rows that go on from where a step failed
-        self._junk_until = 0
+        self.cap = StepCap(limits.max_step_tokens, least=batch.unit)
         self._prefilled_last = False
-        #: somebody lost pages while the current step was planned
+        #: a request lost pages while the current step was planned
         self._short = False
         #: the waiting request for which others were retracted
         self._urgent: Request | None = None
+
+    @property
+    def memory(self) -> Memory:
+        return self.queues.memory
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
+        self.queues.submit(request)
+
+    def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
+        """End a request, whatever its state; True the first time."""
+        return self.queues.finish(request, reason, error)
 
     # -- plan -----------------------------------------------------------------------------------
 
     def plan(self) -> Step | None:
         """The next step, or None if nothing can be computed before a launched step resolves."""
-        limits = self.limits
-        budget = StepBudget(limits, self.memory.pages.page_size, self.cap.tokens)
+        limits, queues, memory = self.limits, self.queues, self.queues.memory
+        if not queues.batch.may_plan(in_flight=queues.last_step > memory.pages.last_resolved):
+            return None
+        budget = StepBudget(limits, memory.pages.page_size, self.cap.tokens, queues.batch.unit)
         self._short = False
         self._preempt()
         starved = self._grow()
-        # Decodes and prefill share a step if they may mix. If not, decode-first lets them take turns.
-        if limits.step_priority == "decode" and (limits.mixed or self._prefilled_last):
-            decodes = self._decode(budget, starved)
-            prefills = self._prefill(budget) if limits.mixed or not decodes else []
+        generating, prefilling = NO_ROWS, list[Row]()
+        if queues.batch.locked:
+            generating = self._generate(budget, starved)
         else:
-            prefills = self._prefill(budget)
-            decodes = self._decode(budget, starved) if limits.mixed or not prefills else NO_DECODES
-        if not (decodes or prefills):
-            return None
-        self.last_step += 1
-        for row in prefills:
-            row.request.last_step = self.last_step
-            # Not before the decodes of this step are chosen: the token to decode is sampled in it.
-            if row.samples and row.request.wants_tokens:
-                self.batch.add(row.request)
-        self._prefilled_last = bool(prefills)
-        num_tokens = self.cap.tokens - budget.tokens
-        self.counters.steps += 1
-        self.counters.decode_tokens += len(decodes)
-        self.counters.prefill_tokens += num_tokens - len(decodes)
-        self.ratio.decay()
-        return Step(self.last_step, decodes, tuple(prefills), num_tokens)
+            # Generating and prefilling rows share a step if they may mix. If not, they take turns.
+            if limits.step_priority == "decode" and (limits.mixed or self._prefilled_last):
+                generating = self._generate(budget, starved)
+            if limits.mixed or not generating:
+                prefilling = self._prefill(budget)
+            if not generating and (limits.mixed or not prefilling):
+                generating = self._generate(budget, starved)
+        queues.batch.planned()
+        return self._step(generating, prefilling, self.cap.tokens - budget.tokens)
 
-    def _decode(self, budget: StepBudget, starved: list[Request]) -> Decodes:
-        """One token for everybody in the decode batch, as far as the step holds them."""
-        most = budget.tokens
+    def _step(self, generating: Generating, prefilling: list[Row], num_tokens: int) -> Step | None:
+        if not (generating or prefilling):
+            return None
+        queues = self.queues
+        queues.last_step += 1
+        self._prefilled_last = bool(prefilling)
+        multi = None
+        if not (queues.waiting or queues.prefilling):
+            multi = queues.batch.multi_step(generating, prefilling)
+        step = Step(queues.last_step, generating, tuple(prefilling), num_tokens, multi)
+        prefill_tokens = step.prefill_tokens
+        queues.counters.steps += 1
+        queues.counters.prefill_tokens += prefill_tokens
+        queues.counters.decode_tokens += num_tokens - prefill_tokens
+        self.ratio.decay()
+        return step
+
+    def _generate(self, budget: StepBudget, starved: list[Request]) -> Generating:
+        """A token or block for every request in the batch, as far as the step holds them."""
+        batch, most = self.queues.batch, budget.tokens
         if self.limits.max_decode_rows is not None:
-            most = min(most, self.limits.max_decode_rows)
-        decodes: Decodes = self.batch.launch(self.last_step + 1, starved, most)
-        budget.spend_decodes(len(decodes))
-        return decodes
+            most = min(most, self.limits.max_decode_rows * batch.unit)
+        generating = batch.launch(self.queues.last_step + 1, starved, most)
+        budget.spend_decodes(generating.num_tokens)
+        return generating
 
     def _prefill(self, budget: StepBudget) -> list[Row]:
-        """Chunks of the prompts under way, then of those that are let in."""
+        """Chunks of the prompts under way, then of those that are admitted."""
+        queues = self.queues
         rows: list[Row] = []
-        # Before the chunks: whose prompt ends in one is in neither place until the step is planned.
-        running = len(self.batch) + len(self.prefilling)
+        # Before the chunks: a request whose prompt ends in one is in neither place until the step is planned.
+        running = len(queues.batch) + len(queues.prefilling)
         reserve = self._expected_tokens() if self._may_admit else 0
-        for request in list(self.prefilling.values()):
+        for request in list(queues.prefilling.values()):
             if budget.room() <= 0:
                 return rows
-            if request.key not in self.growing:
+            if request.key not in queues.growing:
                 rows += self._chunk(request, budget)
         if not self._short:
             rows += self._admissions(budget, running, reserve)
@@ -121,17 +139,19 @@ class Scheduler(RequestQueues):
 
     @property
     def _may_admit(self) -> bool:
-        full = len(self.running) >= self.limits.max_running_requests and not self.counters.parkings
-        return bool(self.waiting) and not full
+        queues = self.queues
+        full = len(queues.running) >= self.limits.max_running_requests and not queues.counters.parkings
+        return bool(queues.waiting) and not full
 
     def _admissions(self, budget: StepBudget, running: int, reserve: int) -> Iterator[Row]:
-        parked = sum(request.parked for request in self.running.values()) if self.counters.parkings else 0
-        room = self.limits.max_running_requests - len(self.running) + parked
+        queues, memory = self.queues, self.queues.memory
+        parked = sum(each.parked for each in queues.running.values()) if queues.counters.parkings else 0
+        room = self.limits.max_running_requests - len(queues.running) + parked
         if room <= 0 or budget.room() <= 0 or not self._may_admit:
             return
-        if not parked and self.memory.available <= self._pages_to_spare(running, reserve):
-            return  # not a page for anybody: no need to look who waits
-        eldest, admitted = self.waiting.eldest(), False
+        if not parked and memory.available <= self._pages_to_spare(running, reserve):
+            return  # not one page to give: no need to look into the queue
+        eldest, admitted = queues.waiting.eldest(), False
         chosen, strict = self.admitter.choose(budget, room, self._urgent)
         for request, most in chosen:
             if budget.room() <= 0:
@@ -143,74 +163,63 @@ class Scheduler(RequestQueues):
                 yield from self._chunk(request, budget, most)
             elif strict:
                 break
-        if admitted and eldest is not None and eldest in self.waiting:
+        if admitted and eldest is not None and eldest in queues.waiting:
             eldest.passed += 1
 
     def _admit(self, request: Request, running: int, reserve: int) -> bool:
         """Give a waiting request slot and pages, at the cost of parked requests if need be."""
+        queues = self.queues
         spare = self._pages_to_spare(running, reserve + self._may_generate(request))
         while True:
-            if len(self.running) < self.limits.max_running_requests and self.memory.admit(request, spare):
+            free = len(queues.running) < self.limits.max_running_requests
+            if free and queues.memory.admit(request, spare):
                 break
-            victim = next((each for each in self.running.values() if each.parked), None)
+            victim = next((each for each in queues.running.values() if each.parked), None)
             if victim is None:
                 return False
-            self._retract(victim)
-        self._dequeue(request)
-        request.state = RequestState.RUNNING
-        self.running[request.key] = request
-        self.prefilling[request.key] = request
-        self.waiting.started(request)
-        self.leaders.lead(request)
-        if not request.retractions:
-            request.cached_tokens = request.computed
-        self.counters.admitted += 1
+            queues.retract(victim)
+        queues.admitted(request)
         return True
 
     def _chunk(self, request: Request, budget: StepBudget, most: int | None = None) -> list[Row]:
-        """The prefill row of the next positions of an admitted request, if there is room for one."""
-        start = request.computed
-        if request.params.prompt_logprobs is not None:
-            # Logits of every position take room: a little at a time.
-            most = _MAX_SCORED if most is None else min(most, _MAX_SCORED)
-        length = budget.chunk(start, request.length - start, most)
-        budget.spend_prefill(length)
-        row = Row(
-            request=request,
-            slot=request.slot,
-            start=start,
-            length=length,
-            ids=request.known_ids(start, start + length),
-            samples=start + length == request.length,
-            new_pages=request.pages[request.sent_pages :],
-            first_new_page=request.sent_pages,
-            admission=new_request_data(request),
-        )
-        if request.params.prompt_logprobs is not None:
-            row.scores = self._score(request, row.kv_length)
-        request.sent_pages = len(request.pages)
-        request.advance(row.kv_length, len(request.output_ids) + row.samples)
-        if row.samples:
-            request.relay_ready = True
-            del self.prefilling[request.key]
-        return [row]
+        """The prefill row of the next positions of an admitted request, if it needs one."""
+        queues, cursor = self.queues, request.cursor
+        longest = queues.batch.longest_chunk(request)
+        if longest is not None:
+            most = longest if most is None else min(most, longest)
+        start, stop = cursor.computed, cursor.prefill_stop(mixed=self.limits.mixed)
+        length = budget.chunk(start, stop - start, most) if start < stop else 0
+        rows: list[Row] = []
+        if length:
+            budget.spend_prefill(length)
+            rows.append(self._row(request, start, length))
+        if start + length == stop:
+            cursor.relay_ready = True
+            del queues.prefilling[request.key]
+            queues.batch.join(request)
+        return rows
 
-    def _score(self, request: Request, stop: int) -> tuple[int, int] | None:
-        """Positions up to ``stop`` whose next token in the prompt was not scored yet."""
-        first, last = request.scored, min(stop, len(request.prompt_ids) - 1)
-        request.scored = max(first, last)
-        return (first, last) if first < last else None
+    def _row(self, request: Request, start: int, length: int) -> Row:
+        kv, cursor = request.kv, request.cursor
+        kv.last_step = self.queues.last_step + 1
+        data = new_request_data(request)
+        known, samples, blocks = cursor.chunk(start, length)
+        first, pages = kv.take_new_pages()
+        ids = request.known_ids(start, start + known)
+        scores = cursor.score(start + length)
+        return Row(request, kv.slot, start, length, ids, samples, pages, first, data, scores, blocks)
 
     # -- memory ---------------------------------------------------------------------------------
 
     def _expected_tokens(self) -> int:
         """Tokens that the running requests may still generate, each one's clipped."""
-        return self.batch.expected_tokens(self.limits.clip_new_tokens) + sum(
-            self._may_generate(request) for request in self.prefilling.values()
+        queues = self.queues
+        return queues.batch.expected_tokens(self.limits.clip_new_tokens) + sum(
+            self._may_generate(request) for request in queues.prefilling.values()
         )
 
     def _may_generate(self, request: Request) -> int:
-        return max(0, min(request.max_length - request.length, self.limits.clip_new_tokens))
+        return max(0, min(request.cursor.remaining, self.limits.clip_new_tokens))
 
     def _pages_to_spare(self, running: int, tokens: int) -> int:
         """Pages that an admission leaves to the growth of all. An empty engine admits whatever fits."""
@@ -219,182 +228,94 @@ class Scheduler(RequestQueues):
         return max(running, self.memory.pages.pages_for(int(tokens * self.ratio.value)))
 
     def _grow(self) -> list[Request]:
-        """Make sure that everybody's next positions have their pages; returns those who have to skip a step.
+        """Give all requests the pages of their next positions; returns those that have to skip a step.
 
-        Out of pages, somebody is retracted. Not before pages that come back by themselves are counted:
+        Out of pages, a request is retracted. Not before pages that come back by themselves are counted:
         retracting for those would empty the engine for nothing.
         """
+        queues, memory = self.queues, self.queues.memory
         starved = []
-        short = self.batch.out_of_pages()
-        if self.growing:
-            short = sorted([*short, *self.growing.values()], key=lambda request: request.key)
+        short = queues.batch.out_of_pages()
+        if queues.growing:
+            short = sorted([*short, *queues.growing.values()], key=lambda request: request.key)
         for request in short:
-            pages = self.memory.pages.pages_for(request.length)
-            while self._wants_pages(request) and len(request.pages) < pages:
-                if self.memory.grow(request):
+            pages = memory.pages.pages_for(request.length)
+            while self._wants_pages(request) and len(request.kv.pages) < pages:
+                if memory.grow(request):
                     continue
-                victim = None if self.memory.returning else self._victim()
+                victim = None if memory.returning else self._victim()
                 if victim is None:
                     self._short = True
                     starved.append(request)
                     break
-                self._retract(victim)
+                queues.retract(victim)
                 self._short = True
                 self.ratio.rise()
             else:
-                self.growing.pop(request.key, None)
-                if request.batch is not None:
-                    self.batch.changed_pages(request)
-        return [request for request in starved if request.batch is not None]
+                queues.growing.pop(request.key, None)
+                if request.cursor.batch is not None:
+                    queues.batch.changed_pages(request)
+        return [request for request in starved if request.cursor.batch is not None]
 
     def _wants_pages(self, request: Request) -> bool:
-        return request.batch is not None or request.key in self.growing
+        return request.cursor.batch is not None or request.key in self.queues.growing
 
     def _victim(self) -> Request | None:
-        return next(victims(self.running.values()), None)
+        return next(victims(self.queues.running.values()), None)
 
     def _preempt(self) -> None:
         """Retract requests of lower priority until the first in the queue has, or will have, its place;
         none of them if all together are not enough.
 
-        Nobody else is admitted before it then: a victim that queues up in front of it would take its place
-        back and be retracted again, step after step.
+        No other request is admitted before it then: a victim that queues up in front of it would take its
+        place back and be retracted again, step after step.
         """
+        queues = self.queues
         urgent, self._urgent = self._urgent, None
-        if not self.limits.preemption or not self.waiting:
+        if not self.limits.preemption or not queues.waiting:
             return
-        first = next(self.waiting.order())
-        if urgent is not None and urgent in self.waiting and urgent.priority >= first.priority:
+        first = next(queues.waiting.order())
+        if urgent is not None and urgent in queues.waiting and urgent.priority >= first.priority:
             self._urgent = first = urgent
-        if self.leaders.mark(first) in self.leaders:
-            return  # it waits for somebody's prefix
+        if queues.leaders.mark(first) in queues.leaders:
+            return  # it waits for another request's prefix
         if first.pending:
             return
         for victim in self._make_room(first):
             self._urgent = first
-            self._retract(victim)
-            self.counters.preemptions += 1
+            queues.retract(victim)
+            queues.counters.preemptions += 1
 
     def _make_room(self, first: Request) -> list[Request]:
-        """Whom to retract so that ``first`` has its place."""
-        running = len(self.batch) + len(self.prefilling)
+        """The requests to retract so that ``first`` has its place."""
+        queues, memory = self.queues, self.queues.memory
+        running = len(queues.batch) + len(queues.prefilling)
         tokens = self._expected_tokens() + self._may_generate(first)
         chosen: list[Request] = []
-        order, gained = victims(self.running.values()), 0
-        while len(self.running) - len(chosen) >= self.limits.max_running_requests or not self.memory.fits(
+        order, gained = victims(queues.running.values()), 0
+        while len(queues.running) - len(chosen) >= self.limits.max_running_requests or not memory.fits(
             first, self._pages_to_spare(running, tokens) - gained
         ):
             victim = next(order, None)
             if victim is None or victim.priority >= first.priority:
                 return []
             chosen.append(victim)
-            gained += len(victim.pages)
-            if victim.batch is not None or victim.key in self.prefilling:
+            gained += len(victim.kv.pages)
+            if victim.cursor.batch is not None or victim.key in queues.prefilling:
                 running -= 1
                 tokens -= self._may_generate(victim)
         return chosen
 
     # -- resolve --------------------------------------------------------------------------------
 
-    def land(self, step: Step, outcome: Outcome) -> list[Request]:
-        """Commit what came of a step; returns the requests that moved, in row order."""
-        return self.resolve(step, outcome.tokens, outcome.forced)
+    def resolve(self, step: Step, outcome: Outcome) -> list[Request]:
+        """Commit what a step brought; returns the requests that changed, in row order.
 
-    def resolve(
-        self, step: Step, tokens: Sequence[int], forced: Mapping[int, Sequence[int]] = _NOTHING
-    ) -> list[Request]:
-        """Commit a step's tokens (one entry per row); returns the requests that moved, in row order.
-
-        ``forced`` has the tokens of rows that got more than one, by row. What comes for a request that
-        ended meanwhile is dropped and counted.
+        What comes for a request that ended meanwhile is dropped and counted.
         """
         self.memory.resolved(step.id)
         self.cap.fitted()
-        if step.id <= self._junk_until:
-            tokens = without_junk(step, tokens)
-        advanced: list[Request] = []
-        for index, (request, token) in enumerate(zip(step.decodes.requests, tokens, strict=False)):
-            if request.state is RequestState.FINISHED:
-                self.counters.late_tokens += 1
-            elif token < 0:
-                advanced += self._unsampled(request, step, token, forced.get(index, ()))
-            else:
-                advanced.append(request)
-                request.output_ids.append(token)
-                if token in request.stop_ids:
-                    self._stop(request, token)
-        for request in step.decodes.ending:
-            if request.known >= request.max_length:
-                self.finish(request, "length")
-        for index, row in enumerate(step.prefills, len(step.decodes)):
-            if row.request.finished:
-                self.counters.late_tokens += row.samples
-            else:
-                advanced += self._resolve_prefill(step, row, tokens[index], forced.get(index, ()))
-        return advanced
-
-    def _resolve_prefill(self, step: Step, row: Row, token: int, forced: Sequence[int]) -> Sequence[Request]:
-        request = row.request
-        moved: Sequence[Request] = (request,) if row.samples else ()
-        if row.samples and token >= 0:
-            request.output_ids.append(token)
-        # A request that was retracted meanwhile has lost this slot, and cannot have it again yet.
-        stayed = row.slot == request.slot
-        if stayed:
-            request.commit_prefill(row.kv_length, last=row.samples)
-        if row.samples and token < 0:
-            moved = self._unsampled(request, step, token, forced)
-        elif row.samples and token in request.stop_ids:
-            self._stop(request, token)
-        elif row.samples and request.known >= request.max_length:
-            self.finish(request, "length")
-        # It may have been retracted just now.
-        if stayed and request.state is RequestState.RUNNING:
-            self._share(request)
-        return moved
-
-    def _share(self, request: Request) -> None:
-        """A prefill chunk has resolved: offer its pages to others."""
-        fence = request.last_step if request.batch is None else self.batch.last_step
-        if self.memory.commit(request, max(fence, request.last_step)) and request.batch is not None:
-            self.batch.changed_pages(request)
-        if request.prefilled or request.parked:
-            self.leaders.leave(request)
-        else:
-            self.leaders.lead(request)
-
-    def _stop(self, request: Request, token: int) -> None:
-        """The newest token of a request ends it."""
-        request.stop_reason = token
-        self.finish(request, "stop")
-
-    def _unsampled(
-        self, request: Request, step: Step, token: int, forced: Sequence[int]
-    ) -> Sequence[Request]:
-        """A row sampled no token: its request ends, or goes on from tokens that the host knows."""
-        if token > DEFERRED:
-            if token == BAD_LOGITS:
-                self.memory.distrust(request)
-                error: Exception = FloatingPointError("the model gave no finite logits")
-            else:
-                reason = None if request.grammar is None else request.grammar.failed
-                error = ValueError(reason or "its grammar allows no token")
-            self.finish(request, "abort", error)
-            return (request,)
-        if step.id <= request.void_until:
-            return ()
-        self.counters.deferred_rows += 1
-        computed = request.known
-        ended = self._append(request, forced)
-        self.counters.forced_tokens += request.known - computed
-        self._rewind(request, min(computed, request.known - 1))
-        if ended is not None:
-            self.finish(request, ended)
-        return (request,) if forced else ()
-
-    def _append(self, request: Request, tokens: Sequence[int]) -> FinishReason | None:
-        """Tokens that nobody sampled, up to the one that ends the output, if one does."""
-        return next((reason for token in tokens if (reason := request.append(token)) is not None), None)
+        return self.queues.batch.resolve(step, outcome, self.queues)
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         """A step raised: its own requests end with ``error``, all others go on."""
@@ -402,7 +323,7 @@ class Scheduler(RequestQueues):
         failed = []
         for request in step.requests:
             self.memory.distrust(request)
-            if self.finish(request, "abort", error):
+            if self.queues.finish(request, "abort", error):
                 failed.append(request)
         return failed
 
@@ -410,20 +331,21 @@ class Scheduler(RequestQueues):
         """The memory did not suffice for a step: its requests start over, in smaller steps.
 
         Of those to which that happened before, and which came no further since, one ends with ``error``: the
-        longest, and of several who came last. Returns whoever ended.
+        longest, and among equals the newest. Returns the requests that ended.
         """
+        queues = self.queues
         self.memory.resolved(step.id)
-        self.cap.ran_out(step, self.last_step)
-        self._junk_until = self.last_step
+        self.cap.ran_out(step, queues.last_step)
+        queues.junk_until = queues.last_step
         requests = struck(step)
-        again = [request for request in requests if request.ran_out_at == request.progress]
+        again = [request for request in requests if request.recovery.ran_out_at == request.cursor.progress]
         failed = sorted(again, key=lambda request: (request.known, request.key))[-1:]
         for request in failed:
-            self.finish(request, "abort", error)
+            queues.finish(request, "abort", error)
         for request in requests:
-            if request.finished:
+            if request.state is RequestState.FINISHED:
                 continue
-            request.ran_out_at = request.progress
-            self.counters.out_of_memory_retries += 1
-            self._start_over(request)
+            request.recovery.ran_out_at = request.cursor.progress
+            queues.counters.out_of_memory_retries += 1
+            queues.start_over(request)
         return failed

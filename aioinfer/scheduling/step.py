@@ -1,12 +1,23 @@
-"""Row and Step: the plan of one forward pass, immutable once launched."""
+"""Row and Step: the plan of one forward pass, immutable once launched.
+
+A step has two parts. ``generating`` are rows whose input lives in the slot on the device, perhaps still being
+computed by the step before: a token each, or blocks. They are kept as columns, because most rows of most
+steps are of this kind. ``prefilling`` are rows whose tokens the host knows. A token is a block of one::
+
+    q_len      input                                                        result
+    1          relay[slot]                                                  the token behind it
+    B, 2B      blocks[slot], and of a diffusion model the block behind it   the block after one more round
+    chunk      tokens that the host knows                                   the token behind them, or none
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from aioinfer.scheduling.decode_batch import Decodes
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
@@ -15,17 +26,24 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
 
 __all__ = [
-    "Admission",
+    "NO_ROWS",
+    "Generating",
     "MultiStepBudget",
+    "NewRequestData",
     "Outcome",
     "Row",
     "Step",
+    "TableUpdate",
+    "new_request_data",
 ]
+
+#: slot, index of the first page in its table, pages
+TableUpdate = tuple[int, int, Sequence[int]]
 
 
 class MultiStepBudget:
-    """How many rounds a device may compute before it answers: while no block of the step gets done and
-    nobody wants in, it goes on with the same rows.
+    """How many rounds a device may compute before it answers: it goes on with the same rows while no block of
+    the step gets done and no request wants to join.
 
     Written on the loop's thread, read on the device's.
     """
@@ -34,13 +52,13 @@ class MultiStepBudget:
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
-        #: no more rounds than one, or than the one it is in
+        #: no more rounds than one, or than the one under way
         self.interrupted = False
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """What the device side must know when a request takes a slot: rides on its first row there."""
+class NewRequestData:
+    """What the device side must know when a request takes a slot; rides on its first row there."""
 
     params: SamplingParams
     seed: int
@@ -54,19 +72,19 @@ class Admission:
     resume: BlockState | None = None
 
 
-def new_request_data(request: Request) -> Admission | None:
+def new_request_data(request: Request) -> NewRequestData | None:
     """For the first row of a request in its slot; None for others."""
-    if request.announced:
+    if request.kv.announced:
         return None
-    request.announced = True
-    return Admission(
+    request.kv.announced = True
+    return NewRequestData(
         request.params,
         request.seed,
         request.stop_ids,
         request.prompt_ids,
         tuple(request.output_ids),
         request.grammar,
-        request.resume,
+        request.cursor.resume,
     )
 
 
@@ -74,11 +92,9 @@ def new_request_data(request: Request) -> Admission | None:
 class Row:
     """One unit of work: compute ``length`` positions of one request from ``start`` on.
 
-    A row with ``ids`` is a prefill chunk whose tokens the host knows. A row without is a decode: its
-    single token waits in the relay cell of ``slot``, perhaps still being computed by the step before.
-
-    With a diffusion model, ``ids`` are whole blocks whose tokens are final, perhaps none, and ``blocks``
-    says how many blocks follow that live in the slot on the device::
+    The positions are ``ids``, whose tokens the host knows, and behind them ``blocks`` units that live in the
+    slot on the device. For tokens a unit is one position; a row has either ids (a prefill chunk) or one unit
+    (a decode, which reads the relay). For a diffusion model a unit is a block, and a row may have both::
 
         blocks   positions behind ``ids``
         0        none: a prefill chunk
@@ -91,17 +107,16 @@ class Row:
     slot: int
     start: int
     length: int
-    #: tokens at positions [start, start + length), or None to read the relay
-    ids: Sequence[int] | None
-    #: the row reaches the end of what is known, so the token after it is sampled
+    #: tokens at the row's first positions
+    ids: Sequence[int]
+    #: the row generates: a token is sampled behind its last position, or a block is denoised
     samples: bool
     #: pages that joined or changed in the request's page table since its last row, and where they go
     new_pages: Sequence[int]
     first_new_page: int
-    admission: Admission | None
+    new_request: NewRequestData | None
     #: positions [first, last) of the row whose next token of the prompt is to be scored
     scores: tuple[int, int] | None = None
-    #: blocks of a diffusion model at the end of the row
     blocks: int = 0
 
     @property
@@ -110,71 +125,111 @@ class Row:
         return self.start + self.length
 
     @property
+    def table_update(self) -> TableUpdate:
+        """What changed in the page table of the row's slot; perhaps nothing."""
+        return self.slot, self.first_new_page, self.new_pages
+
+    @property
     def output_index(self) -> int:
         """How many output tokens precede the one this row samples."""
         return self.kv_length - len(self.request.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One forward: decode rows first, as columns, then prefill chunks and the blocks of diffusion models.
-    Ids increase by one."""
+class Generating:
+    """The rows of a step whose input lives on the device, as columns of G entries."""
 
-    id: int
-    decodes: Decodes
-    prefills: tuple[Row, ...]
-    num_tokens: int
-    #: of a step in which each row is one block
-    horizon: MultiStepBudget | None = None
+    requests: list[Request]
+    #: int64 [G]
+    slots: npt.NDArray[np.int64]
+    #: int64 [G]: the first position each row computes
+    starts: npt.NDArray[np.int64]
+    #: int64 [G]: positions of each row; None where all have one
+    lengths: npt.NDArray[np.int64] | None = None
+    #: positions of a unit: 1, or those of a block
+    unit: int = 1
+    #: pages that joined or changed in the rows' page tables
+    tables: list[TableUpdate] = field(default_factory=list)
+    #: by slot, of requests whose first row there is among these
+    new_requests: dict[int, NewRequestData] = field(default_factory=dict)
+    #: requests whose last token, by length, is sampled here
+    ending: list[Request] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.requests)
 
     @property
-    def num_decodes(self) -> int:
-        return len(self.decodes)
+    def num_tokens(self) -> int:
+        return len(self.requests) if self.lengths is None else int(self.lengths.sum())
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows as objects, made anew at every call; for tests and for devices that are not fast."""
+        tables = {slot: (first, pages) for slot, first, pages in self.tables}
+        lengths = [1] * len(self) if self.lengths is None else self.lengths.tolist()
+        rows = []
+        columns = zip(self.requests, self.slots.tolist(), self.starts.tolist(), lengths, strict=True)
+        for request, slot, start, length in columns:
+            first, pages = tables.get(slot, (0, []))
+            new, blocks = self.new_requests.get(slot), length // self.unit
+            rows.append(Row(request, slot, start, length, (), True, pages, first, new, blocks=blocks))
+        return rows
+
+
+NO_ROWS = Generating([], np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward: generating rows first, then prefilling ones. Ids increase by one."""
+
+    id: int
+    generating: Generating
+    prefilling: tuple[Row, ...]
+    num_tokens: int
+    #: of a step in which each row is one block
+    multi_step: MultiStepBudget | None = None
+
+    @property
+    def num_generating(self) -> int:
+        return len(self.generating)
 
     @property
     def prefill_tokens(self) -> int:
         """Positions whose tokens the host knows."""
-        return sum(0 if row.ids is None else len(row.ids) for row in self.prefills)
+        return sum(len(row.ids) for row in self.prefilling)
 
     @property
     def num_rows(self) -> int:
-        return len(self.decodes) + len(self.prefills)
+        return len(self.generating) + len(self.prefilling)
 
     @property
     def requests(self) -> list[Request]:
-        """By row, whose it is."""
-        return [*self.decodes.requests, *(row.request for row in self.prefills)]
+        """The request of each row."""
+        return [*self.generating.requests, *(row.request for row in self.prefilling)]
+
+    @property
+    def new_requests(self) -> list[Request]:
+        """Requests whose first row in their slot is in this step."""
+        new = self.generating.new_requests
+        found = [request for request in self.generating.requests if request.kv.slot in new] if new else []
+        return found + [row.request for row in self.prefilling if row.new_request is not None]
 
     @property
     def rows(self) -> list[Row]:
-        """All rows as objects, for whoever looks at them one by one (tests, the toy device);
-        made anew at every look."""
-        decodes = self.decodes
-        tables = {slot: (first, pages) for slot, first, pages in decodes.tables}
-        rows = []
-        for request, slot, start in zip(
-            decodes.requests, decodes.slots.tolist(), decodes.starts.tolist(), strict=True
-        ):
-            first, pages = tables.get(slot, (0, []))
-            rows.append(Row(request, slot, start, 1, None, True, pages, first, None))
-        return [*rows, *self.prefills]
+        """All rows as objects, made anew at every call; for tests and for devices that are not fast."""
+        return [*self.generating.rows, *self.prefilling]
 
 
-class Outcome(Protocol):
-    """What a scheduler is told of a step that was computed; the devices' StepResult tells more."""
+@dataclass(slots=True)
+class Outcome:
+    """What a scheduler is told of a step that was computed; a device's StepResult tells more."""
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        """One entry per row: the sampled token, or one of the negative values above."""
-
-    @property
-    def forced(self) -> Mapping[int, Sequence[int]]:
-        """By row, the tokens that follow without having been sampled."""
-
-    @property
-    def blocks(self) -> Mapping[int, BlockState]:
-        """By row, of those that denoise."""
-
-    @property
-    def rounds(self) -> int:
-        """Forwards that it took."""
+    #: one entry per row: the sampled token, or one of :mod:`aioinfer.sampling.outcomes`
+    tokens: list[int]
+    #: by row, the tokens that follow without having been sampled
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    #: by row, of those that denoise
+    blocks: dict[int, BlockState] = field(default_factory=dict)
+    #: forwards that the step took
+    rounds: int = 1

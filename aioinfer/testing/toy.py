@@ -19,7 +19,7 @@ from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
-from aioinfer.scheduling.step import Admission, Row, Step
+from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
@@ -38,11 +38,11 @@ def _mix(state: int, value: int) -> int:
     return state ^ (state >> 29)
 
 
-def _next_token(state: int, admission: Admission, output_index: int, vocab_size: int) -> int:
+def _next_token(state: int, tenant: NewRequestData, output_index: int, vocab_size: int) -> int:
     """The token that the toy model samples after a sequence whose hash is ``state``."""
-    seed = 0 if admission.params.greedy else admission.seed
+    seed = 0 if tenant.params.greedy else tenant.seed
     token = _mix(state, seed) % vocab_size
-    while output_index < admission.params.min_tokens and token in admission.stop_ids:
+    while output_index < tenant.params.min_tokens and token in tenant.stop_ids:
         token = (token + 1) % vocab_size
     return token
 
@@ -58,7 +58,7 @@ def toy_generate(
 ) -> list[int]:
     """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
-    admission = Admission(params, seed, stop_ids, prompt_ids, ())
+    tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())
     state = 0
     for token in prompt_ids:
         state = _mix(state, token)
@@ -66,7 +66,7 @@ def toy_generate(
     if params.max_tokens is not None:
         max_length = min(max_length, len(prompt_ids) + params.max_tokens)
     while len(prompt_ids) + len(output) < max_length:
-        token = _next_token(state, admission, len(output), vocab_size)
+        token = _next_token(state, tenant, len(output), vocab_size)
         output.append(token)
         if token in stop_ids:
             break
@@ -126,7 +126,7 @@ class ToyDevice:
         #: by slot, what the cells of the tenant's sequence must hold
         self._expected: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
         self._tables: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
-        self._admissions: list[Admission | None] = [None] * (self._num_slots + 1)
+        self._tenants: list[NewRequestData | None] = [None] * (self._num_slots + 1)
         self._relay = [_POISON] * (self._num_slots + 1)
         #: requests that lost a step: what later steps in flight compute for them is junk, and dropped; until
         #: they are admitted again
@@ -151,7 +151,7 @@ class ToyDevice:
         rows = step.rows
         for row in rows:
             table = self._tables[row.slot]
-            if row.admission is not None:
+            if row.new_request is not None:
                 table.clear()
             if row.new_pages:
                 if row.first_new_page > len(table):
@@ -190,12 +190,12 @@ class ToyDevice:
             if forced:
                 result.forced[index] = forced
         for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
-            admission = self._admissions[row.slot]
-            assert admission is not None
-            if token >= 0 and admission.params.logprobs is not None:
+            tenant = self._tenants[row.slot]
+            assert tenant is not None
+            if token >= 0 and tenant.params.logprobs is not None:
                 result.logprobs[index] = toy_logprob(row.kv_length, token)
             if row.scores is not None:
-                ids = [-1] * len(admission.prompt_ids) if self._doomed_row(row) else admission.prompt_ids
+                ids = [-1] * len(tenant.prompt_ids) if self._doomed_row(row) else tenant.prompt_ids
                 result.prompt_logprobs[index] = [
                     toy_logprob(at + 1, ids[at + 1]) for at in range(*row.scores)
                 ]
@@ -205,8 +205,8 @@ class ToyDevice:
         """A step failed: nobody knows how far it came."""
         for row, table in zip(prepared.rows, prepared.tables, strict=True):
             self._doomed.add(row.request.key)
-            if row.admission is not None:
-                self._admissions[row.slot] = row.admission
+            if row.new_request is not None:
+                self._tenants[row.slot] = row.new_request
             self._write_junk(row, table)
 
     def _doomed_row(self, row: Row) -> bool:
@@ -222,16 +222,18 @@ class ToyDevice:
     def _write(self, row: Row, table: list[int]) -> int:
         """Write a row's KV; returns the hash of its sequence up to the row's end."""
         expected = self._expected[row.slot]
-        if row.admission is not None:
+        if row.new_request is not None:
             self._doomed.discard(row.request.key)
-            self._admissions[row.slot] = row.admission
+            self._tenants[row.slot] = row.new_request
             self._relay[row.slot] = _POISON
             expected.clear()
-            self._extend(row, expected, [*row.admission.prompt_ids, *row.admission.output_ids][: row.start])
-        if self._doomed_row(row) or (row.ids is None and row.request.key in self._void):
+            self._extend(
+                row, expected, [*row.new_request.prompt_ids, *row.new_request.output_ids][: row.start]
+            )
+        if self._doomed_row(row) or (not row.ids and row.request.key in self._void):
             return self._write_junk(row, table)
         self._void.discard(row.request.key)
-        ids = self._read_relay(row) if row.ids is None else row.ids
+        ids = row.ids or self._read_relay(row)
         if len(ids) != row.length or row.length < 1:
             raise TaintError(f"{row.request}: {len(ids)} ids for {row.length} positions")
         if len(expected) != row.start:
@@ -278,21 +280,21 @@ class ToyDevice:
         """The next token of a row; ``forced`` gets the row's tokens if they are not sampled."""
         if not row.samples:
             return NO_TOKEN
-        admission = self._admissions[row.slot]
-        if admission is None:
+        tenant = self._tenants[row.slot]
+        if tenant is None:
             raise TaintError(f"{row.request}: its slot was never admitted")
         if row.request.key in self._void:
             return DEFERRED
         if self._doomed_row(row) and state % 4 < 2:
-            return BAD_LOGITS if state % 4 else min(admission.stop_ids, default=0)
+            return BAD_LOGITS if state % 4 else min(tenant.stop_ids, default=0)
         follow = None if self.defer is None else self.defer(row)
         if follow is not None:
-            forced += _follow(row, state, admission, follow, self.vocab_size)
+            forced += _follow(row, state, tenant, follow, self.vocab_size)
             token = FORCED if follow else DEFERRED
-        elif admission.grammar is None:
-            token = _next_token(state, admission, row.output_index, self.vocab_size)
+        elif tenant.grammar is None:
+            token = _next_token(state, tenant, row.output_index, self.vocab_size)
         else:
-            token = self._constrained(row, state, admission, admission.grammar, forced)
+            token = self._constrained(row, state, tenant, tenant.grammar, forced)
         if token in (DEFERRED, FORCED):
             self._void.add(row.request.key)
             return token
@@ -306,29 +308,29 @@ class ToyDevice:
         self,
         row: Row,
         state: int,
-        admission: Admission,
+        tenant: NewRequestData,
         grammar: GrammarState,
         forced: list[int],
     ) -> int:
         """The first token from the one it would have been on that the grammar allows."""
-        rows = [GrammarRow(0, grammar, row.kv_length, row.ids is not None)]
+        rows = [GrammarRow(0, grammar, row.kv_length, bool(row.ids))]
         found = self.masks.collect(rows, 1)
         if found.outcomes:
             forced += found.forced.get(0, [])
             return found.outcomes[0]
         (mask,) = found.masks
-        token = _next_token(state, admission, row.output_index, self.vocab_size)
+        token = _next_token(state, tenant, row.output_index, self.vocab_size)
         while not mask[token // 32] >> (token % 32) & 1:
             token = (token + 1) % self.vocab_size
         self.masks.advance(rows, [token])
         return token
 
 
-def _follow(row: Row, state: int, admission: Admission, count: int, vocab_size: int) -> list[int]:
+def _follow(row: Row, state: int, tenant: NewRequestData, count: int, vocab_size: int) -> list[int]:
     """The next tokens, as they would have been sampled."""
     tokens: list[int] = []
     for index in range(count):
-        tokens.append(_next_token(state, admission, row.output_index + index, vocab_size))
+        tokens.append(_next_token(state, tenant, row.output_index + index, vocab_size))
         state = _mix(state, tokens[-1])
     return tokens
 

@@ -19,10 +19,11 @@ import torch
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.scripted import ScriptedLogits
-from aioinfer.execution.block_packing import BlockPacked, BlockPacker
-from aioinfer.execution.block_runner import BlockRunner
+from aioinfer.execution.backends import CpuBackend
+from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Flight, Progress, StepResult
-from aioinfer.execution.streams import CpuBackend
+from aioinfer.execution.packing import PackedStep, Packer
+from aioinfer.execution.runner import Runner
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane
@@ -80,9 +81,9 @@ class ScriptedLM:
         logits = self._script.logits(torch.from_numpy(before)[wanted], blocks[wanted])
         return logits.view(-1, self.spec.vocab_size)
 
-    def spoil(self, packed: BlockPacked) -> None:
+    def spoil(self, packed: PackedStep) -> None:
         """A step failed: nobody knows what is in the cells of its rows."""
-        cells = packed.section("slot_mapping")
+        cells = packed.sections["slot_mapping"]
         self._position[cells] = _POISON
         self._state[cells] = _POISON
 
@@ -191,19 +192,16 @@ class ScriptedDevice:
         )
         self._lm = ScriptedLM(self.script, spec, num_pages=self._num_pages, page_size=self.page_size)
         self._backend = CpuBackend(
-            BlockRunner(
+            Runner(
                 self._lm,
                 _NO_ATTENTION,
-                num_slots=self._num_slots,
-                device=torch.device("cpu"),
-                synchronous=True,
-                lane=self.lane,
+                BlockDecoding(spec, self._num_slots, torch.device("cpu"), synchronous=True),
+                self.lane,
             )
         )
         max_pages = -(-self._max_model_len // self.page_size)
-        self._packer = BlockPacker(
-            self._num_slots, max_pages, self.page_size, self.block_size, self.mask_token_id
-        )
+        rows = BlockPacker(self._num_slots, self.block_size, self.mask_token_id)
+        self._packer = Packer(rows, self._num_slots, max_pages, self.page_size)
         #: by slot, hashes of the tenant's sequence up to the end of each block that is final
         self._final: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
         #: requests that lost a step: what later steps in flight compute for them is junk, and dropped; until
@@ -221,11 +219,11 @@ class ScriptedDevice:
             mask_token_id=self.mask_token_id,
         )
 
-    def prepare(self, step: Step) -> tuple[Step, BlockPacked]:
+    def prepare(self, step: Step) -> tuple[Step, PackedStep]:
         """Pack a step as the host saw it when it planned it."""
         return step, self._packer.pack(step)
 
-    def launch(self, prepared: tuple[Step, BlockPacked]) -> Flight:
+    def launch(self, prepared: tuple[Step, PackedStep]) -> Flight:
         step, packed = prepared
         if step.id <= self._last_step:
             raise TaintError(f"step {step.id} was launched after step {self._last_step}")
@@ -234,14 +232,14 @@ class ScriptedDevice:
         try:
             if self.fault is not None:
                 self.fault(step)
-            self._lm.expected = [self._expect(row) for row in step.prefills]
+            self._lm.expected = [self._expect(row) for row in step.rows]
             result = self._backend.launch(packed).wait()
             self._note(step, result)
             if self.late_fault is not None:
                 self.late_fault(step)
         except BaseException:
             self._lm.spoil(packed)
-            self._doomed.update(row.request.key for row in step.prefills)
+            self._doomed.update(row.request.key for row in step.rows)
             raise
         return CompletedFlight(result)
 
@@ -255,9 +253,9 @@ class ScriptedDevice:
     def _expect(self, row: Row) -> int | None:
         """The hash of everything before a row; None if the row is junk."""
         size, final = self.block_size, self._final[row.slot]
-        if row.admission is not None:
+        if row.new_request is not None:
             self._doomed.discard(row.request.key)
-            known = [*row.admission.prompt_ids, *row.admission.output_ids]
+            known = [*row.new_request.prompt_ids, *row.new_request.output_ids]
             final[:] = self._chain(known[: len(known) // size * size])
         if row.request.key in self._doomed:
             return None
@@ -270,8 +268,9 @@ class ScriptedDevice:
         """What has become final is what later rows must find."""
         self.forwards += result.rounds
         self.block_rounds += len(result.blocks) * result.rounds
+        rows = step.rows
         for number, state in result.blocks.items():
-            row = step.prefills[number]
+            row = rows[number]
             final = self._final[row.slot]
             if (
                 state.done

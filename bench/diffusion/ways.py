@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.state import BlockState
 from aioinfer.engine import Engine
-from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.block_batch import BlockBatch
+from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.request import Request
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import Outcome, Step
 
 __all__ = ["WAYS", "configs", "make_restless", "scheduler_of"]
 
@@ -35,25 +35,24 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class _Restless(BlockScheduler):
-    """Nobody keeps slot and pages between the rounds of a block."""
+class _Restless(Scheduler):
+    """No request keeps slot and pages between the rounds of a block."""
 
     __slots__ = ()
 
-    def resolve_blocks(
-        self, step: Step, blocks: Mapping[int, BlockState], forwards: int = 1
-    ) -> list[Request]:
-        moved = super().resolve_blocks(step, blocks, forwards)
-        for request in list(self.batch.requests):
-            if request.mid_block:
-                self._retract(request)
-        return moved
+    def resolve(self, step: Step, outcome: Outcome) -> list[Request]:
+        updated = super().resolve(step, outcome)
+        for request in list(self.queues.batch.requests):
+            assert isinstance(request.cursor, BlockCursor), "not a diffusion model"
+            if request.cursor.mid_block:
+                self.queues.retract(request)
+        return updated
 
 
-def scheduler_of(engine: Engine) -> BlockScheduler:
-    """The scheduler of a running engine."""
+def scheduler_of(engine: Engine) -> Scheduler:
+    """The scheduler of a running engine with a diffusion model."""
     scheduler = engine._started_core().scheduler
-    assert isinstance(scheduler, BlockScheduler), "not a diffusion model"
+    assert isinstance(scheduler.queues.batch, BlockBatch), "not a diffusion model"
     return scheduler
 
 

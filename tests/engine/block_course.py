@@ -14,7 +14,8 @@ from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.loop.core import Core
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.audit import check_idle
-from aioinfer.scheduling.block_request import BlockRequest
+from aioinfer.scheduling.block_cursor import BlockCursor
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import Step
 from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.engine.block_worlds import Plain, decode
@@ -81,20 +82,20 @@ class Course:
         self.requests = [self.submit(each) for each in asked]
         self.asked = list(asked)
 
-    def submit(self, asked: Asked, **options: Any) -> BlockRequest:
+    def submit(self, asked: Asked, **options: Any) -> Request:
         request = self.core.new_request(*asked, **options)
         self.core.submit(request)
-        assert isinstance(request, BlockRequest)
+        assert isinstance(request.cursor, BlockCursor)
         return request
 
     def arrive(self, asked: Asked, **options: Any) -> None:
         self.asked.append(asked)
         self.requests.append(self.submit(asked, **options))
 
-    def take_away(self, request: BlockRequest) -> None:
+    def take_away(self, request: Request) -> None:
         """Its slot and its pages, be it the eldest."""
         self.scheduler.running_out = True
-        self.scheduler._retract(request)
+        self.scheduler.queues.retract(request)
         self.scheduler.running_out = False
 
     def run(self, at: int = -1, action: Callable[[Course], None] | None = None) -> None:
@@ -106,13 +107,13 @@ class Course:
             for key, until in list(self.parked_until.items()):
                 if self.events >= until:
                     del self.parked_until[key]
-                    self.scheduler.unpark(next(each for each in self.requests if each.key == key))
+                    self.scheduler.queues.unpark(next(each for each in self.requests if each.key == key))
             if not self._event() and not self.parked_until:
                 break
             self.events += 1
             self.scheduler.check()
             assert self.events < 400, "it does not end"
-        assert not self.scheduler.has_unfinished
+        assert not self.scheduler.queues.has_unfinished
         check_idle(self.scheduler)
 
     def _event(self) -> bool:
@@ -145,7 +146,7 @@ class Course:
             ended = request.finish_reason == "abort"
             assert not ended or may_fail, request.error
             assert request.output_ids == plain.ids[:count], (request, asked)
-            assert request.step_map == plain.steps[:count]
+            assert request.cursor.step_map == plain.steps[:count]
             assert [each.logprob for each in request.logprobs] == plain.logprobs[:count]
             assert ended or count == len(plain.ids), request
 

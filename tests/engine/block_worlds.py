@@ -22,7 +22,7 @@ from tests.diffusion.cases import random_params as random_diffusion
 from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
 
-#: mode, fused commit, mixed, rounds of a horizon, prefix cache
+#: mode, fused commit, mixed, rounds of a multi_step, prefix cache
 COMBINATIONS = list(
     itertools.product(("fdfo", "fdfo", "sync"), (True, False), (True, False), (1, 4), (True, False))
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from typing import Any
 
 from aioinfer.engine import Engine
 from aioinfer.loop.core import Core
 from aioinfer.scheduling.audit import audit, check
-from aioinfer.scheduling.block_request import BlockRequest
-from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.block_batch import BlockBatch
+from aioinfer.scheduling.block_cursor import BlockCursor
+from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome, Row, Step
 
 
@@ -59,14 +60,14 @@ class LawChecker:
 
     def check_limits(self, step: Step) -> None:
         limits = self.scheduler.limits
-        chunks = [row.length for row in step.prefills]
+        chunks = [row.length for row in step.prefilling]
         assert max(chunks, default=0) <= limits.chunk_size
         most = limits.max_prefill_tokens
         if most is not None and sum(chunks) > most:
             assert chunks[0] > most, "only the first chunk may be longer than the budget"
             assert sum(chunks[1:]) <= (most if limits.admission == "pack" else 0)
-        assert step.num_decodes <= (limits.max_decode_rows or step.num_decodes)
-        assert limits.mixed or not (step.num_decodes and chunks), "a mixed step, and mixing is off"
+        assert step.num_generating <= (limits.max_decode_rows or step.num_generating)
+        assert limits.mixed or not (step.num_generating and chunks), "a mixed step, and mixing is off"
 
     def check_row(self, step: Step, row: Row) -> None:
         request, size = row.request, self.scheduler.memory.pages.page_size
@@ -74,35 +75,32 @@ class LawChecker:
         assert not request.parked, "a row of a parked request"
         assert row.kv_length <= self.longest(request)
         first, stop = row.start // size, -(-row.kv_length // size)
-        assert stop <= len(request.pages), "a position without a page"
-        assert first >= request.cached_pages, "a row writes into the prefix cache"
-        for page in request.pages[: request.cached_pages]:
+        assert stop <= len(request.kv.pages), "a position without a page"
+        assert first >= request.kv.cached_pages, "a row writes into the prefix cache"
+        for page in request.kv.pages[: request.kv.cached_pages]:
             assert self.page_written.get(page, 0) <= self.resolved, f"cached page {page} is not resolved"
-        tenant = (request.key, request.retractions)
-        for page in request.pages[-(-row.start // size) : stop]:
+        tenant = (request.key, request.recovery.retractions)
+        for page in request.kv.pages[-(-row.start // size) : stop]:
             landed = self.page_touched.get(page, 0) <= self.resolved
             assert landed or self.page_tenant[page] == tenant, f"page {page} reused in flight"
-        if row.admission is not None:
+        if row.new_request is not None:
             landed = self.slot_touched.get(row.slot, 0) <= self.resolved
             assert landed or self.slot_tenant[row.slot] == tenant, f"slot {row.slot} reused in flight"
         self.slot_touched[row.slot] = step.id
         self.slot_tenant[row.slot] = tenant
-        self.page_tenant.update(dict.fromkeys(request.pages[:stop], tenant))
-        self.page_touched.update(dict.fromkeys(request.pages[:stop], step.id))
-        self.page_written.update(dict.fromkeys(request.pages[first:stop], step.id))
+        self.page_tenant.update(dict.fromkeys(request.kv.pages[:stop], tenant))
+        self.page_touched.update(dict.fromkeys(request.kv.pages[:stop], step.id))
+        self.page_written.update(dict.fromkeys(request.kv.pages[first:stop], step.id))
 
     def longest(self, request: Request) -> int:
         """Positions that a request may ever have."""
         return request.max_length
 
-    def land(self, step: Step, outcome: Outcome) -> list[Request]:
-        return self.resolve(step, outcome.tokens, outcome.forced)
-
-    def resolve(self, step: Step, tokens: Sequence[int], forced: Any = ()) -> list[Request]:
+    def resolve(self, step: Step, outcome: Outcome) -> list[Request]:
         self._land(step)
-        advanced: list[Request] = self.scheduler.resolve(step, tokens, dict(forced))
+        updated: list[Request] = self.scheduler.resolve(step, outcome)
         self.check()
-        return advanced
+        return updated
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         self._land(step)
@@ -139,7 +137,8 @@ class LawChecker:
 
     def totals(self) -> Counter[str]:
         """What happened, to see that everything did."""
-        counters, memory, admitter = self.scheduler.counters, self.scheduler.memory, self.scheduler.admitter
+        counters, memory = self.scheduler.queues.counters, self.scheduler.memory
+        admitter = self.scheduler.admitter
         return Counter(
             retractions=counters.retractions,
             preemptions=counters.preemptions,
@@ -158,21 +157,21 @@ class LawChecker:
 class BlockLaws(LawChecker):
     """The same on a scheduler of blocks."""
 
-    def __init__(self, scheduler: BlockScheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
-        self.least = self.size = scheduler._block_size
+        self.least = self.size = scheduler.queues.batch.unit
         #: by request and life, the steps that hold a block of it and have not resolved
         self.flights: dict[tuple[int, int], deque[int]] = {}
         #: requests that were ended while some of their block was known, and some was not
         self.ended_in_mid_block = 0
-        self.horizons = 0
+        self.multi_steps = 0
         #: keys of those that were in the batch when the step was planned
         self.decoding: set[int] = set()
         #: by key, where the newest block that was read begins, and its rounds
         self.reached: dict[int, tuple[int, int]] = {}
 
     def plan(self) -> Step | None:
-        self.decoding = {request.key for request in self.scheduler.batch.requests}
+        self.decoding = {request.key for request in self.scheduler.queues.batch.requests}
         return super().plan()
 
     def longest(self, request: Request) -> int:
@@ -180,10 +179,10 @@ class BlockLaws(LawChecker):
 
     def check_limits(self, step: Step) -> None:
         limits = self.scheduler.limits
-        chunks = [row for row in step.prefills if row.ids]
-        rounds = [row for row in step.prefills if not row.ids]
+        chunks = [row for row in step.rows if row.ids]
+        rounds = [row for row in step.rows if not row.ids]
         lengths = [row.length for row in chunks]
-        assert not step.decodes
+        assert not any(row.ids for row in step.generating.rows)
         assert max(lengths, default=0) <= max(limits.chunk_size, self.size)
         most = limits.max_prefill_tokens
         if most is not None and sum(lengths) > most:
@@ -195,63 +194,62 @@ class BlockLaws(LawChecker):
         assert limits.mixed or not (rounds and chunks), "a mixed step, and mixing is off"
         if limits.diffusion_mode == "sync":
             assert self.launched == self.resolved + 1, "lock-step is one step after the other"
-            decoding = [row for row in step.prefills if row.request.key in self.decoding]
+            decoding = [row for row in step.rows if row.request.key in self.decoding]
             if any(self.goes_on(row) for row in decoding):
                 assert not chunks, "somebody is let in before all are done"
                 assert not any(self.comes_to_the_next(row) for row in decoding), "not in step"
-        if step.horizon is not None:
-            self.horizons += 1
+        if step.multi_step is not None:
+            self.multi_steps += 1
             assert all(row.blocks == 1 for row in rounds)
             assert not chunks
-            assert not self.scheduler.waiting
+            assert not self.scheduler.queues.waiting
 
     def goes_on(self, row: Row) -> bool:
         """A row is for a block of which some is known."""
-        assert isinstance(row.request, BlockRequest)
-        block = row.request.block
+        assert isinstance(row.request.cursor, BlockCursor)
+        block = row.request.cursor.block
         return block is not None and not block.done
 
     def comes_to_the_next(self, row: Row) -> bool:
         """A row is for another block than the one that was last read."""
-        assert isinstance(row.request, BlockRequest)
-        block = row.request.block
+        assert isinstance(row.request.cursor, BlockCursor)
+        block = row.request.cursor.block
         return block is not None and block.done and row.kv_length - self.size > block.start
 
     def check_row(self, step: Step, row: Row) -> None:
         super().check_row(step, row)
         request, size = row.request, self.size
-        assert isinstance(request, BlockRequest)
+        assert isinstance(request.cursor, BlockCursor)
         assert row.start % size == row.length % size == 0 < row.length
         assert row.length == len(row.ids or ()) + row.blocks * size
         if row.blocks:
-            flights = self.flights.setdefault((request.key, request.retractions), deque())
+            flights = self.flights.setdefault((request.key, request.recovery.retractions), deque())
             while flights and flights[0] <= self.resolved:
                 flights.popleft()
             flights.append(step.id)
             assert len(flights) <= 2, "of a third row it cannot be said which block it is for"
 
-    def land(self, step: Step, outcome: Outcome) -> list[Request]:
+    def resolve(self, step: Step, outcome: Outcome) -> list[Request]:
         self._land(step)
-        known = {row.request.key: list(row.request.output_ids) for row in step.prefills}
-        moved: list[Request] = self.scheduler.land(step, outcome)
-        for row in step.prefills:
-            request = row.request
+        known = {request.key: list(request.output_ids) for request in step.requests}
+        updated: list[Request] = self.scheduler.resolve(step, outcome)
+        for request in step.requests:
             before = known[request.key]
             assert request.output_ids[: len(before)] == before, "a token that was read has changed"
-            assert isinstance(request, BlockRequest)
-            assert len(request.step_map) == len(request.output_ids)
-            if request.block is not None:
-                reached = request.block.start, request.block.rounds
+            assert isinstance(request.cursor, BlockCursor)
+            assert len(request.cursor.step_map) == len(request.output_ids)
+            if request.cursor.block is not None:
+                reached = request.cursor.block.start, request.cursor.block.rounds
                 assert reached >= self.reached.get(request.key, (0, 0)), "a block has begun again"
                 self.reached[request.key] = reached
         self.check()
-        return moved
+        return updated
 
     def totals(self) -> Counter[str]:
         counts = super().totals()
         for never in ("deferred_rows", "forced_tokens"):
             del counts[never]
-        counts.update({"ended_in_mid_block": self.ended_in_mid_block, "horizons": self.horizons})
+        counts.update({"ended_in_mid_block": self.ended_in_mid_block, "multi_steps": self.multi_steps})
         return counts
 
 
@@ -263,16 +261,16 @@ def watch(engine: Engine) -> LawChecker:
 
 def watch_core(core: Core) -> LawChecker:
     senior = core.scheduler
-    checker = BlockLaws(senior) if isinstance(senior, BlockScheduler) else LawChecker(senior)
+    checker = BlockLaws(senior) if isinstance(senior.queues.batch, BlockBatch) else LawChecker(senior)
 
-    class Watched(type(senior)):  # type: ignore[misc]
+    class Watched(RequestQueues):
         __slots__ = ()
 
-        def _retract(self, request: Request) -> None:
+        def retract(self, request: Request) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
             spared = request.parked or checker.running_out or request.key != min(active)
             assert spared, "the eldest request was retracted"
-            super()._retract(request)
+            super().retract(request)
 
         def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
             inside = in_mid_block(request)
@@ -283,12 +281,12 @@ def watch_core(core: Core) -> LawChecker:
                 checker.ended_in_mid_block += 1
             return first
 
-    senior.__class__ = Watched
+    senior.queues.__class__ = Watched
     core.scheduler = checker  # type: ignore[assignment]
     return checker
 
 
 def in_mid_block(request: Request) -> bool:
     """Of the block that it is at, a round has written some tokens and others are still to come."""
-    block = request.block if isinstance(request, BlockRequest) else None
+    block = request.cursor.block if isinstance(request.cursor, BlockCursor) else None
     return block is not None and not block.done and max(block.written_in) >= 0

@@ -178,7 +178,7 @@ def retract_one(engine: Engine) -> None:
     assert engine._driver is not None
     scheduler = engine._core.scheduler
     if (victim := scheduler._victim()) is not None:
-        scheduler._retract(victim)
+        scheduler.queues.retract(victim)
         engine._driver.wake()
 
 
@@ -196,7 +196,7 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
     world.verify(world, world.claims)
     if world.device.lost:
         assert world.engine.state is EngineState.FAILED
-        assert not world.engine._core.scheduler.has_unfinished  # type: ignore[union-attr]
+        assert not world.engine._core.scheduler.queues.has_unfinished  # type: ignore[union-attr]
     else:
         await settle(world.engine)
     await world.engine.aclose()

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from aioinfer.execution.device import StepOutOfMemory
-from aioinfer.scheduling.block_request import BlockRequest
-from aioinfer.scheduling.request import RequestState
+from aioinfer.scheduling.request import Request, RequestState
 from tests.engine.block_course import SIZE, Course, ask
 from tests.engine.worlds import Injected
 
 Action = Callable[[Course], None]
 
 
-def running(course: Course) -> list[BlockRequest]:
+def running(course: Course) -> list[Request]:
     return [each for each in course.requests if each.state is RequestState.RUNNING]
 
 
@@ -43,7 +42,7 @@ def park(course: Course) -> None:
     """For a while."""
     for request in course.requests:
         if not request.finished:
-            course.scheduler.park(request)
+            course.scheduler.queues.park(request)
             course.parked_until[request.key] = course.events + 5
 
 

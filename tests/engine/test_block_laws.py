@@ -22,7 +22,7 @@ from tests.engine.simulation import retract_one, settle, simulate
 from tests.engine.worlds import VOCAB
 
 LIFETIMES = 24
-#: every combination of mode, fused commit, mixing, horizon and cache, once
+#: every combination of mode, fused commit, mixing, multi_step and cache, once
 WORLDS = len(COMBINATIONS)
 
 

@@ -192,10 +192,10 @@ def test_a_plain_decoder_says_the_same_of_eight_that_come_and_go(
             if count % 2 == 0 and len(keys) < len(described):
                 keys.append(llm.add_request(*described[len(keys)][0]))
             if count % 5 == 4 and (victim := scheduler._victim()) is not None:
-                scheduler._retract(victim)
+                scheduler.queues.retract(victim)
             results.update(llm.step())
             if len(results) == len(described):
                 break
-        assert not described or scheduler.counters.retractions > 3
+        assert not described or scheduler.queues.counters.retractions > 3
     for key, (_, wanted) in zip(keys, described, strict=True):
         assert_described(results[key], wanted)

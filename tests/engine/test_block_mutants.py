@@ -12,16 +12,17 @@ import torch
 
 from aioinfer.diffusion.record import BlockRecords
 from aioinfer.diffusion.state import BlockState
-from aioinfer.execution import block_table
-from aioinfer.execution.block_packing import BlockPacked, BlockPacker
-from aioinfer.execution.block_runner import BlockRunner
-from aioinfer.execution.block_table import BlockTable, Round
-from aioinfer.scheduling import blocks
-from aioinfer.scheduling.block_request import BlockRequest
-from aioinfer.scheduling.blocks import BlockBatch, BlockScheduler
+from aioinfer.execution.decoding import block_table
+from aioinfer.execution.decoding.base import Transfer
+from aioinfer.execution.decoding.block_table import BlockTable, Round
+from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
+from aioinfer.execution.packing import Layout, PackedStep
+from aioinfer.scheduling import block_batch
+from aioinfer.scheduling.block_batch import BlockBatch
+from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import MultiStepBudget, Row, Step
+from aioinfer.scheduling.step import MultiStepBudget, Step
 from tests.engine.block_worlds import make_block_world
 from tests.engine.simulation import simulate
 from tests.engine.test_block_events import ACTIONS, SETTINGS, course, moments, retract
@@ -40,71 +41,71 @@ def mutant(plant: Mutant) -> Mutant:
 
 @mutant
 def rounds_in_flight_survive_a_retraction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockScheduler, "_retract", Scheduler._retract)
+    patch.setattr(BlockCursor, "survives_retraction", True)
 
 
 @mutant
 def flights_survive_a_retraction(patch: pytest.MonkeyPatch) -> None:
-    rewind = BlockRequest.rewind
+    rewind = BlockCursor.rewind
 
-    def half(self: BlockRequest, computed: int, sampled: int) -> None:
+    def half(self: BlockCursor, computed: int) -> None:
         flights = self.flights.copy()
-        rewind(self, computed, sampled)
+        rewind(self, computed)
         self.flights.extend(flights)
 
-    patch.setattr(BlockRequest, "rewind", half)
+    patch.setattr(BlockCursor, "rewind", half)
 
 
 @mutant
 def what_a_row_in_flight_writes_is_shared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockRequest, "committed", property(lambda self: min(self._committed, self.block_start)))
+    patch.setattr(BlockCursor, "committed", property(lambda self: min(self._committed, self.block_start)))
 
 
 @mutant
 def a_block_that_has_just_changed_counts_as_committed(patch: pytest.MonkeyPatch) -> None:
-    observe = BlockRequest.observe
-    patch.setattr(BlockRequest, "observe", lambda self, state: observe(self, replace(state, changed=False)))
+    observe = BlockCursor.observe
+    patch.setattr(BlockCursor, "observe", lambda self, state: observe(self, replace(state, changed=False)))
 
 
 @mutant
 def a_block_goes_on_from_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockRequest, "resume", property(lambda self: None))
+    patch.setattr(BlockCursor, "resume", property(lambda self: None))
 
 
 @mutant
 def a_block_goes_on_without_its_counters(patch: pytest.MonkeyPatch) -> None:
-    def bare(self: BlockRequest) -> BlockState | None:
+    def bare(self: BlockCursor) -> BlockState | None:
         return None if self.block is None else replace(self.block, private=(0,) * len(self.block.private))
 
-    patch.setattr(BlockRequest, "resume", property(bare))
+    patch.setattr(BlockCursor, "resume", property(bare))
 
 
 @mutant
 def a_block_goes_on_at_its_first_round(patch: pytest.MonkeyPatch) -> None:
-    def first(self: BlockRequest) -> BlockState | None:
+    def first(self: BlockCursor) -> BlockState | None:
         return None if self.block is None else replace(self.block, rounds=0)
 
-    patch.setattr(BlockRequest, "resume", property(first))
+    patch.setattr(BlockCursor, "resume", property(first))
 
 
 @mutant
 def a_third_row_is_launched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocks, "_MOST_FLIGHTS", 3)
-    next_round = BlockRequest.next_round
+    patch.setattr(block_batch, "_MOST_FLIGHTS", 3)
+    next_round = BlockCursor.next_round
 
-    def third(self: BlockRequest, **options: Any) -> tuple[int, int] | None:
+    def third(self: BlockCursor, **options: Any) -> tuple[int, int] | None:
         if len(self.flights) > 1:
             return self.block_start, 1
         return next_round(self, **options)
 
-    patch.setattr(BlockRequest, "next_round", third)
+    patch.setattr(BlockCursor, "next_round", third)
 
 
 @mutant
 def the_second_row_does_not_look_at_the_first(patch: pytest.MonkeyPatch) -> None:
-    next_round = BlockRequest.next_round
+    next_round = BlockCursor.next_round
 
-    def blind(self: BlockRequest, **options: Any) -> tuple[int, int] | None:
+    def blind(self: BlockCursor, **options: Any) -> tuple[int, int] | None:
         flights = self.flights.copy()
         self.flights.clear()
         try:
@@ -112,18 +113,18 @@ def the_second_row_does_not_look_at_the_first(patch: pytest.MonkeyPatch) -> None
         finally:
             self.flights.extend(flights)
 
-    patch.setattr(BlockRequest, "next_round", blind)
+    patch.setattr(BlockCursor, "next_round", blind)
 
 
 @mutant
 def a_block_comes_without_a_commit(patch: pytest.MonkeyPatch) -> None:
-    next_round = BlockRequest.next_round
+    next_round = BlockCursor.next_round
 
-    def hasty(self: BlockRequest, **options: Any) -> tuple[int, int] | None:
+    def hasty(self: BlockCursor, **options: Any) -> tuple[int, int] | None:
         chosen = next_round(self, **options)
         return (self.block_start, 1) if chosen == (self.block_start - self.block_size, 2) else chosen
 
-    patch.setattr(BlockRequest, "next_round", hasty)
+    patch.setattr(BlockCursor, "next_round", hasty)
 
 
 @mutant
@@ -138,11 +139,15 @@ def lock_step_lets_others_in(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def rounds_in_place_while_somebody_waits(patch: pytest.MonkeyPatch) -> None:
-    def any_horizon(self: BlockScheduler, rows: tuple[Row, ...]) -> MultiStepBudget | None:
-        alike = all(row.blocks == 1 and not row.ids for row in rows)
-        return MultiStepBudget(3) if alike else None
+    plan = Scheduler._step
 
-    patch.setattr(BlockScheduler, "_horizon", any_horizon)
+    def any_budget(self: Scheduler, *arguments: Any) -> Step | None:
+        step = plan(self, *arguments)
+        if step is None or not all(row.blocks == 1 and not row.ids for row in step.rows):
+            return step
+        return replace(step, multi_step=MultiStepBudget(3))
+
+    patch.setattr(Scheduler, "_step", any_budget)
 
 
 @mutant
@@ -160,28 +165,28 @@ def steps_of_rows_of_two_blocks_are_too_long(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_step_map_is_not_cut_with_its_output(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockRequest, "trim", Request.trim)
+    patch.setattr(BlockCursor, "trim", lambda self, count: None)
 
 
 @mutant
 def tokens_that_may_change_are_taken(patch: pytest.MonkeyPatch) -> None:
-    take_known = BlockRequest.take_known
+    take_known = BlockCursor.take_known
 
-    def eager(self: BlockRequest) -> Any:
+    def eager(self: BlockCursor, request: Request) -> Any:
         self.monotone = True
-        return take_known(self)
+        return take_known(self, request)
 
-    patch.setattr(BlockRequest, "take_known", eager)
+    patch.setattr(BlockCursor, "take_known", eager)
 
 
 @mutant
 def a_known_prefix_is_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    computed = BlockRequest.commit_prefill
+    computed = BlockCursor.commit_prefill
 
-    def further(self: BlockRequest, positions: int, *, last: bool) -> None:
+    def further(self: BlockCursor, positions: int, *, last: bool) -> None:
         computed(self, positions + self.block_size, last=last)
 
-    patch.setattr(BlockRequest, "commit_prefill", further)
+    patch.setattr(BlockCursor, "commit_prefill", further)
 
 
 # -- device -----------------------------------------------------------------------------------------
@@ -216,7 +221,12 @@ def counters_go_on_into_the_next_block(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def the_first_of_two_blocks_is_scored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockRunner, "_logits_rows", lambda self, tokens, round: tokens)
+    gather = BlockDecoding.gather
+
+    def first(self: BlockDecoding, packed: PackedStep, parts: Any, transfer: Transfer) -> Any:
+        return parts["block_tokens"], gather(self, packed, parts, transfer)[1]
+
+    patch.setattr(BlockDecoding, "gather", first)
 
 
 @mutant
@@ -239,10 +249,10 @@ def parameters_of_a_former_tenant(patch: pytest.MonkeyPatch) -> None:
 def nobody_knows_that_a_row_may_turn(patch: pytest.MonkeyPatch) -> None:
     pack = BlockPacker.pack
 
-    def still(self: BlockPacker, step: Step) -> BlockPacked:
-        packed = pack(self, step)
-        packed.may_turn = False
-        return packed
+    def still(self: BlockPacker, step: Step, layout: Layout) -> Any:
+        sections, work = pack(self, step, layout)
+        work.may_turn = False
+        return sections, work
 
     patch.setattr(BlockPacker, "pack", still)
 
@@ -255,15 +265,16 @@ def prompts_may_be_edited(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def rounds_in_place_read_the_same_ids(patch: pytest.MonkeyPatch) -> None:
-    again = BlockRunner._again
+    again = BlockDecoding.again
 
-    def stale(self: BlockRunner, packed: BlockPacked, rounds: int, round: Round) -> bool:
-        more = again(self, packed, rounds, round)
+    def stale(self: BlockDecoding, packed: PackedStep, parts: Any, state: Round, rounds: int) -> bool:
+        before = parts["input_ids"].clone()
+        more = again(self, packed, parts, state, rounds)
         if more:
-            self._records.block(round.records)[0].ids.copy_(round.ids)
+            parts["input_ids"].copy_(before)
         return more
 
-    patch.setattr(BlockRunner, "_again", stale)
+    patch.setattr(BlockDecoding, "again", stale)
 
 
 # -- the hunt ---------------------------------------------------------------------------------------

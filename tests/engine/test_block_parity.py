@@ -68,7 +68,7 @@ def check(expected: Expected, **settings: Any) -> int:
         async with make_engine(**settings) as engine:
             results = await answers(engine, [asked for asked, _ in expected])
             assert engine._core is not None
-            return results, engine._core.scheduler.counters.forwards
+            return results, engine._core.scheduler.queues.counters.forwards
 
     results, forwards = asyncio.run(run())
     for result, (asked, plain) in zip(results, expected, strict=True):

@@ -12,7 +12,7 @@ import pytest
 from aioinfer import LLM, DiffusionParams, EngineConfig, SamplingParams
 from aioinfer.loop.core import Core
 from aioinfer.outputs import Chunk, Result
-from aioinfer.scheduling.block_request import BlockRequest
+from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.stream import Stream, StreamCell, Want
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
@@ -110,7 +110,7 @@ class Rounds:
             EngineConfig(model="scripted", overlap_steps=0), self.device.open(), ToyTokenizer(), float
         )
         request = self.core.new_request(PROMPT, wanted)
-        assert isinstance(request, BlockRequest)
+        assert isinstance(request.cursor, BlockCursor)
         self.request, self.cell = request, StreamCell()
         self.core.submit(request)
         self.cell.request = request
@@ -136,7 +136,7 @@ def test_a_slow_reader_gets_the_newest_draft_and_no_older_one() -> None:
     assert second.draft is not None
     assert world.cell.take() is None
     assert second.token_ids == first.token_ids == []
-    block = world.request.block
+    block = world.request.cursor.block
     assert block is not None
     newest = tuple(
         token if known else None for token, known in zip(block.ids[3:], block.known[3:], strict=True)

@@ -203,9 +203,9 @@ def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded()
 
     resolve(*plan())
     assert len(request.prompt_logprobs) == 4
-    core.scheduler._retract(request)
+    core.scheduler.queues.retract(request)
     (first, lost), behind = plan(), plan()
-    assert behind[0].prefills[0].scores == (4, 8)
+    assert behind[0].prefilling[0].scores == (4, 8)
     device.fault = RunsOut(first.id)
     with pytest.raises(StepOutOfMemory) as caught:
         device.launch(lost)

@@ -87,8 +87,8 @@ def test_a_device_whose_steps_get_shorter_waits_once_for_each_size() -> None:
 
 def some(tokens: int = 4, *, prefill: bool = False, blocks: bool = False) -> Any:
     """A step, as far as a pace looks at it."""
-    horizon = object() if blocks else None
-    return SimpleNamespace(num_tokens=tokens, prefill_tokens=tokens * prefill, horizon=horizon)
+    multi_step = object() if blocks else None
+    return SimpleNamespace(num_tokens=tokens, prefill_tokens=tokens * prefill, multi_step=multi_step)
 
 
 def test_sizes_that_did_not_occur_and_blocks_are_planned_at_once() -> None:

@@ -24,9 +24,9 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import StepFailed
+from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
-from aioinfer.execution.packing import Packed
-from aioinfer.execution.relay import Relay
+from aioinfer.execution.packing import PackedStep
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams
@@ -117,8 +117,8 @@ class PoisonedDevice(TorchDevice):
         self.model = runner._model = CheckedModel(runner._model, self.relay, self._fail_at)  # type: ignore[assignment]
         return info
 
-    def prepare(self, step: Step) -> Packed:
-        self.relay.admitted.append([row.slot for row in step.prefills if row.admission is not None])
+    def prepare(self, step: Step) -> PackedStep:
+        self.relay.admitted.append([row.slot for row in step.prefilling if row.new_request is not None])
         return super().prepare(step)
 
 

@@ -93,8 +93,9 @@ def retract_every(engine: Engine, every: int) -> None:
         __slots__ = ()
 
         def plan(self) -> Any:
-            if every and self.counters.steps % every == every - 1 and (victim := self._victim()) is not None:
-                self._retract(victim)
+            steps = self.queues.counters.steps
+            if every and steps % every == every - 1 and (victim := self._victim()) is not None:
+                self.queues.retract(victim)
             return super().plan()
 
     scheduler.__class__ = Retracting
@@ -202,8 +203,8 @@ async def test_prefills_follow_one_another_only_if_they_may_overlap(
 
             def plan(self, before: Any = None) -> Any:
                 step = super().plan(before)
-                if step is not None and before is not None and before.prefills:
-                    behind.append((before.num_tokens - before.num_decodes, bool(step.prefills)))
+                if step is not None and before is not None and before.prefilling:
+                    behind.append((before.num_tokens - before.num_generating, bool(step.prefilling)))
                 return step
 
         core.__class__ = Watched

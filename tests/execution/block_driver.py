@@ -15,8 +15,7 @@ from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.device import Flight
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
-from aioinfer.scheduling.decode_batch import NO_DECODES
-from aioinfer.scheduling.step import Admission, MultiStepBudget, Row, Step
+from aioinfer.scheduling.step import NO_ROWS, MultiStepBudget, NewRequestData, Row, Step
 from tests.diffusion import reference
 
 Launch = Callable[[Step], Flight]
@@ -96,8 +95,8 @@ class Driver:
         planned = [(request, self._row(request)) for request in requests]
         single = all(row.blocks == 1 and not row.ids for _, row in planned)
         rows = tuple(row for _, row in planned)
-        horizon = MultiStepBudget(rounds) if single and rounds > 1 else None
-        step = Step(self.step, NO_DECODES, rows, sum(row.length for row in rows), horizon)
+        multi_step = MultiStepBudget(rounds) if single and rounds > 1 else None
+        step = Step(self.step, NO_ROWS, rows, sum(row.length for row in rows), multi_step)
         try:
             self.flights.append((planned, self.launch(step)))
         except Exception as error:
@@ -123,7 +122,7 @@ class Driver:
         self.step += 1
         row = self._make(request, request.at, 0, 1)
         try:
-            self.launch(Step(self.step, NO_DECODES, (row,), row.length)).wait()
+            self.launch(Step(self.step, NO_ROWS, (row,), row.length)).wait()
         except Exception as error:
             if self.fails_with is None or not isinstance(error, self.fails_with):
                 raise
@@ -162,7 +161,7 @@ class Driver:
         admission = None
         if request.told is None:
             output = request.known[len(request.prompt) : max(request.at, len(request.prompt))]
-            admission = Admission(
+            admission = NewRequestData(
                 *(request.params, request.seed, frozenset(), request.prompt, output), resume=request.state
             )
         first, length = request.told or 0, (ids + blocks) * self.size
@@ -173,7 +172,7 @@ class Driver:
             samples=False,
             new_pages=request.pages[first:needed],
             first_new_page=first,
-            admission=admission,
+            new_request=admission,
             blocks=blocks,
         )
 

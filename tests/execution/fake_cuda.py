@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.execution import building, streams
+from aioinfer.execution import backends, build
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.observe.timeline import now
@@ -111,8 +111,8 @@ def install(patch: pytest.MonkeyPatch) -> Cuda:
         return empty(*shape, **options)
 
     patch.setattr(torch, "empty", unpinned)
-    patch.setattr(streams, "_copy", cuda.copy)
-    patch.setattr(streams, "_send", lambda pinned, device: pinned.clone())
+    patch.setattr(backends, "_copy", cuda.copy)
+    patch.setattr(backends, "_send", lambda pinned, device: pinned.clone())
     for name, stand_in in {
         "Stream": Stream,
         "Event": Event,
@@ -129,8 +129,8 @@ def install(patch: pytest.MonkeyPatch) -> Cuda:
         "mem_get_info": lambda device=None: (50 * GIB, 100 * GIB),
     }.items():
         patch.setattr(torch.cuda, name, stand_in)
-    patch.setattr(building, "build", lambda parts, capture, progress: building._build_cuda(parts, progress))
-    patch.setattr(building, "graphs_unsupported", lambda *arguments: None)
+    patch.setattr(build, "build", lambda parts, capture, progress: build._build_cuda(parts, progress))
+    patch.setattr(build, "graphs_unsupported", lambda *arguments: None)
     return cuda
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from aioinfer.execution.block_graphs import BlockGraphs
-from aioinfer.execution.block_packing import BlockPacked
-from aioinfer.execution.block_runner import BlockRunner
+from aioinfer.execution.decoding.blocks import BlockDecoding
 from aioinfer.execution.device import DeviceInfo, Flight
+from aioinfer.execution.graphs import StepGraphs
+from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.runner import Runner
 from aioinfer.model.batch import Batch
 from aioinfer.scheduling.step import Step
 from aioinfer.testing.toy_blocks import ScriptedDevice, ScriptedLM
@@ -94,7 +95,7 @@ class GraphedScript(ScriptedDevice):
     def __init__(self, *, sizes: list[int] = SIZES, **options: Any) -> None:
         super().__init__(**options)
         self._sizes = sizes
-        self.graphs: BlockGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
     def open(self, progress: Any = None) -> DeviceInfo:
         info = super().open(progress)
@@ -104,30 +105,25 @@ class GraphedScript(ScriptedDevice):
         self._backend._runner = self.runner = self.graphed(synchronous=True)
         return info
 
-    def graphed(self, capture: Any = None, *, synchronous: bool) -> BlockRunner:
+    def graphed(self, capture: Any = None, *, synchronous: bool) -> Runner:
         """A runner that replays."""
-        runner = BlockRunner(
-            *(self.lm, None),  # type: ignore[arg-type]
-            num_slots=self._num_slots,
-            device=CPU,
-            synchronous=synchronous,
-            lane=self.lane,
-        )
+        decoding = BlockDecoding(self.lm.spec, self._num_slots, CPU, synchronous=synchronous)
+        runner = Runner(self.lm, None, decoding, self.lane)  # type: ignore[arg-type]
         if not self._sizes:
             return runner
-        self.graphs = BlockGraphs(
-            *(self.lm, None, runner.table),  # type: ignore[arg-type]
-            sizes=self._sizes,
+        captured = decoding.captured(
+            *(self.lm, None),  # type: ignore[arg-type]
+            max_rows=max(self._sizes),
             max_pages=self._max_model_len // self.page_size,
             page_size=self.page_size,
-            device=CPU,
         )
+        self.graphs = StepGraphs(captured, self._sizes)
         self.graphs.capture(capture or record)
         runner.graphs = self.graphs
         return runner
 
-    def launch(self, prepared: tuple[Step, BlockPacked]) -> Flight:
-        self.lm.order = prepared[1].rows
+    def launch(self, prepared: tuple[Step, PackedStep]) -> Flight:
+        self.lm.order = prepared[1].work.rows
         return super().launch(prepared)
 
     @property

@@ -12,12 +12,11 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
-from aioinfer.execution.building import Parts, build
+from aioinfer.execution.build import Parts, build
+from aioinfer.execution.decoding import kind as kind_of
 from aioinfer.execution.device import DeviceInfo, StepResult
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.sizing import fit_blocks
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.execution.warmup import largest_block_steps
 from aioinfer.model.attention.choice import choose_attention
 from aioinfer.model.loader import load_model
 from aioinfer.observe.timeline import DeviceLane
@@ -121,7 +120,7 @@ def test_what_cannot_hold_blocks_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CONFIG)
     model = load_model(tmp_path, dtype="float32", device=torch.device("cpu"), block_size=128)
     with pytest.raises(ConfigError, match=r"max_step_tokens is 200; two blocks of 128"):
-        fit_blocks(config(tmp_path), model.spec)
+        kind_of(model.spec).fit(config(tmp_path))
     with pytest.raises(ConfigError, match=r"less than a block of 8"):
         TorchDevice(config(tmp_path, max_model_len=7)).open()
 
@@ -136,13 +135,15 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(
     write_checkpoint(tmp_path, CONFIG)
     cpu = torch.device("cpu")
     model = load_model(tmp_path, dtype="float32", device=cpu, block_size=SIZE)
-    fitted = fit_blocks(config(tmp_path, **settings), model.spec)
+    decoding = kind_of(model.spec)
+    fitted = decoding.fit(config(tmp_path, **settings))
     choice = choose_attention(cpu, model.spec.head_dim, torch.float32, "sdpa")
-    backend, size = build(Parts(fitted, model, choice, cpu, GrammarWorker(), DeviceLane()))
-    known, blocks = largest_block_steps(fitted, model.spec, size.max_model_len)
+    parts = Parts(fitted, decoding, model, choice, cpu, GrammarWorker(), DeviceLane())
+    backend, size = build(parts)
+    known, blocks = parts.largest_steps(size.max_model_len)
     results: list[StepResult] = []
     for packed in (known, blocks):
-        assert set(packed.section("slot_mapping") // fitted.page_size) == {0}
+        assert set(packed.sections["slot_mapping"] // fitted.page_size) == {0}
         assert max(packed.kv_lens) <= size.max_model_len
         results.append(backend.launch(packed).wait())
     assert not results[0].blocks

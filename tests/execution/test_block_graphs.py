@@ -15,18 +15,18 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
-from aioinfer.execution import building
-from aioinfer.execution.block_graphs import BlockRows, round_sizes
-from aioinfer.execution.block_packing import BlockPacker
+from aioinfer.execution.backends import CudaBackend, Direct
+from aioinfer.execution.decoding.block_graphs import BlockRows
+from aioinfer.execution.decoding.blocks import BlockKind, BlockPacker
+from aioinfer.execution.decoding.mirror import KEPT
 from aioinfer.execution.device import Flight
-from aioinfer.execution.graphs import KEPT
 from aioinfer.execution.launcher import ThreadLauncher
-from aioinfer.execution.streams import CudaBackend, Direct
+from aioinfer.execution.packing import Packer
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.sampling import filters
-from aioinfer.scheduling.step import Admission, Row, Step
+from aioinfer.scheduling.step import NewRequestData, Row, Step
 from tests.execution.block_driver import Driven
 from tests.execution.fake_cuda import FakeCudaDevice, install
 from tests.execution.graphed_script import CPU, GraphedScript
@@ -55,10 +55,12 @@ def test_replayed_rounds_bring_the_blocks_of_the_reference(ahead: int) -> None:
     kinds, steps, replayed = set(), 0, 0
     for seed, algorithms in enumerate([EVERY, ["low_confidence"] * 5, ["joint_threshold"] * 5]):
         world = GraphedWorld(seed + 10 * ahead, algorithms, drawn=seed != 1)
-        junk = world.device.runner.table._table[0].clone()
+        junk = world.device.runner.decoding.table._table[0].clone()
         world.driver.run(4, ahead=ahead)
         world.check()
-        assert torch.equal(world.device.runner.table._table[0], junk), "padding and second blocks do nothing"
+        assert torch.equal(world.device.runner.decoding.table._table[0], junk), (
+            "padding and second blocks do nothing"
+        )
         kinds |= world.driver.kinds
         steps += world.device.steps
         replayed += world.device.forwards_replayed
@@ -122,7 +124,7 @@ def test_records_wait_for_the_host_and_not_in_the_memory_of_graphs(
 
     def launch(planned: Step) -> Flight:
         packed = packer.pack(planned)
-        world.device.lm.order = packed.rows
+        world.device.lm.order = packed.work.rows
         return backend.launch(packed)
 
     world.driver.launch = launch
@@ -208,7 +210,7 @@ def test_replayed_models_denoise_as_they_are_described(
         }
     tensors = write_checkpoint(tmp_path, shape)
     cuda = install(monkeypatch)
-    monkeypatch.setattr(building, "round_sizes", lambda most: [most])
+    monkeypatch.setattr(BlockKind, "graph_sizes", lambda self, config: [config.round_rows(2)])
     experts = "triton" if family == "llada2" else "auto"
     device = FakeCudaDevice(config(tmp_path, moe_backend=experts, block_size=2))
     info = device.open()
@@ -239,6 +241,10 @@ def test_the_pool_leaves_room_for_what_a_trial_capture_takes(
 PAGES, ROWS, SIZE = 6, 6, 4
 
 
+def block_packer(num_slots: int) -> Packer:
+    return Packer(BlockPacker(num_slots, SIZE, MASK), num_slots, PAGES, SIZE)
+
+
 def fail() -> None:
     raise Injected
 
@@ -265,7 +271,7 @@ def test_rounds_that_go_on_send_nothing_and_changes_send_once() -> None:
         nonlocal number
         number += 1
         packed = world.device._packer.pack(step(number, *rows))
-        world.device.lm.order, before = packed.rows, link.sent
+        world.device.lm.order, before = packed.work.rows, link.sent
         runner.run(packed, link)
         return link.sent - before
 
@@ -289,7 +295,7 @@ def test_rounds_that_go_on_send_nothing_and_changes_send_once() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_after_any_history_the_device_holds_what_the_step_says(seed: int) -> None:
     rng, send = random.Random(seed), Transfer(CPU).send
-    packer, rows = BlockPacker(9, PAGES, SIZE, SIZE, MASK), BlockRows(ROWS, PAGES, SIZE, CPU)
+    packer, rows = block_packer(9), BlockRows(ROWS, PAGES, SIZE, CPU)
     params = SamplingParams(temperature=0.0)
     nobody: Any = SimpleNamespace(key=1)
     for number in range(40):
@@ -299,7 +305,7 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int) -> Non
             if (total := total + blocks) > ROWS:
                 break
             start = SIZE * rng.randint(0, PAGES - blocks)
-            admission = Admission(params, 1, frozenset(), [1] * (start + 1), ())
+            admission = NewRequestData(params, 1, frozenset(), [1] * (start + 1), ())
             pages = [rng.randint(1, 90) for _ in range(PAGES)]
             planned.append(
                 row(
@@ -308,12 +314,12 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int) -> Non
                     SIZE * blocks,
                     slot=slot,
                     new_pages=pages,
-                    admission=admission,
+                    new_request=admission,
                     blocks=blocks,
                 )
             )
         packed = packer.pack(step(number, *planned))
-        assert packed.num_rounds == sum(each.blocks for each in planned)
+        assert packed.work.num_rounds == sum(each.blocks for each in planned)
         if rng.random() < 0.1:
             rows.forget()
             for held in (rows.slots, rows.ends, rows.to_second, rows.table):
@@ -335,13 +341,15 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int) -> Non
             for held in mine:
                 needed = ends[held] // SIZE
                 assert rows.table[held, :needed].tolist() == list(each.new_pages)[:needed], seed
-        assert len(used) == packed.num_rounds, seed
+        assert len(used) == packed.work.num_rounds, seed
         assert all(not ends[at] and not to_second[at] for at in range(ROWS) if at not in used), seed
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 8, 9, 13, 64, 100])
 def test_sizes_reach_the_most_and_waste_at_most_a_quarter(most: int) -> None:
-    sizes = round_sizes(most)
+    spec: Any = SimpleNamespace(block_size=SIZE, mask_token_id=MASK)
+    config = EngineConfig(max_running_requests=100, decode_graph_rows=most)
+    sizes = BlockKind(spec).graph_sizes(config)
     assert sizes == sorted(set(sizes))
     assert max(sizes, default=0) == most
     for rows in range(1, most + 1):
@@ -352,13 +360,13 @@ def test_sizes_reach_the_most_and_waste_at_most_a_quarter(most: int) -> None:
     ("rows", "rounds"), [(((4, 4, 1),), 1), (((4, 8, 2), (0, 4, 1)), 3), (((0, 8, 1), (4, 4, 1)), 0)]
 )
 def test_steps_with_known_tokens_are_no_rounds(rows: tuple[tuple[int, int, int], ...], rounds: int) -> None:
-    packer = BlockPacker(3, PAGES, SIZE, SIZE, MASK)
+    packer = block_packer(3)
     nobody: Any = SimpleNamespace(key=1)
     planned = [
         row(nobody, start, length, slot=slot, ids=[1] * (length - blocks * SIZE), blocks=blocks)
         for slot, (start, length, blocks) in enumerate(rows, 1)
     ]
-    assert packer.pack(step(1, *planned)).num_rounds == rounds
+    assert packer.pack(step(1, *planned)).work.num_rounds == rounds
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------

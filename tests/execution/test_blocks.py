@@ -14,14 +14,14 @@ import torch
 
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.diffusion.state import BlockState
-from aioinfer.execution.block_packing import BlockPacker
-from aioinfer.execution.block_runner import BlockRunner
+from aioinfer.execution.backends import CudaBackend
+from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
 from aioinfer.execution.device import Flight
-from aioinfer.execution.streams import CudaBackend
+from aioinfer.execution.packing import Packer
+from aioinfer.execution.runner import Runner
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.scheduling.decode_batch import NO_DECODES
-from aioinfer.scheduling.step import Admission, MultiStepBudget, Row, Step
+from aioinfer.scheduling.step import NO_ROWS, MultiStepBudget, NewRequestData, Row, Step
 from aioinfer.testing import TaintError
 from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.diffusion.cases import random_params
@@ -144,25 +144,25 @@ def test_rounds_in_place_are_rounds_like_any(most: int) -> None:
 
 def row(request: Driven, start: int, length: int, **options: Any) -> Row:
     """A row of one block unless it is told otherwise."""
-    fields = {"ids": (), "new_pages": (), "first_new_page": 0, "admission": None, "blocks": 1, **options}
+    fields = {"ids": (), "new_pages": (), "first_new_page": 0, "new_request": None, "blocks": 1, **options}
     slot = fields.pop("slot", None) or request.slot
     return Row(getattr(request, "handle", request), slot, start, length, samples=False, **fields)
 
 
 def first_row(request: Driven, size: int) -> Row:
     """A request takes its slot: its prompt and its first block."""
-    admission = Admission(request.params, request.seed, frozenset(), request.prompt, ())
+    admission = NewRequestData(request.params, request.seed, frozenset(), request.prompt, ())
     known = len(request.prompt) // size * size
     return row(
         *(request, 0, known + size),
         ids=request.prompt[:known],
         new_pages=request.pages,
-        admission=admission,
+        new_request=admission,
     )
 
 
-def step(number: int, *rows: Row, horizon: MultiStepBudget | None = None) -> Step:
-    return Step(number, NO_DECODES, rows, sum(each.length for each in rows), horizon)
+def step(number: int, *rows: Row, multi_step: MultiStepBudget | None = None) -> Step:
+    return Step(number, NO_ROWS, rows, sum(each.length for each in rows), multi_step)
 
 
 def plain_world() -> World:
@@ -185,8 +185,8 @@ def test_rounds_in_place_end_when_somebody_wants_in_or_a_block_is_done() -> None
     rows = row(first, size, size), row(second, size, size)
     eager = MultiStepBudget(10)
     eager.interrupted = True
-    assert world.launch(step(3, *rows, horizon=eager)).wait().rounds == 1
-    result = world.launch(step(4, *rows, horizon=MultiStepBudget(10))).wait()
+    assert world.launch(step(3, *rows, multi_step=eager)).wait().rounds == 1
+    result = world.launch(step(4, *rows, multi_step=MultiStepBudget(10))).wait()
     assert result.rounds == 2, "the fourth round of four"
     assert [result.blocks[at].done for at in range(2)] == [True, True]
 
@@ -204,13 +204,13 @@ def test_rows_of_a_request_that_is_gone_disturb_nobody() -> None:
             Row(handle, slot, size * at, size * blocks, (), False, (), 0, None, blocks=blocks)  # type: ignore[arg-type]
             for at, (slot, blocks) in enumerate([(0, 1), (strangers[0], 1), (strangers[1], 2)])
         ]
-        rows = (*original.prefills, *junk)
+        rows = (*original.prefilling, *junk)
         flight = world.launch(
-            dataclasses.replace(original, prefills=rows, num_tokens=original.num_tokens + 4 * size)
+            dataclasses.replace(original, prefilling=rows, num_tokens=original.num_tokens + 4 * size)
         )
         result = flight.wait()
-        result.tokens = result.tokens[: len(original.prefills)]
-        result.blocks = {at: state for at, state in result.blocks.items() if at < len(original.prefills)}
+        result.tokens = result.tokens[: len(original.prefilling)]
+        result.blocks = {at: state for at, state in result.blocks.items() if at < len(original.prefilling)}
         return SimpleNamespace(wait=lambda: result)  # type: ignore[return-value]
 
     world.driver.launch = with_junk
@@ -272,9 +272,9 @@ class LateDevice:
     def __init__(self, world: World) -> None:
         lm, device = world.device._lm, torch.device("cpu")
         self.backend = CudaBackend(device, DeviceLane())
-        self.backend.runner = BlockRunner(
-            *(lm, None), num_slots=len(world.places) + len(world.requests), device=device, synchronous=False
-        )
+        num_slots = len(world.places) + len(world.requests)
+        decoding = BlockDecoding(lm.spec, num_slots, device, synchronous=False)
+        self.backend.runner = Runner(lm, None, decoding)  # type: ignore[arg-type]
         self.packer = world.device._packer
 
     def launch(self, planned: Step) -> Flight:
@@ -295,15 +295,15 @@ def test_the_cuda_backend_brings_the_same_with_late_copies(
 
 
 def test_steps_are_told_apart_in_which_a_row_may_go_on_to_another_block() -> None:
-    packer = BlockPacker(2, 8, 4, 4, MASK)
+    packer = Packer(BlockPacker(2, 4, MASK), 2, 8, 4)
     request = SimpleNamespace(key=1)
 
     def turns(start: int, blocks: int, prompt: int | None = None) -> bool:
         admission = None
         if prompt is not None:
-            admission = Admission(SamplingParams(), 1, frozenset(), [1] * prompt, ())
+            admission = NewRequestData(SamplingParams(), 1, frozenset(), [1] * prompt, ())
         planned = Row(request, 1, start, 4 * blocks, (), False, (), 0, admission, blocks=blocks)  # type: ignore[arg-type]
-        return packer.pack(step(1, planned)).may_turn
+        return packer.pack(step(1, planned)).work.may_turn
 
     for prompt in (17, 5):
         # The second request is not taken for where the first was in the same slot.
@@ -319,16 +319,16 @@ def test_steps_are_told_apart_in_which_a_row_may_go_on_to_another_block() -> Non
 
 
 def test_a_new_tenant_has_the_pages_of_its_own_rows_alone() -> None:
-    packer = BlockPacker(2, 8, 4, 4, MASK)
+    packer = Packer(BlockPacker(2, 4, MASK), 2, 8, 4)
     request = SimpleNamespace(key=1)
-    admission = Admission(SamplingParams(), 1, frozenset(), [1] * 4, ())
+    admission = NewRequestData(SamplingParams(), 1, frozenset(), [1] * 4, ())
 
-    def tables(*rows: tuple[int, list[int], Admission | None]) -> list[int]:
+    def tables(*rows: tuple[int, list[int], NewRequestData | None]) -> list[int]:
         planned = [
             Row(request, slot, 0, 8, [1] * 8, False, pages, 0, taking)  # type: ignore[arg-type]
             for slot, pages, taking in rows
         ]
-        return packer.pack(step(1, *planned)).section("block_table").tolist()
+        return packer.pack(step(1, *planned)).sections["block_table"].tolist()
 
     assert tables((1, [5, 6], admission), (2, [7, 8], admission)) == [5, 6, 7, 8]
     assert tables((1, [9], admission), (2, [], None)) == [9, 0, 7, 8]

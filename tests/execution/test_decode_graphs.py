@@ -16,16 +16,18 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.graphs import DecodeGraphs, DecodeRows, graph_sizes, graphs_unsupported
+from aioinfer.execution.decoding.relay import Relay
+from aioinfer.execution.decoding.token_graphs import DecodeRows
+from aioinfer.execution.decoding.tokens import TokenDecoding, TokenKind, TokenPacker
+from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.graphs import StepGraphs, graphs_unsupported
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
-from aioinfer.execution.packing import Packed, Packer
-from aioinfer.execution.relay import Relay
+from aioinfer.execution.packing import PackedStep, Packer
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.batch import Batch
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.decode_batch import Decodes, TableUpdate
-from aioinfer.scheduling.step import Admission, Row, Step
+from aioinfer.scheduling.step import Generating, NewRequestData, Step, TableUpdate
 from tests.execution.recording import Recording, record
 from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
@@ -156,18 +158,18 @@ class Sender:
 
 
 def admitted(slots: int, graph_rows: int = 0) -> Packer:
-    packer = Packer(slots, PAGES, PAGE, graph_rows)
+    packer = Packer(TokenPacker(slots), slots, PAGES, PAGE, graph_rows)
     for slot in range(1, slots + 1):
         params = SamplingParams(temperature=slot / 8, top_p=1 / slot, top_k=slot, min_p=0.0)
-        packer._sampling_table.admit(slot, Admission(params, 1000 + slot, frozenset(), [1], []))
+        packer._rows.admit({slot: NewRequestData(params, 1000 + slot, frozenset(), [1], [])})
     return packer
 
 
-def decode(packer: Packer, rows: dict[int, int], tables: list[TableUpdate]) -> Packed:
+def decode(packer: Packer, rows: dict[int, int], tables: list[TableUpdate]) -> PackedStep:
     """A step of these slots at these positions."""
     nobody: list[Any] = [None] * len(rows)
     slots, starts = (np.array([*each], np.int64) for each in (rows.keys(), rows.values()))
-    return packer.pack(Step(1, Decodes(nobody, slots, starts, tables, []), (), len(rows)))
+    return packer.pack(Step(1, Generating(nobody, slots, starts, tables=tables), (), len(rows)))
 
 
 @pytest.mark.parametrize("graph_rows", [0, ROWS])
@@ -206,26 +208,21 @@ def test_a_replay_moves_its_rows_on_and_padding_stays_where_it_is() -> None:
     cpu, model = torch.device("cpu"), Model()
     relay, packer, send = Relay(4, cpu), admitted(4), Sender()
     attention: Any = None
-    graphs = DecodeGraphs(
-        model,
-        attention,
-        Sampler(4, 64, cpu, "triton"),
-        relay,
-        sizes=[4],
-        max_pages=PAGES,
-        page_size=PAGE,
-        device=cpu,
-    )
+    decoding = TokenDecoding(Sampler(4, 64, cpu, "triton"), relay, GrammarWorker())
+    captured = decoding.captured(model, attention, max_rows=4, max_pages=PAGES, page_size=PAGE)
+    graphs = StepGraphs(captured, [4])
     graphs.capture(record)
     relay.scatter(torch.tensor([2]), torch.tensor([10]))
-    packer._sampling_table.admit(2, Admission(SamplingParams(temperature=0), 1, frozenset(), [1], []))
+    packer._rows.admit({2: NewRequestData(SamplingParams(temperature=0), 1, frozenset(), [1], [])})
     for position in range(PAGES * PAGE):
         pages = [(2, position // PAGE, [50 + position // PAGE])] if position % PAGE == 0 else []
         step = decode(packer, {2: position}, pages)
         assert graphs.hold(step)
         graphs.forward(step, send)
         assert graphs.logits(step).shape == (1, 64)
-        assert graphs.sample(step).tolist() == [11 + position]
+        output = graphs.finish(step)
+        assert output is not None
+        assert output.tensors[0].tolist() == [11 + position]
         batch = model.batch
         assert batch.input_ids.tolist()[0] == 10 + position
         assert batch.positions.tolist() == [position, 0, 0, 0]
@@ -241,15 +238,13 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int, ahead:
     steps are packed without versions of their tables."""
     random = np.random.default_rng(seed)
     packer, rows = admitted(8, ROWS), DecodeRows(ROWS, PAGES, torch.device("cpu"))
-    send, packed = Sender(), deque[tuple[Packed, dict[int, int], list[list[int]]]]()
-    nobody: Any = None
+    send, packed = Sender(), deque[tuple[PackedStep, dict[int, int], list[list[int]]]]()
     for _ in range(80):
         count = int(random.integers(1, ROWS + 1))
         chosen = (1 + random.permutation(8)[:count]).tolist()
         positions = {slot: int(random.integers(0, PAGES * PAGE)) for slot in chosen}
         if random.random() < 0.3:
-            admission = Admission(SamplingParams(), 0, frozenset(), [1], [])
-            packer._tables.update([Row(nobody, chosen[-1], 0, 1, [1], True, [], 0, admission)])
+            packer._tables.update([chosen[-1]], [])
         first = int(random.integers(0, PAGES))
         tables: list[TableUpdate] = [
             (slot, first, random.integers(1, 90, PAGES - first).tolist()) for slot in chosen[:2]
@@ -282,7 +277,9 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int, ahead:
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 9, 64, 100])
 def test_sizes_reach_the_most_and_waste_at_most_seven_rows(most: int) -> None:
-    sizes = graph_sizes(most)
+    spec: Any = None
+    config = EngineConfig(max_running_requests=100, decode_graph_rows=most)
+    sizes = TokenKind(spec).graph_sizes(config)
     assert sizes == sorted(set(sizes))
     assert max(sizes, default=0) == most
     for rows in range(1, most + 1):

@@ -9,10 +9,10 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.execution.building import Parts, build
+from aioinfer.execution.build import Parts, build
+from aioinfer.execution.decoding import kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import PoolSize, cuda_budget, size_pool
-from aioinfer.execution.warmup import largest_steps
 from aioinfer.model.attention.choice import choose_attention
 from aioinfer.model.loader import load_model
 from aioinfer.model.spec import ModelSpec
@@ -83,16 +83,16 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     cpu = torch.device("cpu")
     model = load_model(config.model_path, dtype="float32", device=cpu)
     choice = choose_attention(cpu, model.spec.head_dim, torch.float32)
-    parts = Parts(config, model, choice, cpu, GrammarWorker(), DeviceLane())
+    parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
-    prefill, decode = largest_steps(config, size.max_model_len)
-    assert set(prefill.section("slot_mapping") // config.page_size) == {0}
-    assert set(decode.section("slot_mapping") // config.page_size) == {0}
+    prefill, decode = parts.largest_steps(size.max_model_len)
+    assert set(prefill.sections["slot_mapping"] // config.page_size) == {0}
+    assert set(decode.sections["slot_mapping"] // config.page_size) == {0}
     assert max(decode.kv_lens) <= size.max_model_len, "beyond that there may be no position"
     assert len(decode.q_lens) == config.max_running_requests
     longest = config.max_running_requests * (size.max_model_len - 1)
     least = min(config.max_step_tokens - config.max_running_requests + 1, longest)
-    assert least <= len(prefill.section("input_ids")) <= config.max_step_tokens
+    assert least <= len(prefill.sections["input_ids"]) <= config.max_step_tokens
     for step in (prefill, decode):
         tokens = backend.launch(step).wait().tokens
         assert all(0 <= token < model.spec.vocab_size for token in tokens)

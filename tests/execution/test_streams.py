@@ -17,15 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution import building, graphs, streams
+from aioinfer.execution import backends
+from aioinfer.execution.build import Parts
+from aioinfer.execution.decoding import token_graphs
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model import loader
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.decode_batch import NO_DECODES, Decodes
-from aioinfer.scheduling.step import Admission, Row, Step
+from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Row, Step
 from tests.execution.fake_cuda import Cuda, Event, FakeCudaDevice, Stream, install
 from tests.execution.recording import Recording
 from tests.model.checkpoints import greedy
@@ -243,7 +244,7 @@ async def test_an_engine_that_could_not_start_says_why_and_holds_no_weights(
         raise torch.OutOfMemoryError("injected")
 
     if where == "capture":
-        monkeypatch.setattr(building, "_graphs", full)
+        monkeypatch.setattr(Parts, "graphs", full)
     else:
         monkeypatch.setattr(Runner, "run", full)
 
@@ -263,11 +264,11 @@ AHEAD = 10
 def alone(prompt: list[int], count: int) -> list[Step]:
     """Steps of one greedy request, with pages for 32 positions."""
     nobody: Any = None
-    admission = Admission(SamplingParams(temperature=0), 1, frozenset(), prompt, [])
+    admission = NewRequestData(SamplingParams(temperature=0), 1, frozenset(), prompt, [])
     row = Row(nobody, 1, 0, len(prompt), prompt, True, list(range(1, 9)), 0, admission)
-    steps = [Step(1, NO_DECODES, (row,), len(prompt))]
+    steps = [Step(1, NO_ROWS, (row,), len(prompt))]
     for position in range(len(prompt), len(prompt) + count - 1):
-        decodes = Decodes([nobody], np.array([1]), np.array([position]), [], [])
+        decodes = Generating([nobody], np.array([1]), np.array([position]))
         steps.append(Step(len(steps) + 1, decodes, (), 1))
     return steps
 
@@ -291,10 +292,11 @@ def test_what_is_copied_late_is_not_overwritten(
 ) -> None:
     """And if it were, which is planted, it would be seen."""
     if planted == "no waiting for a place":
-        monkeypatch.setattr(streams.CudaBackend, "_await", lambda backend, place: None)
-        monkeypatch.setattr(streams._Clock, "step", lambda *arguments: None)
+        monkeypatch.setattr(backends.CudaBackend, "_await", lambda backend, place: None)
+        monkeypatch.setattr(backends._Clock, "step", lambda *arguments: None)
     elif planted is not None:
-        monkeypatch.setattr(graphs, "KEPT", {"fewer kept": graphs.KEPT - 2, "none kept": 1}[planted])
+        kept = {"fewer kept": token_graphs.KEPT - 2, "none kept": 1}[planted]
+        monkeypatch.setattr(token_graphs, "KEPT", kept)
     path, oracle = checkpoint("llama-mqa")
     answers = {first: greedy(oracle, [first, 6, 7], AHEAD) for first in range(40)}
     first, wanted = next(
@@ -342,7 +344,7 @@ class Calls(TorchDispatchMode):
         self.names: list[str] = []
         self._counting = False
         for owner, name in ((Recording, "replay"), (Event, "record"), (Event, "synchronize"),
-                            (Stream, "wait_event"), (streams, "_copy"), (streams, "_send")):  # fmt: skip
+                            (Stream, "wait_event"), (backends, "_copy"), (backends, "_send")):  # fmt: skip
             patch.setattr(owner, name, self._counted(name, getattr(owner, name)))
 
     def _counted(self, name: str, call: Any) -> Any:
@@ -388,7 +390,7 @@ def test_launching_a_decode_step_takes_few_calls(
         prepared = device.prepare(step)
         return calls.of(lambda: flights.append(device.launch(prepared)))
 
-    prefill, first, *decodes = alone([5, 6, 7], 2 + 3 * graphs.KEPT)
+    prefill, first, *decodes = alone([5, 6, 7], 2 + 3 * token_graphs.KEPT)
     launch(prefill)
     changed = launch(first)
     sent = ["slice", "view", "_send", "chunk", "index_copy_", "replay"]
@@ -396,10 +398,10 @@ def test_launching_a_decode_step_takes_few_calls(
     unchanged = ["replay", "replay", "record", "wait_event", "_copy", "record"]
     while decodes:
         # Views of the host's and the device's memory are made once for each place.
-        for step in decodes[: graphs.KEPT]:
+        for step in decodes[: token_graphs.KEPT]:
             found = launch(step)
             flights[-2].wait()
-        del decodes[: graphs.KEPT]
+        del decodes[: token_graphs.KEPT]
         assert found == ["record", *unchanged], "the device may be at rest, and its clock starts anew"
         if decodes:
             with pytest.MonkeyPatch.context() as busy:
@@ -436,8 +438,8 @@ def test_the_device_was_busy_for_as_long_as_it_was_whenever_the_host_looked(
     random = np.random.default_rng(seed)
     rate = 1 + float(random.uniform(-1e-4, 1e-4))
     lane = DeviceLane()
-    clock, ended, end = streams._Clock(lane), Moment(0.0), 100.0
-    monkeypatch.setattr(streams, "now", lambda: look)
+    clock, ended, end = backends._Clock(lane), Moment(0.0), 100.0
+    monkeypatch.setattr(backends, "now", lambda: look)
     busy = gap = 0.0
     for step in range(1, 2000):
         behind = step > 1 and random.random() < (0.7 if seed % 2 else 1.0)

@@ -96,7 +96,7 @@ def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str)
     tight = EngineConfig(model=str(path), dtype="float32", page_size=8, num_pages=8, threads=1)
     with LLM(tight) as llm:
         results = llm.generate(batch, params)
-        assert llm._core.scheduler.counters.retractions > 0
+        assert llm._core.scheduler.queues.counters.retractions > 0
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, 40) for prompt in batch]
 
 

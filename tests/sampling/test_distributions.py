@@ -16,11 +16,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from aioinfer.execution.backends import Direct
+from aioinfer.execution.decoding.relay import Relay
+from aioinfer.execution.decoding.tokens import TokenDecoding, TokenPacker
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.relay import Relay
 from aioinfer.execution.runner import Runner
-from aioinfer.execution.streams import Direct
 from aioinfer.params import SamplingParams
 from aioinfer.sampling import logits_processors
 from aioinfer.sampling import sampler as sampler_module
@@ -28,8 +29,7 @@ from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.decode_batch import Decodes
-from aioinfer.scheduling.step import Admission, Step
+from aioinfer.scheduling.step import Generating, NewRequestData, Step
 from tests.model.kernels import kernels_or_skip
 from tests.sampling.support import CPU
 
@@ -134,23 +134,22 @@ def draw(case: Case, rows: int, sampling: Kernels = "torch") -> npt.NDArray[np.i
 
 def tokens(case: Case, rows: int, sampler: Sampler, device: torch.device = CPU) -> npt.NDArray[np.int64]:
     """What came in a step of so many rows: other seeds by slot, other positions by row."""
-    packer = Packer(SLOTS, 1, 1 << 20)
+    packer = Packer(TokenPacker(SLOTS), SLOTS, 1, 1 << 20)
     for slot in range(1, SLOTS + 1):
-        admission = Admission(case.params, SEED + slot, frozenset(), case.prompt, case.output)
-        packer._parameters.admit(slot, admission)
+        admission = NewRequestData(case.params, SEED + slot, frozenset(), case.prompt, case.output)
+        packer._rows.admit({slot: admission})
     at = np.arange(rows)
     nobody: list[Any] = [None] * rows
-    decodes = Decodes(nobody, 1 + at % SLOTS, len(case.prompt + case.output) + at // SLOTS, [], [])
+    decodes = Generating(nobody, 1 + at % SLOTS, len(case.prompt + case.output) + at // SLOTS)
     packed = packer.pack(Step(1, decodes, (), rows))
     if case.params.penalised:
-        packed.penalty_resets = [PenaltyReset(slot, case.prompt, case.output) for slot in range(1, SLOTS + 1)]
+        packed.work.penalty_resets = [
+            PenaltyReset(slot, case.prompt, case.output) for slot in range(1, SLOTS + 1)
+        ]
     attention: Any = None
-    runner = Runner(
-        SameLogits(case.logits, device), attention, sampler, Relay(SLOTS, device), GrammarWorker()
-    )
-    sampled = runner.run(packed, Direct(device))
-    assert sampled.tokens is not None
-    found: npt.NDArray[np.int64] = sampled.tokens.cpu().numpy()
+    decoding = TokenDecoding(sampler, Relay(SLOTS, device), GrammarWorker())
+    output = Runner(SameLogits(case.logits, device), attention, decoding).run(packed, Direct(device))
+    found: npt.NDArray[np.int64] = output.tensors[0].cpu().numpy()
     return found
 
 

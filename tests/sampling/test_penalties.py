@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.execution.sampling_metadata import SamplingTable
+from aioinfer.execution.decoding.sampling_metadata import SamplingTable
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.penalties import Penalties, _penalise
 from aioinfer.sampling.sampler import Sampler
-from aioinfer.scheduling.step import Admission
+from aioinfer.scheduling.step import NewRequestData
 from tests.sampling.support import CPU, make_batch, penalise, reference
 
 PENALTIES: list[dict[str, Any]] = [
@@ -138,7 +138,7 @@ def test_a_tenant_without_penalties_gives_back_the_row_of_the_one_before() -> No
     parameters, sampler = SamplingTable(9), Sampler(9, 10, CPU)
 
     def tenants(*slots: int, **params: float) -> list[PenaltyReset]:
-        admission = Admission(SamplingParams(**params), 0, frozenset(), [1], [])
+        admission = NewRequestData(SamplingParams(**params), 0, frozenset(), [1], [])
         resets = [parameters.admit(slot, admission) for slot in slots]
         return [reset for reset in resets if reset is not None]
 

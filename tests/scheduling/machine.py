@@ -23,8 +23,10 @@ from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
+from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import Outcome
 from tests.engine.laws import LawChecker
 from tests.scheduling.naive import Flight, Life, NaiveDevice
 
@@ -115,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         memory = Memory(PageAllocator(self.num_pages, size), SlotPool(num_slots), prefix_cache=cache)
         limits = Limits(**config, min_new_token_ratio=least)
         self.memory, self.capacity = memory, self.num_pages * size
-        self.scheduler = LawChecker(watched(self)(memory, limits, policy_class(policy)(memory)))
+        self.scheduler = LawChecker(watched(self, Scheduler(memory, limits, policy_class(policy)(memory))))
         self.device = NaiveDevice(self.num_pages, size, num_slots)
 
     def _pick(self, among: list[Request], pick: int) -> Request:
@@ -177,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 life.reason = "stop"
             elif len(row.request.prompt_ids) + len(life.delivered) == row.request.max_length:
                 life.reason = "length"
-        assert self.scheduler.resolve(flight.step, flight.tokens) == expected
+        assert self.scheduler.resolve(flight.step, Outcome(flight.tokens)) == expected
 
     @rule(steps=st.integers(1, 6), luck=TOKENS)
     def run(self, steps: int, luck: Sequence[int]) -> None:
@@ -216,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             key, life = row.request.key, self.lives[row.request.key]
             if life.reason is not None or key in flight.void:
                 continue
-            if key in self.scheduler.running:
+            if key in self.scheduler.queues.running:
                 if flight.tenancies[key] != life.tenancy:
                     continue  # a chunk of an earlier life
             elif life.sampled == life.delivered:
@@ -248,12 +250,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.lives)
     @rule(pick=PICK)
     def park(self, pick: int) -> None:
-        self.scheduler.park(self._pick([life.request for life in self.lives.values()], pick))
+        self.scheduler.queues.park(self._pick([life.request for life in self.lives.values()], pick))
 
     @rule(pick=PICK)
     def unpark(self, pick: int) -> None:
         parked = [life.request for life in self.lives.values() if life.request.parked]
-        self.scheduler.unpark(self._pick(parked, pick))
+        self.scheduler.queues.unpark(self._pick(parked, pick))
 
     @rule()
     def flush(self) -> None:
@@ -262,7 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def retract(self, pick: int) -> None:
         """As if pages were short, at any moment."""
-        self.scheduler.scheduler._retract(self._pick(self._retractable(), pick))
+        self.scheduler.scheduler.queues.retract(self._pick(self._retractable(), pick))
 
     @precondition(lambda self: self.window)
     @rule(pick=PICK, luck=TOKENS, short=st.booleans())
@@ -271,8 +273,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         while len(self.flights) >= self.window:
             self.resolve()
         self._plan(luck)
-        halfway = [each for each in self._retractable() if each.key in self.scheduler.prefilling]
-        self.scheduler.scheduler._retract(self._pick(halfway, pick))
+        halfway = [each for each in self._retractable() if each.key in self.scheduler.queues.prefilling]
+        self.scheduler.scheduler.queues.retract(self._pick(halfway, pick))
         self._plan(luck)
         if short:
             self.run_out()
@@ -286,14 +288,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         while len(self.flights) <= self.window and self._plan(luck):
             pass
         if retract and (retractable := self._retractable()):
-            self.scheduler.scheduler._retract(self._pick(retractable, pick))
+            self.scheduler.scheduler.queues.retract(self._pick(retractable, pick))
         if self.flights:
             self.run_out()
 
     def _retractable(self) -> list[Request]:
-        active = [key for key, each in self.scheduler.running.items() if not each.parked]
+        active = [key for key, each in self.scheduler.queues.running.items() if not each.parked]
         spared = min(active, default=None)
-        return [each for key, each in self.scheduler.running.items() if key != spared]
+        return [each for key, each in self.scheduler.queues.running.items() if key != spared]
 
     # -- laws -----------------------------------------------------------------------------------
 
@@ -336,24 +338,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.finish_reason == life.reason
             assert request.finished == (life.reason is not None) == (request.key in self.ended)
             if request.finished:
-                assert request.batch is None
-                assert not request.pages
+                assert request.cursor.batch is None
+                assert not request.kv.pages
                 continue
             assert request.pending == len(life.sampled) - len(life.delivered)
             assert request.length == len(request.prompt_ids) + len(life.sampled) <= request.max_length
             assert request.known == len(request.prompt_ids) + len(life.delivered)
-            places = (request.key in self.scheduler.running) + (request in self.scheduler.waiting)
-            assert places + (request.key in self.scheduler.shelved) == 1
-            assert (request.state is RequestState.RUNNING) == (request.key in self.scheduler.running)
-        assert {each.key for each in self.scheduler.unfinished()} == self.lives.keys() - self.ended
+            places = (request.key in self.scheduler.queues.running) + (
+                request in self.scheduler.queues.waiting
+            )
+            assert places + (request.key in self.scheduler.queues.shelved) == 1
+            assert (request.state is RequestState.RUNNING) == (request.key in self.scheduler.queues.running)
+        assert {each.key for each in self.scheduler.queues.unfinished()} == self.lives.keys() - self.ended
 
     @invariant()
     def led(self) -> None:
         """Whoever is waited for is computing."""
-        for request in self.scheduler.leaders._leaders.values():
-            assert request.key in self.scheduler.running
+        for request in self.scheduler.queues.leaders._leaders.values():
+            assert request.key in self.scheduler.queues.running
             assert not request.parked
-            assert not request.prefilled
+            assert not request.cursor.prefilled
 
     def teardown(self) -> None:
         """Left alone, everything ends, and everything is given back."""
@@ -361,10 +365,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         unfinished = [life.request for life in self.lives.values() if life.reason is None]
         for request in unfinished:
-            self.scheduler.unpark(request)
+            self.scheduler.queues.unpark(request)
         # One position a step for everybody, many times over: each may lose its pages again and again.
         bound = 20 + 40 * sum(request.max_length for request in unfinished)
-        while self.scheduler.has_unfinished or self.flights:
+        while self.scheduler.queues.has_unfinished or self.flights:
             assert bound, "the requests keep each other from ending"
             bound -= 1
             if len(self.flights) > self.window or not self._plan([0, 1, 1]):
@@ -381,21 +385,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.memory.slots.free == self.memory.slots.total
 
 
-def watched(machine: SchedulerMachine) -> type[Scheduler]:
-    """A scheduler that tells the machine of ends and retractions from inside."""
+def watched(machine: SchedulerMachine, scheduler: Scheduler) -> Scheduler:
+    """The scheduler, which tells the machine of ends and retractions from inside."""
 
-    class Watched(Scheduler):
-        def _retract(self, request: Request) -> None:
+    class Watched(RequestQueues):
+        __slots__ = ()
+
+        def retract(self, request: Request) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
             spared = request.parked or machine.running_out or request.key != min(active)
             assert spared, "the eldest request was retracted"
             machine.retracted.append(request.key)
-            super()._retract(request)
+            super().retract(request)
 
         def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
-            first = super().finish(request, reason, error)
+            first: bool = super().finish(request, reason, error)
             assert not (first and request.key in machine.ended), "a request ended twice"
             machine.ended.add(request.key)
             return first
 
-    return Watched
+    scheduler.queues.__class__ = Watched
+    return scheduler

@@ -144,17 +144,17 @@ class PaperDevice:
     def prepare(self, step: Step) -> list[tuple[Row, list[int]]]:
         prepared = []
         seen = set()
-        for row in step.prefills:
+        for row in step.rows:
             assert row.request.key not in seen, "two rows of one request"
             seen.add(row.request.key)
             table = self._tables[row.slot]
-            if row.admission is not None:
+            if row.new_request is not None:
                 table.clear()
             if row.new_pages:
                 assert row.first_new_page <= len(table)
                 table[row.first_new_page : row.first_new_page + len(row.new_pages)] = row.new_pages
             prepared.append((row, table.copy()))
-        assert step.num_tokens == sum(row.length for row in step.prefills)
+        assert step.num_tokens == sum(row.length for row in step.rows)
         return prepared
 
     def spoil(self, prepared: list[tuple[Row, list[int]]]) -> None:
@@ -172,7 +172,7 @@ class PaperDevice:
 
     def _row(self, row: Row, table: list[int]) -> BlockState | None:
         slot, size = self._slots[row.slot], self.script.size
-        if row.admission is not None:
+        if row.new_request is not None:
             self._admit(row, slot)
         if row.request.key in self._doomed:
             self._write(row, table, row.start, [0] * (row.length // size))
@@ -196,7 +196,7 @@ class PaperDevice:
         return self._round(row, table, slot) if row.blocks else None
 
     def _admit(self, row: Row, slot: _Slot) -> None:
-        admission = row.admission
+        admission = row.new_request
         assert admission is not None
         self._doomed.discard(row.request.key)
         ids = [*admission.prompt_ids, *admission.output_ids]

@@ -18,7 +18,7 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.step import Outcome, Step
 
 PAGE = 4
 
@@ -72,7 +72,7 @@ class Desk:
     def resolve(self) -> None:
         while self.flights:
             step = self.flights.pop(0)
-            self.scheduler.resolve(step, [42 if row.samples else NO_TOKEN for row in step.rows])
+            self.scheduler.resolve(step, Outcome([42 if row.samples else NO_TOKEN for row in step.rows]))
         audit(self.scheduler)
 
     def round(self) -> list[Request]:
@@ -84,7 +84,7 @@ class Desk:
     def finish(self, most: int = 300) -> int:
         """Run to the end; how many steps it took."""
         for steps in range(most):
-            if not self.scheduler.has_work:
+            if not self.scheduler.queues.has_work:
                 return steps
             assert self.round(), "nothing is in flight, nothing is planned, and somebody waits"
         raise AssertionError("the requests keep each other from ending")
@@ -100,7 +100,7 @@ def test_one_computes_a_shared_prefix_and_the_others_find_it() -> None:
     requests = [desk.submit([*COMMON, 100 + at]) for at in range(3)]
     assert desk.round() == requests[:1]
     assert desk.round() == requests, "the prefix is there: all go on"
-    assert [request.cached_tokens for request in requests] == [0, 16, 16]
+    assert [request.kv.cached_tokens for request in requests] == [0, 16, 16]
 
 
 def test_the_others_wait_while_the_prefix_is_in_flight() -> None:
@@ -111,7 +111,7 @@ def test_the_others_wait_while_the_prefix_is_in_flight() -> None:
     assert desk.plan() == [leader]
     desk.resolve()
     assert desk.plan() == [leader, follower]
-    assert follower.cached_tokens == 16
+    assert follower.kv.cached_tokens == 16
 
 
 def test_the_others_wait_while_the_last_chunks_of_a_prefix_are_in_flight() -> None:
@@ -122,11 +122,11 @@ def test_the_others_wait_while_the_last_chunks_of_a_prefix_are_in_flight() -> No
     for _ in range(5):
         assert desk.plan() == [leader]
     first = desk.flights.pop(0)
-    desk.scheduler.resolve(first, [NO_TOKEN])
+    desk.scheduler.resolve(first, Outcome([NO_TOKEN]))
     assert desk.plan() == [leader], "the rest of the prefix is being computed"
     desk.resolve()
     desk.plan()
-    assert follower.cached_tokens == 32
+    assert follower.kv.cached_tokens == 32
 
 
 def test_the_others_wait_where_a_cached_prefix_is_split() -> None:
@@ -140,7 +140,7 @@ def test_the_others_wait_where_a_cached_prefix_is_split() -> None:
     assert desk.plan() == [leader]
     desk.resolve()
     desk.plan()
-    assert follower.cached_tokens == 28
+    assert follower.kv.cached_tokens == 28
 
 
 @pytest.mark.parametrize("what", ["abort", "retract", "park"])
@@ -153,20 +153,20 @@ def test_when_the_leader_goes_another_takes_its_place(what: str) -> None:
     if what == "abort":
         desk.scheduler.finish(leader, "abort")
     elif what == "park":
-        desk.scheduler.park(leader)
+        desk.scheduler.queues.park(leader)
     else:
-        desk.scheduler._retract(leader)
+        desk.scheduler.queues.retract(leader)
     rows = desk.round()
     assert len(rows) == 2, "one of those that waited goes on, and one only"
     assert rows[1] in [leader, *others]
     desk.finish()
     if what == "park":
         assert not leader.finished
-        desk.scheduler.unpark(leader)
+        desk.scheduler.queues.unpark(leader)
         desk.finish()
     assert all(request.finished for request in others)
     check_idle(desk.scheduler)
-    assert not desk.scheduler.leaders._leaders
+    assert not desk.scheduler.queues.leaders._leaders
 
 
 def test_a_flushed_leader_holds_nobody_back() -> None:
@@ -187,8 +187,8 @@ def test_namespaces_share_nothing_and_wait_for_nobody() -> None:
     assert desk.round() == [one, other]
     third = desk.submit([*COMMON, 1], namespace="tenant")
     desk.round()
-    assert other.cached_tokens == 0
-    assert third.cached_tokens == 16
+    assert other.kv.cached_tokens == 0
+    assert third.kv.cached_tokens == 16
 
 
 # -- preemption --------------------------------------------------------------------------------------
@@ -200,14 +200,14 @@ def test_a_more_important_request_takes_the_place_of_a_less_important_one() -> N
     desk.round()
     high = desk.submit(4, 3, priority=1)
     assert desk.round() == [eldest, high]
-    assert low.retractions == 1
+    assert low.recovery.retractions == 1
     desk.round()
     desk.round()
     assert high.finished
     assert low in desk.round()
     desk.finish()
-    assert low.retractions == 1
-    assert eldest.retractions == 0, "the eldest always goes on"
+    assert low.recovery.retractions == 1
+    assert eldest.recovery.retractions == 0, "the eldest always goes on"
 
 
 def test_equals_do_not_displace_each_other() -> None:
@@ -216,7 +216,7 @@ def test_equals_do_not_displace_each_other() -> None:
     desk.round()
     desk.submit(4, 5, priority=1)
     assert desk.round() == [first]
-    assert desk.scheduler.counters.preemptions == 0
+    assert desk.scheduler.queues.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("policy", policy_names())
@@ -230,8 +230,8 @@ def test_a_victim_does_not_take_back_its_place(policy: str) -> None:
         desk.round()
     high = desk.submit(6, 10, priority=1)
     desk.finish()
-    assert low.retractions <= 1
-    assert high.retractions == 0
+    assert low.recovery.retractions <= 1
+    assert high.recovery.retractions == 0
 
 
 @pytest.mark.parametrize("admission", ["fifo", "pack"])
@@ -248,8 +248,8 @@ def test_a_victim_does_not_come_back_before_there_is_place_for_both(policy: str,
         desk.round()
     desk.submit(28, 4, priority=1)
     desk.finish()
-    assert eldest.retractions == 0
-    assert low.retractions <= 1
+    assert eldest.recovery.retractions == 0
+    assert low.recovery.retractions <= 1
 
 
 def test_nobody_is_displaced_for_nothing() -> None:
@@ -260,9 +260,9 @@ def test_nobody_is_displaced_for_nothing() -> None:
     high = desk.submit(24, 4, priority=1)
     while not low.finished:
         assert high not in desk.round()
-    assert low.retractions == 0
+    assert low.recovery.retractions == 0
     desk.finish()
-    assert eldest.retractions == 0
+    assert eldest.recovery.retractions == 0
 
 
 def test_preemption_counts_what_admission_keeps_back() -> None:
@@ -289,7 +289,7 @@ def test_the_ratio_rises_with_a_retraction_and_decays_from_there() -> None:
     desk.round()
     assert ratio.value == pytest.approx(0.19)
     seen = [ratio.value]
-    while not desk.scheduler.counters.retractions:
+    while not desk.scheduler.queues.counters.retractions:
         desk.round()
         seen.append(ratio.value)
     assert seen[:-1] == sorted(seen[:-1], reverse=True)
@@ -320,7 +320,7 @@ def test_pages_for_tokens_to_come_are_kept_back() -> None:
     while not first.finished:
         assert second not in desk.round()
     desk.finish()
-    assert desk.scheduler.counters.retractions == 0
+    assert desk.scheduler.queues.counters.retractions == 0
 
 
 # -- bounds on waiting -------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def test_packing_lets_in_what_fits_whole_and_gives_the_rest_to_the_first() -> No
     long, *short = desk.submit(40), desk.submit(5), desk.submit(3)
     step = desk.scheduler.plan()
     assert step is not None
-    assert [(row.request, row.length) for row in step.prefills] == [
+    assert [(row.request, row.length) for row in step.prefilling] == [
         (long, 8), (short[0], 5), (short[1], 3)
     ]  # fmt: skip
 
@@ -398,11 +398,11 @@ def test_a_still_more_important_request_overtakes_the_one_that_waits_for_its_pla
     desk.plan()
     high = desk.submit(4, 3, priority=1)
     desk.plan()
-    assert low.retractions == 1
+    assert low.recovery.retractions == 1
     assert high.state.value == "running"
     highest = desk.submit(4, 3, priority=2)
     assert desk.plan() == [eldest, highest]
-    assert high.retractions == 1
+    assert high.recovery.retractions == 1
     desk.resolve()
     desk.finish()
     assert all(request.finished for request in (eldest, low, high, highest))
@@ -417,11 +417,11 @@ def test_a_request_that_waits_for_a_prefix_displaces_nobody() -> None:
     desk.plan()
     follower = desk.submit([*COMMON, 2], 5, priority=1)
     desk.plan()
-    assert low.retractions == 0, "the prefix of the other is in flight"
+    assert low.recovery.retractions == 0, "the prefix of the other is in flight"
     desk.resolve()
     desk.plan()
-    assert low.retractions == 1
-    assert follower.cached_tokens == 16
+    assert low.recovery.retractions == 1
+    assert follower.kv.cached_tokens == 16
     desk.resolve()
     desk.finish()
     assert leader.finished
@@ -435,13 +435,13 @@ def test_parked_requests_give_way_to_those_that_can_run() -> None:
     parked = [desk.submit(12, 4), desk.submit(12, 4)]
     desk.round()
     for request in parked:
-        desk.scheduler.park(request)
+        desk.scheduler.queues.park(request)
     assert desk.round() == []
     third = desk.submit(4, 4)
     assert desk.round() == [third]
-    assert sum(request.retractions for request in parked) == 1, "one of them was enough"
+    assert sum(request.recovery.retractions for request in parked) == 1, "one of them was enough"
     for request in parked:
-        desk.scheduler.unpark(request)
+        desk.scheduler.queues.unpark(request)
     desk.finish()
     assert all(len(request.output_ids) == 4 for request in parked)
     check_idle(desk.scheduler)
@@ -453,7 +453,7 @@ def test_a_request_retracted_before_its_last_token_is_read_still_ends() -> None:
     desk.plan()
     desk.plan()
     assert ending.length == ending.max_length
-    desk.scheduler._retract(ending)
+    desk.scheduler.queues.retract(ending)
     assert desk.plan() == [eldest], "there is nothing left to compute for it"
     desk.resolve()
     assert ending.finish_reason == "length"
@@ -477,12 +477,12 @@ def test_what_led_to_bad_logits_is_not_shared(retracted: bool) -> None:
     assert desk.memory.tree is not None
     assert desk.memory.tree.match(spoiled.token_key(0, 16)) == 4
     if retracted:
-        desk.scheduler._retract(spoiled)
+        desk.scheduler.queues.retract(spoiled)
     tokens = [BAD_LOGITS if row.request is spoiled else 42 for row in last.rows]
-    desk.scheduler.resolve(last, tokens)
+    desk.scheduler.resolve(last, Outcome(tokens))
     assert isinstance(spoiled.error, FloatingPointError)
     again = desk.submit(prompt)
     desk.round()
-    assert again.cached_tokens == 0
+    assert again.kv.cached_tokens == 0
     desk.finish()
     audit(desk.scheduler)

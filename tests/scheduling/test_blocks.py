@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import policy_names
 from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.audit import audit, check, check_idle
-from aioinfer.scheduling.block_request import BlockRequest
-from aioinfer.scheduling.blocks import BlockScheduler
+from aioinfer.scheduling.block_batch import BlockBatch
+from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
-from aioinfer.scheduling.request import RequestState
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.step import Outcome, Step
 from tests.scheduling.paper import STOP, PaperDevice, Script
 
 SIZES = ((4, 4), (4, 8), (2, 4), (8, 8), (1, 2))
@@ -44,26 +47,25 @@ class World:
         options.update(limits)
         slots = options["max_running_requests"] * 3
         memory = Memory(PageAllocator(num_pages, page_size), SlotPool(slots), prefix_cache=prefix_cache)
-        self.scheduler = BlockScheduler(
-            memory, Limits(**options), policy_class(policy)(memory, 0), block_size=script.size
-        )
+        limits = Limits(**options)
+        batch = BlockBatch(memory, limits, script.size)
+        self.scheduler = Scheduler(memory, limits, policy_class(policy)(memory, 0), batch)
         self.device = PaperDevice(script, num_pages=num_pages, page_size=page_size, num_slots=slots)
         self.script = script
         self.window = window
         self.flights: deque[tuple[Step, Any]] = deque()
-        self.requests: list[BlockRequest] = []
+        self.requests: list[Request] = []
         self.rounds: dict[int, int] = {}
 
-    def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> BlockRequest:
-        request = BlockRequest(
+    def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
+        request = Request(
             len(self.requests) + 1,
             prompt,
             SamplingParams(max_tokens=max_tokens, logprobs=0, diffusion=DiffusionParams()),
             seed=0,
             stop_ids=frozenset({STOP}),
             max_length=len(prompt) + max_tokens,
-            block_size=self.script.size,
-            monotone=not self.script.edits,
+            cursor=partial(BlockCursor, block_size=self.script.size, monotone=not self.script.edits),
             **options,
         )
         self.requests.append(request)
@@ -76,14 +78,15 @@ class World:
         step = self.scheduler.plan()
         if step is not None:
             self.flights.append((step, self.device.prepare(step)))
-            for row in step.prefills:
+            for row in step.rows:
                 assert row.blocks or row.ids
                 self.rounds[row.request.key] = self.rounds.get(row.request.key, 0) + (row.blocks > 0)
         return step
 
     def resolve(self) -> None:
         step, prepared = self.flights.popleft()
-        self.scheduler.resolve_blocks(step, self.device.compute(prepared))
+        outcome = Outcome([NO_TOKEN] * step.num_rows, blocks=self.device.compute(prepared))
+        self.scheduler.resolve(step, outcome)
 
     def fail(self, *, memory: bool) -> None:
         step, prepared = self.flights.popleft()
@@ -100,16 +103,16 @@ class World:
             check(self.scheduler)
             audit(self.scheduler)
         assert not self.flights, "it does not end"
-        assert not self.scheduler.has_unfinished, "nothing can be planned, and somebody waits"
+        assert not self.scheduler.queues.has_unfinished, "nothing can be planned, and somebody waits"
         check_idle(self.scheduler)
 
-    def verify(self, request: BlockRequest) -> None:
+    def verify(self, request: Request) -> None:
         """What has come is what the plainest decoder says, or the beginning of it."""
         prompt = list(request.prompt_ids)
         ids, steps = self.script.generate(prompt, request.max_length - len(prompt))
         count = len(request.output_ids)
         assert request.output_ids == ids[:count], request
-        assert request.step_map == steps[:count], request
+        assert request.cursor.step_map == steps[:count], request
         assert len(request.logprobs) == count
         if request.finish_reason in ("stop", "length"):
             assert count == len(ids), request
@@ -160,7 +163,7 @@ def _world(chance: random.Random) -> World:
 
 
 def _live(world: World, chance: random.Random, moves: int) -> None:
-    scheduler, parked = world.scheduler, list[BlockRequest]()
+    scheduler, parked = world.scheduler, list[Request]()
     for _ in range(moves):
         what = chance.random()
         if what < 0.25:
@@ -182,20 +185,20 @@ def _live(world: World, chance: random.Random, moves: int) -> None:
             scheduler.finish(chance.choice(world.requests), "abort")
         elif what < 0.93 and world.requests:
             request = chance.choice(world.requests)
-            scheduler.park(request)
+            scheduler.queues.park(request)
             parked.append(request)
         elif what < 0.96 and parked:
-            scheduler.unpark(parked.pop())
+            scheduler.queues.unpark(parked.pop())
         elif what < 0.98:
             running = [r for r in world.requests if r.state is RequestState.RUNNING]
             if len(running) > 1:
-                scheduler._retract(chance.choice(running))
+                scheduler.queues.retract(chance.choice(running))
         else:
             scheduler.memory.flush()
         check(scheduler)
         audit(scheduler)
     for request in parked:
-        scheduler.unpark(request)
+        scheduler.queues.unpark(request)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -10,7 +10,8 @@ import pytest
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
-from aioinfer.execution.packing import Packed, Packer
+from aioinfer.execution.decoding.tokens import TokenPacker
+from aioinfer.execution.packing import PackedStep, Packer
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.admission import Limits
@@ -18,7 +19,7 @@ from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.step import Outcome, Step
 
 PAGE = 4
 
@@ -41,7 +42,7 @@ class Bench:
         options = {"max_running_requests": running, "max_step_tokens": budget, "chunk_size": chunk}
         self.memory = Memory(PageAllocator(pages, PAGE), SlotPool(3 * running), prefix_cache=prefix_cache)
         self.scheduler = Scheduler(self.memory, Limits(**{**ratio, **options, **limits}))
-        self.packer = Packer(3 * running, pages, PAGE)
+        self.packer = Packer(TokenPacker(3 * running), 3 * running, pages, PAGE)
         self._key = 0
 
     def request(self, prompt: int, max_tokens: int = 100, **params: Any) -> Request:
@@ -57,19 +58,18 @@ class Bench:
         self.scheduler.submit(request)
         return request
 
-    def plan(self) -> tuple[Step, Packed]:
+    def plan(self) -> tuple[Step, PackedStep]:
         step = self.scheduler.plan()
         assert step is not None
         return step, self.packer.pack(step)
 
     def resolve(self, step: Step, token: int = 42) -> list[Request]:
         tokens = [token if row.samples else NO_TOKEN for row in step.rows]
-        return self.scheduler.resolve(step, tokens)
+        return self.scheduler.resolve(step, Outcome(tokens))
 
 
-def section(packed: Packed, number: int) -> list[int]:
-    start = sum(packed.sizes[:number])
-    values: list[int] = packed.ints[start : start + packed.sizes[number]].tolist()
+def section(packed: PackedStep, name: str) -> list[int]:
+    values: list[int] = packed.sections[name].tolist()
     return values
 
 
@@ -77,7 +77,7 @@ def test_1_a_row_advances_by_its_length_not_by_one() -> None:
     bench = Bench()
     request = bench.request(prompt=13)
     step, _ = bench.plan()
-    assert request.computed == step.rows[0].length == 13
+    assert request.cursor.computed == step.rows[0].length == 13
 
 
 def test_2_a_launched_chunk_is_not_planned_again_before_it_resolves() -> None:
@@ -97,7 +97,7 @@ def test_3_prefill_rows_take_their_chunk_of_the_prompt() -> None:
     for start, stop in ((0, 4), (4, 8), (8, 12)):
         step, packed = bench.plan()
         assert step.rows[0].ids == request.prompt_ids[start:stop]
-        assert section(packed, 0) == request.prompt_ids[start:stop]
+        assert section(packed, "input_ids") == request.prompt_ids[start:stop]
 
 
 def test_4_unused_entries_of_the_block_table_belong_to_nobody() -> None:
@@ -105,8 +105,8 @@ def test_4_unused_entries_of_the_block_table_belong_to_nobody() -> None:
     bench.request(prompt=30)
     short = bench.request(prompt=3)
     _, packed = bench.plan()
-    table = np.asarray(section(packed, 6)).reshape(2, packed.num_pages)
-    assert table[1, 0] == short.pages[0]
+    table = np.asarray(section(packed, "block_table")).reshape(2, packed.num_pages)
+    assert table[1, 0] == short.kv.pages[0]
     assert (table[1, 1:] == 0).all(), "padding points into a page that somebody owns"
     assert 0 not in bench.memory.pages.take(bench.memory.pages.free)
 
@@ -120,7 +120,7 @@ def test_4b_entries_of_a_slots_former_tenant_do_not_show() -> None:
     while True:
         second = bench.request(prompt=3, max_tokens=1)
         step, packed = bench.plan()
-        assert section(packed, 6) == second.pages
+        assert section(packed, "block_table") == second.kv.pages
         bench.resolve(step)
         if step.rows[0].slot == 1:
             break
@@ -133,7 +133,7 @@ def test_5_no_position_is_written_twice_while_steps_are_in_flight() -> None:
     flights = []
     for _ in range(9):
         step, packed = bench.plan()
-        written += section(packed, 2)
+        written += section(packed, "slot_mapping")
         flights.append(step)
         if len(flights) == 3:
             bench.resolve(flights.pop(0))
@@ -177,20 +177,20 @@ def test_8_every_sequence_of_a_step_is_sampled_at_its_own_last_row() -> None:
         bench.request(prompt=prompt)
     _, packed = bench.plan()
     assert packed.q_lens == [5, 1, 3]
-    assert section(packed, 3) == [0, 5, 6, 9]
-    assert section(packed, 7) == [4, 5, 8]
+    assert section(packed, "cu_q") == [0, 5, 6, 9]
+    assert section(packed, "logits_rows") == [4, 5, 8]
 
 
 def test_9_a_reservation_counts_the_new_positions_too() -> None:
     bench = Bench()
     request = bench.request(prompt=PAGE + 1)
     bench.plan()
-    assert len(request.pages) == 2
+    assert len(request.kv.pages) == 2
     exact = bench.request(prompt=PAGE)
     bench.plan()
-    assert len(exact.pages) == 1
+    assert len(exact.kv.pages) == 1
     bench.plan()
-    assert len(exact.pages) == 2, "the token after a full page needs the next page"
+    assert len(exact.kv.pages) == 2, "the token after a full page needs the next page"
 
 
 def test_everything_is_reserved_before_a_step_exists() -> None:
@@ -201,12 +201,12 @@ def test_everything_is_reserved_before_a_step_exists() -> None:
     before = bench.memory.slots.free
     step, _ = bench.plan()
     assert [row.request for row in step.rows] == [fits]
-    assert too_much.pages == []
+    assert too_much.kv.pages == []
     assert too_much.slot == 0
     assert bench.memory.slots.free == before - 1
     assert bench.memory.pages.free == 2
     for row in step.rows:
-        assert row.kv_length <= len(row.request.pages) * PAGE
+        assert row.kv_length <= len(row.request.kv.pages) * PAGE
 
 
 # -- and what the overlap adds -------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_a_late_token_for_a_request_that_ended_is_dropped_and_counted() -> None:
     assert bench.memory.pages.fenced == 1, "the second step still writes into the page"
     assert bench.resolve(second) == []
     assert request.output_ids == [7]
-    assert bench.scheduler.counters.late_tokens == 1
+    assert bench.scheduler.queues.counters.late_tokens == 1
     assert bench.memory.pages.free == bench.memory.pages.total
 
 
@@ -248,12 +248,12 @@ def test_retraction_waits_for_fenced_pages_instead_of_emptying_the_engine() -> N
     assert bench.memory.pages.fenced == 2, "the second step still reads them"
     while (step := bench.scheduler.plan()) is not None:
         flights.append(step)
-    assert request.computed == 3 * PAGE, "it ran until it needed a page"
-    assert request.retractions == 0
+    assert request.cursor.computed == 3 * PAGE, "it ran until it needed a page"
+    assert request.recovery.retractions == 0
     for flight in flights:
         bench.resolve(flight)
     assert bench.scheduler.plan() is not None
-    assert len(request.pages) == 4
+    assert len(request.kv.pages) == 4
 
 
 def test_a_retracted_request_keeps_its_tokens_and_prefills_them() -> None:
@@ -264,10 +264,10 @@ def test_a_retracted_request_keeps_its_tokens_and_prefills_them() -> None:
         step, _ = bench.plan()
         seen += [row.ids for row in step.rows if row.request is young and row.ids is not None]
         bench.resolve(step, token)
-        if young.retractions:
+        if young.recovery.retractions:
             break
-    assert old.retractions == 0
-    assert young.pages == []
+    assert old.recovery.retractions == 0
+    assert young.kv.pages == []
     kept = list(young.output_ids)
     assert kept
     bench.scheduler.finish(old, "abort")
@@ -311,7 +311,7 @@ def test_an_abort_gives_everything_back_from_any_state(state: str) -> None:
         bench.resolve(flight)
     assert bench.memory.pages.free == bench.memory.pages.total
     assert bench.memory.slots.free == bench.memory.slots.total
-    assert not bench.scheduler.has_unfinished
+    assert not bench.scheduler.queues.has_unfinished
     audit(bench.scheduler)
 
 
@@ -319,7 +319,7 @@ def test_admission_is_first_come_first_served() -> None:
     bench = Bench(running=2)
     requests = [bench.request(prompt=3, max_tokens=1) for _ in range(5)]
     order = []
-    while bench.scheduler.has_unfinished:
+    while bench.scheduler.queues.has_unfinished:
         step, _ = bench.plan()
         order += [row.request.key for row in step.rows]
         bench.resolve(step)

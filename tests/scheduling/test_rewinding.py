@@ -9,14 +9,14 @@ import pytest
 from aioinfer.sampling.outcomes import DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.request import Request, RequestState
-from aioinfer.scheduling.step import Row, Step
+from aioinfer.scheduling.step import Outcome, Row, Step
 from tests.scheduling.test_pitfalls import Bench
 
 
 def bring(bench: Bench, step: Step, token: int, forced: Sequence[int] = ()) -> list[Request]:
     """Resolve a step with one row."""
     assert step.num_rows == 1
-    return bench.scheduler.resolve(step, [token], {0: forced} if forced else {})
+    return bench.scheduler.resolve(step, Outcome([token], {0: forced} if forced else {}))
 
 
 def only(step: Step) -> Row:
@@ -41,8 +41,8 @@ def test_a_deferred_row_comes_again_with_its_token() -> None:
     again, packed = bench.plan()
     row = only(again)
     assert (row.start, row.ids, row.samples) == (6, [42], True)
-    assert row.admission is not None, "counts of penalties have seen what was never sampled"
-    assert row.new_pages == request.pages
+    assert row.new_request is not None, "counts of penalties have seen what was never sampled"
+    assert row.new_pages == request.kv.pages
     assert packed.num_decodes == 0
     assert bring(bench, behind, DEFERRED) == []
     assert bring(bench, again, 43) == [request]
@@ -56,7 +56,7 @@ def test_a_row_may_be_deferred_again_and_again() -> None:
     for _ in range(5):
         step, _ = bench.plan()
         assert bring(bench, step, DEFERRED) == []
-    assert bench.scheduler.counters.deferred_rows == 5
+    assert bench.scheduler.queues.counters.deferred_rows == 5
     assert request.pending == 0
     audit(bench.scheduler)
 
@@ -102,13 +102,13 @@ def test_forced_tokens_find_their_pages_or_wait_for_them() -> None:
     step, _ = bench.plan()
     tokens = [FORCED if row.request is eldest else 42 for row in step.rows]
     (at,) = [at for at, row in enumerate(step.rows) if row.request is eldest]
-    bench.scheduler.resolve(step, tokens, {at: list(range(50, 60))})
+    bench.scheduler.resolve(step, Outcome(tokens, {at: list(range(50, 60))}))
     # Ten more tokens want three pages; the younger one makes room, the eldest is never retracted.
     for _ in range(3):
         step, _ = bench.plan()
         audit(bench.scheduler)
         assert other.state is RequestState.WAITING
-        assert eldest.retractions == 0
+        assert eldest.recovery.retractions == 0
         if any(row.request is eldest for row in step.rows):
             break
     row = next(row for row in step.rows if row.request is eldest)
@@ -121,10 +121,10 @@ def test_what_comes_for_a_retracted_request_is_counted_in() -> None:
     bench, request = started()
     first, _ = bench.plan()
     behind, _ = bench.plan()
-    bench.scheduler._retract(request)
-    queued = bench.scheduler.queued_tokens
+    bench.scheduler.queues.retract(request)
+    queued = bench.scheduler.queues.queued_tokens
     assert bring(bench, first, FORCED, [50, 51, 52]) == [request]
-    assert bench.scheduler.queued_tokens == queued + 1, "two placeholders became three tokens"
+    assert bench.scheduler.queues.queued_tokens == queued + 1, "two placeholders became three tokens"
     assert request.pending == 0
     bring(bench, behind, DEFERRED)
     again, _ = bench.plan()
@@ -136,11 +136,11 @@ def test_what_comes_for_a_retracted_request_is_counted_in() -> None:
 def test_a_parked_request_is_rewound_where_it_is() -> None:
     bench, request = started(pages=8)
     step, _ = bench.plan()
-    bench.scheduler.park(request)
+    bench.scheduler.queues.park(request)
     assert bring(bench, step, FORCED, list(range(50, 62))) == [request]
     assert bench.scheduler.plan() is None
     audit(bench.scheduler)
-    bench.scheduler.unpark(request)
+    bench.scheduler.queues.unpark(request)
     step, _ = bench.plan()
     assert only(step).ids == list(range(50, 62))
     audit(bench.scheduler)
@@ -163,7 +163,7 @@ def test_the_last_token_by_length_may_be_deferred() -> None:
     while request.length < request.max_length - 1:
         bench.resolve(bench.plan()[0])
     last, _ = bench.plan()
-    assert last.decodes.ending == [request]
+    assert last.generating.ending == [request]
     assert bring(bench, last, DEFERRED) == []
     assert not request.finished
     bench.resolve(bench.plan()[0])

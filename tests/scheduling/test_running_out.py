@@ -9,10 +9,9 @@ import pytest
 
 from aioinfer.sampling.outcomes import BAD_LOGITS, FORCED
 from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.scheduling.decode_batch import NO_DECODES
 from aioinfer.scheduling.recovery import StepCap
 from aioinfer.scheduling.request import Request, RequestState
-from aioinfer.scheduling.step import Row, Step
+from aioinfer.scheduling.step import NO_ROWS, Outcome, Row, Step
 from tests.scheduling.test_pitfalls import Bench
 
 
@@ -54,22 +53,22 @@ def test_what_is_in_flight_behind_it_is_neither_delivered_nor_counted(junk: int)
     assert only(again).ids == [*request.prompt_ids, 42]
     assert only(again).admission is not None
     for step in (second, third):
-        assert bench.scheduler.resolve(step, [junk], {0: [50, 51]} if junk == FORCED else {}) == []
+        assert bench.scheduler.resolve(step, Outcome([junk], {0: [50, 51]} if junk == FORCED else {})) == []
     assert bench.resolve(again, 43) == [request]
     assert request.output_ids == [42, 43]
-    assert bench.scheduler.counters.out_of_memory_retries == 1
-    assert bench.scheduler.counters.late_tokens == 0
+    assert bench.scheduler.queues.counters.out_of_memory_retries == 1
+    assert bench.scheduler.queues.counters.late_tokens == 0
 
 
 def test_pages_and_slot_wait_for_the_steps_in_flight() -> None:
     bench, request = started()
-    held = set(request.pages)
-    slot = request.slot
+    held = set(request.kv.pages)
+    slot = request.kv.slot
     first, second = (bench.plan()[0] for _ in range(2))
     run_out(bench, first)
     again, _ = bench.plan()
     assert only(again).slot != slot
-    assert not held & set(request.pages), "still written by the step in flight"
+    assert not held & set(request.kv.pages), "still written by the step in flight"
     bench.resolve(second)
     assert bench.memory.pages.fenced == 0
 
@@ -80,7 +79,7 @@ def test_requests_come_again_in_their_old_order_before_others() -> None:
     step, _ = bench.plan()
     assert step.num_rows == 3
     run_out(bench, step)
-    assert list(bench.scheduler.waiting) == [first, second, third, other]
+    assert list(bench.scheduler.queues.waiting) == [first, second, third, other]
     again, _ = bench.plan()
     assert [row.request for row in again.rows] == [first, second, third]
 
@@ -105,7 +104,7 @@ def test_a_token_in_between_makes_it_the_first_time_again() -> None:
         assert run_out(bench, bench.plan()[0]) == []
         while len(request.output_ids) < count:
             bench.resolve(bench.plan()[0])
-    assert bench.scheduler.counters.out_of_memory_retries == 4
+    assert bench.scheduler.queues.counters.out_of_memory_retries == 4
 
 
 def test_steps_in_flight_that_run_out_too_are_the_same_misfortune() -> None:
@@ -115,19 +114,19 @@ def test_steps_in_flight_that_run_out_too_are_the_same_misfortune() -> None:
     steps.append(bench.plan()[0])
     for step in steps:
         assert run_out(bench, step) == []
-    assert bench.scheduler.counters.out_of_memory_retries == 2, "the other one was in the last of them"
-    assert request.retractions == other.retractions == 1
+    assert bench.scheduler.queues.counters.out_of_memory_retries == 2, "the other one was in the last of them"
+    assert request.recovery.retractions == other.recovery.retractions == 1
 
 
 def test_a_parked_request_starts_over_when_it_is_read() -> None:
     bench, request = started()
     first, second = (bench.plan()[0] for _ in range(2))
-    bench.scheduler.park(request)
+    bench.scheduler.queues.park(request)
     run_out(bench, first)
-    assert request.key in bench.scheduler.shelved
+    assert request.key in bench.scheduler.queues.shelved
     assert bench.scheduler.plan() is None
     bench.resolve(second, 50)
-    bench.scheduler.unpark(request)
+    bench.scheduler.queues.unpark(request)
     again, _ = bench.plan()
     assert only(again).ids == [*request.prompt_ids, 42]
     bench.resolve(again, 43)
@@ -137,10 +136,10 @@ def test_a_parked_request_starts_over_when_it_is_read() -> None:
 def test_a_retracted_request_loses_the_token_that_it_waits_for() -> None:
     bench, request = started()
     first, second = (bench.plan()[0] for _ in range(2))
-    bench.scheduler._retract(request)
-    queued = bench.scheduler.queued_tokens
+    bench.scheduler.queues.retract(request)
+    queued = bench.scheduler.queues.queued_tokens
     run_out(bench, first)
-    assert bench.scheduler.queued_tokens == queued - 2
+    assert bench.scheduler.queues.queued_tokens == queued - 2
     bench.resolve(second, 50)
     bench.resolve(bench.plan()[0], 43)
     assert request.output_ids == [42, 43]
@@ -185,7 +184,7 @@ def test_prompt_and_decodes_share_what_the_memory_holds() -> None:
 
 
 def step_of(step_id: int, tokens: int) -> Step:
-    return Step(step_id, NO_DECODES, (), tokens)
+    return Step(step_id, NO_ROWS, (), tokens)
 
 
 def test_the_cap_halves_stays_and_recovers() -> None:

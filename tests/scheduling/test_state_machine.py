@@ -14,14 +14,16 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import RadixTree
 from aioinfer.cache.slots import SlotPool
 from aioinfer.scheduling import scheduler as scheduling
+from aioinfer.scheduling import token_batch
 from aioinfer.scheduling.admission import PrefixLeaders
-from aioinfer.scheduling.decode_batch import DecodeBatch
+from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.recovery import StepCap
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Row, Step
+from aioinfer.scheduling.step import Outcome, Row, Step
+from aioinfer.scheduling.token_batch import TokenBatch
 from tests.planted_bugs import assert_found
 from tests.scheduling.machine import SchedulerMachine
 
@@ -72,7 +74,7 @@ def release_by_token_count(patch: pytest.MonkeyPatch) -> None:
     release = Memory.release
 
     def by_tokens(self: Memory, request: Request) -> None:
-        del request.pages[max(request.cached_pages, self.pages.pages_for(request.known)) :]
+        del request.kv.pages[max(request.kv.cached_pages, self.pages.pages_for(request.known)) :]
         release(self, request)
 
     patch.setattr(Memory, "release", by_tokens)
@@ -80,7 +82,7 @@ def release_by_token_count(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def committed_before_it_resolved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Request, "committed", property(lambda self: min(self.computed, self.known)))
+    patch.setattr(TokenCursor, "committed", property(lambda self: min(self.computed, self.known)))
 
 
 @mutant
@@ -100,60 +102,62 @@ def unlocked_twice(patch: pytest.MonkeyPatch) -> None:
 def late_token_delivered(patch: pytest.MonkeyPatch) -> None:
     resolve = Scheduler.resolve
 
-    def late(self: Scheduler, step: Step, tokens: Sequence[int], forced: Any = ()) -> list[Request]:
-        for row, token in zip(step.rows, tokens, strict=True):
+    def late(self: Scheduler, step: Step, outcome: Outcome) -> list[Request]:
+        for row, token in zip(step.rows, outcome.tokens, strict=True):
             if row.samples and row.request.finished:
                 row.request.output_ids.append(token)
-        return resolve(self, step, tokens, dict(forced))
+        return resolve(self, step, outcome)
 
     patch.setattr(Scheduler, "resolve", late)
 
 
 @mutant
 def retraction_forgets_pending_tokens(patch: pytest.MonkeyPatch) -> None:
-    restart = Request.restart
+    restart = TokenCursor.restart
 
-    def forgetful(self: Request, cached: int = 0) -> None:
+    def forgetful(self: TokenCursor, cached: int = 0) -> None:
         restart(self, cached)
-        self._sampled = len(self.output_ids)
+        self._sampled = len(self._output_ids)
 
-    patch.setattr(Request, "restart", forgetful)
+    patch.setattr(TokenCursor, "restart", forgetful)
 
 
 @mutant
 def chunk_of_a_former_life_commits(patch: pytest.MonkeyPatch) -> None:
-    resolve_prefill = Scheduler._resolve_prefill
+    resolve_chunk = token_batch._resolve_chunk
 
-    def former(self: Scheduler, step: Step, row: Row, token: int, forced: Sequence[int]) -> Sequence[Request]:
+    def former(
+        step: Step, row: Row, token: int, forced: Sequence[int], queues: RequestQueues
+    ) -> Sequence[Request]:
         if not row.request.finished and not row.samples:
-            row.request.commit_prefill(row.kv_length, last=False)
-            if row.request.lock is not None:
-                self._share(row.request)
+            row.request.cursor.commit_prefill(row.kv_length, last=False)
+            if row.request.kv.lock is not None:
+                queues.share(row.request)
             return ()
-        return resolve_prefill(self, step, row, token, forced)
+        return resolve_chunk(step, row, token, forced, queues)
 
-    patch.setattr(Scheduler, "_resolve_prefill", former)
+    patch.setattr(token_batch, "_resolve_chunk", former)
 
 
 @mutant
 def column_stays_when_its_row_moves(patch: pytest.MonkeyPatch) -> None:
-    remove = DecodeBatch.remove
+    remove = TokenBatch.remove
 
-    def half(self: DecodeBatch, request: Request) -> None:
-        index = request.batch_index
+    def half(self: TokenBatch, request: Request) -> None:
+        index = request.cursor.row
         before = self._columns[:, index].copy()
         remove(self, request)
         self._columns[:, index] = before
 
-    patch.setattr(DecodeBatch, "remove", half)
+    patch.setattr(TokenBatch, "remove", half)
 
 
 @mutant
 def new_pages_not_told(patch: pytest.MonkeyPatch) -> None:
-    def only_capacity(self: DecodeBatch, request: Request) -> None:
-        self.capacity[request.batch_index] = len(request.pages) * self._page_size
+    def only_capacity(self: TokenBatch, request: Request) -> None:
+        self.capacity[request.cursor.row] = len(request.kv.pages) * self._page_size
 
-    patch.setattr(DecodeBatch, "changed_pages", only_capacity)
+    patch.setattr(TokenBatch, "changed_pages", only_capacity)
 
 
 @mutant
@@ -161,9 +165,9 @@ def exchanged_pages_not_told(patch: pytest.MonkeyPatch) -> None:
     commit = Memory.commit
 
     def silent(self: Memory, request: Request, fence: int) -> bool:
-        sent = request.sent_pages
+        sent = request.kv.sent_pages
         commit(self, request, fence)
-        request.sent_pages = sent
+        request.kv.sent_pages = sent
         return False
 
     patch.setattr(Memory, "commit", silent)
@@ -178,10 +182,10 @@ def namespaces_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def parked_ones_go_on(patch: pytest.MonkeyPatch) -> None:
-    def park(self: Scheduler, request: Request) -> None:
+    def park(self: RequestQueues, request: Request) -> None:
         request.parked = not request.finished and request.state is RequestState.RUNNING
 
-    patch.setattr(Scheduler, "park", park)
+    patch.setattr(RequestQueues, "park", park)
 
 
 @mutant
@@ -196,39 +200,39 @@ def nobody_is_retracted(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def the_eldest_is_retracted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_victim", lambda self: next(iter(self.running.values()), None))
+    patch.setattr(Scheduler, "_victim", lambda self: next(iter(self.queues.running.values()), None))
 
 
 @mutant
 def junk_behind_a_step_that_ran_out_is_delivered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduling, "without_junk", lambda step, tokens: tokens)
+    patch.setattr(token_batch, "without_junk", lambda step, tokens: tokens)
 
 
 @mutant
 def tokens_in_flight_outlive_their_step(patch: pytest.MonkeyPatch) -> None:
     def half(self: RequestQueues, request: Request) -> None:
         if request.state is RequestState.RUNNING:
-            self._retract(request)
+            self.retract(request)
 
-    patch.setattr(RequestQueues, "_start_over", half)
+    patch.setattr(RequestQueues, "start_over", half)
 
 
 @mutant
 def only_running_requests_run_out(patch: pytest.MonkeyPatch) -> None:
-    start_over = RequestQueues._start_over
+    start_over = RequestQueues.start_over
 
     def running_only(self: RequestQueues, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             start_over(self, request)
 
-    patch.setattr(RequestQueues, "_start_over", running_only)
+    patch.setattr(RequestQueues, "start_over", running_only)
 
 
 @mutant
 def a_chunk_of_a_former_life_runs_out(patch: pytest.MonkeyPatch) -> None:
     def all_that_run(step: Step) -> list[Request]:
         running = [each for each in step.requests if each.state is RequestState.RUNNING]
-        return [request for request in running if step.id > request.void_until]
+        return [request for request in running if step.id > request.recovery.void_until]
 
     patch.setattr(scheduling, "struck", all_that_run)
 
@@ -239,7 +243,7 @@ def running_out_is_forgiven_for_ever(patch: pytest.MonkeyPatch) -> None:
 
     def forgiving(self: Scheduler, step: Step, error: BaseException) -> list[Request]:
         for request in step.requests:
-            request.ran_out_at = -1
+            request.recovery.ran_out_at = -1
         return run_out(self, step, error)
 
     patch.setattr(Scheduler, "run_out", forgiving)
@@ -251,8 +255,8 @@ def running_out_is_never_forgiven(patch: pytest.MonkeyPatch) -> None:
 
     def unforgiving(self: Scheduler, step: Step, error: BaseException) -> list[Request]:
         for request in step.requests:
-            if request.ran_out_at >= 0:
-                request.ran_out_at = request.known
+            if request.recovery.ran_out_at >= 0:
+                request.recovery.ran_out_at = request.known
         return run_out(self, step, error)
 
     patch.setattr(Scheduler, "run_out", unforgiving)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.scheduling.step import Admission
+from aioinfer.scheduling.step import NewRequestData
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["FLOAT_FIELDS", "SamplingMetadata", "SamplingTable"]
@@ -81,25 +81,25 @@ class SamplingTable:
         self._seeds = np.zeros(num_slots + 1, np.int64)
         #: likeliest tokens wanted beside each sampled one; -1: no logprobs at all
         self._logprobs = np.full(num_slots + 1, -1, np.int64)
-        self._tenants: list[Admission | None] = [None] * (num_slots + 1)
+        self._tenants: list[NewRequestData | None] = [None] * (num_slots + 1)
         #: of the few that have them: biased ids with the bits of their bias, and the mask of allowed tokens
         self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         self._allowed: dict[int, npt.NDArray[np.int32]] = {}
         #: metadata by the slots of their rows
         self._known: OrderedDict[bytes, SamplingMetadata] = OrderedDict()
 
-    def admit(self, slot: int, admission: Admission) -> PenaltyReset | None:
+    def admit(self, slot: int, data: NewRequestData) -> PenaltyReset | None:
         """A request takes a slot. What the counts of penalties must know of it, if anything."""
         self._known.clear()
-        params, before = admission.params, self._tenants[slot]
-        self._tenants[slot] = admission
-        self._seeds[slot] = admission.seed
+        params, before = data.params, self._tenants[slot]
+        self._tenants[slot] = data
+        self._seeds[slot] = data.seed
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._top_k[slot] = max(params.top_k, 0)
         self._floats[:, slot] = [getattr(params, name) for name in FLOAT_FIELDS]
         self._mark(slot, params)
         if params.penalised:
-            return PenaltyReset(slot, admission.prompt_ids, admission.output_ids)
+            return PenaltyReset(slot, data.prompt_ids, data.output_ids)
         if before is not None and before.params.penalised:
             return PenaltyReset(slot, penalised=False)
         return None
@@ -134,7 +134,7 @@ class SamplingTable:
         unending: list[tuple[int, int, list[int]]] = []
         for row, slot in enumerate(slots.tolist()):
             tenant = self._tenants[slot]
-            assert tenant is not None, "nobody was admitted to this slot"
+            assert tenant is not None, "no request was admitted to this slot"
             if tenant.grammar is not None:
                 grammars.append((row, tenant.grammar))
             if tenant.params.min_tokens:

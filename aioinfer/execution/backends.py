@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,50 +28,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.execution.decoding.mirror import KEPT
 from aioinfer.execution.device import CompletedFlight, DeviceLost, Flight, StepOutOfMemory, StepResult
-from aioinfer.execution.graphs import KEPT, Graph
-from aioinfer.execution.runner import Transfer
+from aioinfer.execution.graphs import Graph
+from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.runner import Runner
 from aioinfer.observe.timeline import DeviceLane, now
 
-__all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "PackedStep", "StepRunner", "lacks_memory"]
+__all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "lacks_memory"]
 
 _ALIGNMENT = 16
 _NO_MEMORY = ("out of memory", "can't allocate memory")
-
-
-class PackedStep(Protocol):
-    """Whatever the packer makes for the runner."""
-
-    @property
-    def step_id(self) -> int: ...
-
-
-class Outcome(Protocol):
-    """What a step leaves on the device."""
-
-    @property
-    def times(self) -> tuple[float, float, float, float]:
-        """Seconds on the timeline's clock: the host began, was through with the forward, had the masks, and
-        ended."""
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything that has to be copied to the host."""
-
-
-class StepRunner(Protocol):
-    """Computes packed steps in the order of their launch: of tokens
-    (:class:`~aioinfer.execution.runner.Runner`) or of blocks."""
-
-    lane: DeviceLane
-
-    def warm_up(self) -> None:
-        """Whatever must not wait for the first step. Reads back from the device."""
-
-    def run(self, packed: Any, link: Transfer) -> Outcome:
-        """Enqueue one step."""
-
-    def read(self, packed: Any, sampled: Any, tensors: Sequence[torch.Tensor]) -> StepResult:
-        """The result of a step from its ``tensors``, which are on the host by now."""
 
 
 class Backend(Protocol):
@@ -88,7 +55,7 @@ class Backend(Protocol):
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether an error says that somebody's memory did not suffice.
+    """Whether an error says that memory did not suffice.
 
     torch's allocator on CUDA and Python have classes for that; torch on the CPU, the driver, which pinned
     memory and replays ask, and Triton say it in words.
@@ -99,7 +66,7 @@ def lacks_memory(error: Exception) -> bool:
 
 
 class Direct:
-    """Every copy is done when it returns: see :class:`~aioinfer.execution.runner.Transfer`."""
+    """Every copy is done when it returns: see :class:`~aioinfer.execution.decoding.base.Transfer`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -113,20 +80,20 @@ class Direct:
 class CpuBackend:
     """The step is done when ``launch`` returns."""
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.graph_rows = 0
         self._runner = runner
-        self._link = Direct(torch.device("cpu"))
+        self._transfer = Direct(torch.device("cpu"))
 
     def launch(self, packed: PackedStep) -> Flight:
         try:
-            sampled = self._runner.run(packed, self._link)
+            output = self._runner.run(packed, self._transfer)
         except Exception as error:
             if lacks_memory(error):
                 raise StepOutOfMemory(str(error)) from error
             raise
-        self._runner.lane.step(packed.step_id, *sampled.times)
-        return CompletedFlight(self._runner.read(packed, sampled, sampled.tensors()))
+        self._runner.lane.step(packed.step_id, *output.times)
+        return CompletedFlight(self._runner.read(packed, output, output.tensors))
 
     def check(self) -> None:
         """A CPU is never lost."""
@@ -224,7 +191,7 @@ class CudaBackend:
         self._clock = _Clock(lane)
         self.graph_rows = 0
         #: set before the first launch
-        self.runner: StepRunner | None = None
+        self.runner: Runner | None = None
 
     def capture(self, call: Callable[[], None]) -> Graph:
         """See :data:`~aioinfer.execution.graphs.Capture`. Calls once before, outside, so that kernels are
@@ -272,20 +239,20 @@ class CudaBackend:
             if each.flight is not None:
                 each.flight.settle()
 
-    def _enqueue(self, packed: PackedStep, place: _Place, runner: StepRunner) -> _CudaFlight:
+    def _enqueue(self, packed: PackedStep, place: _Place, runner: Runner) -> _CudaFlight:
         launched, began = now(), self._begins_with(packed.step_id)
         with torch.cuda.stream(self.forward):
             if began is None:
                 began = place.started
                 began.record(self.forward)
-            sampled = runner.run(packed, place)
+            output = runner.run(packed, place)
             place.sampled.record(self.forward)
         with torch.cuda.stream(self._copy):
             self._copy.wait_event(place.sampled)
-            copies = [place.fetch(tensor) for tensor in sampled.tensors()]
+            copies = [place.fetch(tensor) for tensor in output.tensors]
             place.done.record(self._copy)
         # What was sampled is kept until it is copied: its memory belongs to the forward stream.
-        read = partial(runner.read, packed, sampled, copies)
+        read = partial(runner.read, packed, output, copies)
         clock = partial(self._clock.step, packed.step_id, launched, began, place.sampled)
         place.flight = _CudaFlight(packed.step_id, place, clock, read, self._newest)
         return place.flight

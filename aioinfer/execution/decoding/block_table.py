@@ -19,10 +19,34 @@ from aioinfer.diffusion.algorithm import Algorithm
 from aioinfer.diffusion.record import BlockRecords, WordRows
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.rows import Rows
-from aioinfer.execution.block_packing import AlgorithmRows, Tenant
-from aioinfer.execution.runner import Transfer
+from aioinfer.execution.decoding.base import Transfer
+from aioinfer.params import DiffusionParams
+from aioinfer.scheduling.step import NewRequestData
 
-__all__ = ["BlockTable", "Round"]
+__all__ = ["AlgorithmRows", "BlockTable", "Round", "Tenant"]
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmRows:
+    """Block rows [first, last) of a step have this algorithm."""
+
+    algorithm: str
+    first: int
+    last: int
+    #: their slots, for the host to tell one group from another; None: it does not know them
+    key: bytes | None
+    #: some row has a temperature; some row that has one has a filter, too
+    drawn: bool
+    filtered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A request that has taken a slot, for its algorithm."""
+
+    slot: int
+    data: NewRequestData
+    params: DiffusionParams
 
 
 class BlockTable:
@@ -154,8 +178,8 @@ class _Algorithm:
         """What they ask for goes to their slots."""
         state = self.algorithm.init_state(
             [tenant.params for tenant in tenants],
-            [tenant.admission.params for tenant in tenants],
-            [tenant.admission.seed for tenant in tenants],
+            [tenant.data.params for tenant in tenants],
+            [tenant.data.seed for tenant in tenants],
         )
         state["slot"] = torch.tensor([tenant.slot for tenant in tenants])
         words = torch.zeros(len(tenants), self._layout.words, dtype=torch.int64)

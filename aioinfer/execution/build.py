@@ -1,4 +1,4 @@
-"""Building: from a loaded model to a backend that runs steps, with as many KV pages as memory allows."""
+"""Build: from a loaded model to a backend that runs steps, with as many KV pages as memory allows."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from functools import partial
 import torch
 
 from aioinfer.config import EngineConfig
-from aioinfer.execution.block_graphs import BlockGraphs, round_sizes
-from aioinfer.execution.block_runner import BlockRunner
+from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
+from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.graphs import Capture, DecodeGraphs, graph_sizes, graphs_unsupported
-from aioinfer.execution.relay import Relay
+from aioinfer.execution.graphs import Capture, StepGraphs, graphs_unsupported
+from aioinfer.execution.packing import PackedStep, Packer
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.sizing import PoolSize, cpu_budget, cuda_budget, size_pool
-from aioinfer.execution.streams import Backend, CpuBackend, CudaBackend, PackedStep, StepRunner
-from aioinfer.execution.warmup import largest_block_steps, largest_steps, measure
+from aioinfer.execution.warmup import measure
 from aioinfer.model.attention.choice import Choice, make_attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.observe.timeline import DeviceLane
-from aioinfer.sampling.sampler import Sampler
 
 __all__ = ["Parts", "build"]
 
@@ -32,10 +30,11 @@ class Parts:
     """What a backend is built from."""
 
     config: EngineConfig
+    kind: Kind
     model: CausalLM
     attention: Choice
     device: torch.device
-    masks: GrammarWorker
+    grammars: GrammarWorker
     lane: DeviceLane
 
     @property
@@ -49,11 +48,13 @@ class Parts:
             dtype=spec.dtype,
         )
 
-    def pages_of(self, length: int) -> int:
-        """Pages of a sequence."""
-        return -(-length // self.config.page_size)
+    def packer(self, max_len: int, graph_rows: int = 0) -> Packer:
+        """For sequences of up to ``max_len`` positions."""
+        config = self.config
+        pages = -(-max_len // config.page_size)
+        return Packer(self.kind.rows(config), config.num_slots, pages, config.page_size, graph_rows)
 
-    def runner(self, num_pages: int) -> StepRunner:
+    def runner(self, num_pages: int) -> Runner:
         """Runs steps over a new pool."""
         spec, config = self.model.spec, self.config
         attention = make_attention(
@@ -66,43 +67,31 @@ class Parts:
             dtype=spec.dtype,
             device=self.device,
         )
-        if spec.block_size is not None:
-            return BlockRunner(
-                self.model,
-                attention,
-                num_slots=config.num_slots,
-                device=self.device,
-                synchronous=self.device.type == "cpu",
-                lane=self.lane,
-            )
         return Runner(
-            self.model,
-            attention,
-            Sampler(config.num_slots, spec.vocab_size, self.device, config.sampling_backend),
-            Relay(config.num_slots, self.device),
-            self.masks,
-            self.lane,
+            self.model, attention, self.kind.decoding(config, self.device, self.grammars), self.lane
         )
+
+    def graphs(self, runner: Runner, max_len: int, sizes: list[int]) -> StepGraphs:
+        """Of these numbers of rows, not captured yet."""
+        page_size = self.config.page_size
+        captured = runner.decoding.captured(
+            *(runner.model, runner.attention),
+            max_rows=max(sizes),
+            max_pages=-(-max_len // page_size),
+            page_size=page_size,
+        )
+        return StepGraphs(captured, sizes)
 
     def largest_steps(self, max_len: int) -> Iterator[PackedStep]:
         """To warm up with; see :mod:`aioinfer.execution.warmup`."""
-        if self.model.spec.block_size is not None:
-            return largest_block_steps(self.config, self.model.spec, max_len)
-        return largest_steps(self.config, max_len)
+        return map(self.packer(max_len).pack, self.kind.largest_steps(self.config, max_len))
 
     def graph_sizes(self) -> list[int]:
         """Sizes of the graphs to capture; none where they cannot be."""
         kernels, experts = self.attention.kernels, self.model.spec.expert_kernels
         if graphs_unsupported(self.device, kernels, self.model.capturable, experts) is not None:
             return []
-        return self.possible_sizes()
-
-    def possible_sizes(self) -> list[int]:
-        """Sizes of the graphs that the config asks for."""
-        config, block = self.config, self.model.spec.block_size
-        if block is None:
-            return graph_sizes(config.graph_rows)
-        return round_sizes(config.round_rows(block))
+        return self.kind.graph_sizes(self.config)
 
 
 def build(
@@ -118,11 +107,11 @@ def build(
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     runner = parts.runner(size.num_pages)
     backend = CpuBackend(runner)
-    sizes = parts.possible_sizes()
+    sizes = parts.kind.graph_sizes(config)
     if capture is not None and sizes:
-        graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), sizes)
+        graphs = parts.graphs(runner, size.max_model_len, sizes)
         graphs.capture(capture)
-        _attach(runner, graphs)
+        runner.graphs = graphs
         backend.graph_rows = sizes[-1]
     return backend, size
 
@@ -138,9 +127,9 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     # What was made so far was enqueued elsewhere than on the stream of the steps.
     torch.cuda.synchronize(parts.device)
     if sizes:
-        graphs = _graphs(parts, runner, parts.pages_of(size.max_model_len), sizes)
+        graphs = parts.graphs(runner, size.max_model_len, sizes)
         graphs.capture(backend.capture, progress and partial(progress, "graphs"))
-        _attach(runner, graphs)
+        runner.graphs = graphs
         backend.graph_rows = sizes[-1]
     # Again with the real pool, and last: torch keeps the memory that steps need, until something is captured.
     for packed in parts.largest_steps(size.max_model_len):
@@ -158,7 +147,7 @@ def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> in
     wanted = measure(
         backend,
         parts.largest_steps(max_len),
-        partial(_graphs, parts, runner, parts.pages_of(max_len)),
+        partial(parts.graphs, runner, max_len),
         sizes,
     )
     backend.runner = None
@@ -167,33 +156,3 @@ def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> in
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parts.device)
     return cuda_budget(total=total, free=free, wanted=wanted, utilization=config.gpu_memory_utilization)
-
-
-def _graphs(parts: Parts, runner: StepRunner, max_pages: int, sizes: list[int]) -> DecodeGraphs | BlockGraphs:
-    page_size, device = parts.config.page_size, parts.device
-    if isinstance(runner, BlockRunner):
-        return BlockGraphs(
-            *(parts.model, runner.attention, runner.table),
-            sizes=sizes,
-            max_pages=max_pages,
-            page_size=page_size,
-            device=device,
-        )
-    assert isinstance(runner, Runner)
-    return DecodeGraphs(
-        *(parts.model, runner.attention, runner.sampler, runner.relay),
-        sizes=sizes,
-        max_pages=max_pages,
-        page_size=page_size,
-        device=device,
-    )
-
-
-def _attach(runner: StepRunner, graphs: DecodeGraphs | BlockGraphs) -> None:
-    """Have a runner replay from here on."""
-    if isinstance(graphs, BlockGraphs):
-        assert isinstance(runner, BlockRunner)
-        runner.graphs = graphs
-    else:
-        assert isinstance(runner, Runner)
-        runner.graphs = graphs

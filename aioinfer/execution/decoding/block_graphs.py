@@ -1,4 +1,4 @@
-"""BlockGraphs: rounds that are captured once and replayed, so that launching one costs a few calls.
+"""CapturedBlocks: rounds of blocks on memory that lies still.
 
 A captured round has rows of one block each, B positions, so that everything has the same shape whatever the
 step is. A step's row with one block is a row of it; one with two blocks, which commits the first and begins
@@ -25,33 +25,24 @@ rows would take too many graphs.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import itertools
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from aioinfer.diffusion.registry import algorithm_names
-from aioinfer.execution.block_packing import AlgorithmRows, BlockPacked
-from aioinfer.execution.block_table import BlockTable, Round
-from aioinfer.execution.graphs import KEPT, Capture, Graph
-from aioinfer.execution.mirror import Mirror
+from aioinfer.execution.decoding.base import Output, Send
+from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round
+from aioinfer.execution.decoding.mirror import KEPT, Mirror
+from aioinfer.execution.packing import PackedStep
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
 
-__all__ = ["BlockGraphs", "BlockRows", "round_sizes"]
+__all__ = ["BlockRows", "CapturedBlocks"]
 
 _COLUMNS = 3
-
-
-def round_sizes(most: int) -> list[int]:
-    """Numbers of rows to capture for up to ``most``: each up to 8, and then four per doubling. A row is a
-    whole block of tokens, so that padding counts, and rather by its share than by its number."""
-    sizes = {number << shift for shift in range(most.bit_length()) for number in range(1, 9)}
-    return sorted({size for size in sizes if size < most} | {most}) if most else []
 
 
 class BlockRows:
@@ -70,12 +61,12 @@ class BlockRows:
         self.table = self._mirror.table
 
     def forget(self) -> None:
-        """A step failed: nobody knows how far it came."""
+        """A step failed: the state of the rows is unknown."""
         self._mirror.forget()
 
-    def update(self, packed: BlockPacked, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> bool:
+    def update(self, packed: PackedStep, send: Send) -> bool:
         """Make the rows those of a step of rounds, and padding behind. False if they were so already."""
-        slots, targets, pairs = (packed.section(name) for name in ("slots", "targets", "pairs"))
+        slots, targets, pairs = (packed.sections[name] for name in ("block_slots", "targets", "pairs"))
         count, paired = len(slots), np.flatnonzero(pairs)
         end = count + len(paired)
         columns = np.zeros((_COLUMNS, self._num_rows), np.int64)
@@ -83,14 +74,14 @@ class BlockRows:
         columns[1, :count] = targets + (1 - pairs) * self._block
         columns[1, count:end] = targets[paired] + self._block
         columns[2, paired] = np.arange(count, end) - paired
-        table = packed.section("block_table").reshape(-1, packed.num_pages)[packed.rows]
+        table = packed.sections["block_table"].reshape(-1, packed.num_pages)[packed.work.rows]
         if len(paired):
             table = np.concatenate((table, table[paired]))
         return self._mirror.update(columns.reshape(-1), np.arange(end), table, send)
 
 
-class BlockGraphs:
-    """The captured rounds of one model. Launch thread only."""
+class CapturedBlocks:
+    """See :class:`~aioinfer.execution.decoding.base.Captured`."""
 
     def __init__(
         self,
@@ -98,7 +89,7 @@ class BlockGraphs:
         attention: Attention,
         table: BlockTable,
         *,
-        sizes: list[int],
+        max_rows: int,
         max_pages: int,
         page_size: int,
         device: torch.device,
@@ -110,64 +101,53 @@ class BlockGraphs:
         self._table = table
         self._page_size = page_size
         self._block = block = spec.block_size
-        self._sizes = sorted(sizes)
-        most = self._sizes[-1]
-        self._rows = BlockRows(most, max_pages, block, device)
-        self._numbers = torch.arange(most, device=device)
+        self._rows = BlockRows(max_rows, max_pages, block, device)
+        self._numbers = torch.arange(max_rows, device=device)
         self._offsets = torch.arange(block, device=device)
-        self._cu_q = torch.arange(most + 1, device=device) * block
+        self._cu_q = torch.arange(max_rows + 1, device=device) * block
         # Of all sizes, and not in the graphs' pool.
-        self._logits = torch.empty(most * block, spec.vocab_size, dtype=spec.dtype, device=device)
-        self._records = torch.empty(most, table.words, dtype=torch.int64, device=device)
-        self._kept = torch.empty(KEPT, most, table.words, dtype=torch.int64, device=device)
+        self._logits = torch.empty(max_rows * block, spec.vocab_size, dtype=spec.dtype, device=device)
+        self._records = torch.empty(max_rows, table.words, dtype=torch.int64, device=device)
+        self._kept = torch.empty(KEPT, max_rows, table.words, dtype=torch.int64, device=device)
         self._turn = 0
-        #: by size, and by size, algorithm and whether rows may have a temperature
-        self._forwards: dict[int, Graph] = {}
-        self._steps: dict[tuple[int, str, bool], Graph] = {}
-        self._size = 0
 
-    @torch.inference_mode()
-    def capture(self, capture: Capture, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture all sizes, on padding alone. ``progress`` is called with (done, total)."""
-        # What an algorithm has on the device must not be made while its graph is.
+    def prepare(self) -> None:
         self._table.prepare(algorithm_names())
-        for done, size in enumerate(reversed(self._sizes), 1):
-            self._forwards[size] = capture(partial(self._forward, size))
-            for algorithm in algorithm_names():
-                for drawn in (False, True):
-                    step = partial(self._step, size, algorithm, drawn)
-                    self._steps[size, algorithm, drawn] = capture(step)
-            if progress is not None:
-                progress(done, len(self._sizes))
 
-    def hold(self, packed: BlockPacked) -> bool:
-        """Whether a step can be a replay."""
-        return 0 < packed.num_rounds <= self._sizes[-1]
+    def variants(self) -> list[tuple[str, bool]]:
+        """Algorithm, and whether rows may have a temperature."""
+        return list(itertools.product(algorithm_names(), (False, True)))
 
-    def forward(self, packed: BlockPacked, send: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> None:
-        """Take the blocks of a step, and compute the logits to denoise them by."""
-        self._size = self._sizes[bisect_left(self._sizes, packed.num_rounds)]
-        try:
-            self._rows.update(packed, send)
-            self._forwards[self._size].replay()
-        except BaseException:
-            self._rows.forget()
-            raise
+    def num_rows(self, packed: PackedStep) -> int:
+        return int(packed.work.num_rounds)
 
-    def step(self, packed: BlockPacked) -> torch.Tensor:
-        """Denoise the last forward's blocks: their records, int64 [K * words], valid until ``KEPT`` calls
-        later. The slots have them."""
-        count = len(packed.rows)
-        if len(packed.groups) == 1:
-            (group,) = packed.groups
-            self._steps[self._size, group.algorithm, group.drawn].replay()
+    def update(self, packed: PackedStep, send: Send) -> bool:
+        return self._rows.update(packed, send)
+
+    def moved_on(self) -> None:
+        """The slots say how far the rows are."""
+
+    def forget(self) -> None:
+        self._rows.forget()
+
+    def logits(self, packed: PackedStep) -> torch.Tensor:
+        """[K * B, V]"""
+        return self._logits[: len(packed.work.rows) * self._block]
+
+    def finish(self, packed: PackedStep, replay: Callable[[object], None]) -> Output:
+        """Records, int64 [K * words]; the slots have them."""
+        work = packed.work
+        count = len(work.rows)
+        if len(work.groups) == 1:
+            (group,) = work.groups
+            replay((group.algorithm, group.drawn))
         else:
-            self._denoise(count, packed.groups)
+            self._denoise(count, work.groups)
         records = self._kept[self._turn, :count]
         self._turn = (self._turn + 1) % KEPT
-        return records.copy_(self._records[:count]).view(-1)
+        return Output([records.copy_(self._records[:count]).view(-1)])
 
-    def _forward(self, size: int) -> None:
+    def forward(self, size: int) -> None:
         rows, block = self._rows, self._block
         slots, ends, to_second = rows.slots[:size], rows.ends[:size], rows.to_second[:size]
         table, own = rows.table[:size], self._numbers[:size]
@@ -198,8 +178,9 @@ class BlockGraphs:
         """Of every token of the rows, from what it is for their first, [rows]."""
         return (first.unsqueeze(1) + self._offsets).view(-1)
 
-    def _step(self, size: int, algorithm: str, drawn: bool) -> None:
-        # Who is in the slots is not known yet.
+    def step(self, size: int, variant: tuple[str, bool]) -> None:
+        algorithm, drawn = variant
+        # The tenants of the slots are not known yet.
         self._denoise(size, [AlgorithmRows(algorithm, 0, size, None, drawn, filtered=drawn)])
 
     def _denoise(self, count: int, groups: list[AlgorithmRows]) -> None:

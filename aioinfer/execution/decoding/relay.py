@@ -25,6 +25,10 @@ class Relay:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._cells = torch.full((num_slots + 1,), _POISON, dtype=torch.int64, device=device)
 
+    @property
+    def device(self) -> torch.device:
+        return self._cells.device
+
     def gather(self, input_ids: torch.Tensor, slots: torch.Tensor, num_decodes: int) -> None:
         """Fill in the tokens of the decode rows, which are the first of ``input_ids``."""
         if num_decodes:

@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Mirror"]
+__all__ = ["KEPT", "Mirror"]
+
+#: steps whose results the device keeps: those of the next are computed while the host's copies are under way
+KEPT = 4
 
 #: what no column and no page table ever holds
 _UNKNOWN = -1
@@ -33,7 +36,7 @@ class Mirror:
         self.known_columns: npt.NDArray[np.int64] = self._known[:num_columns]
 
     def forget(self) -> None:
-        """A step failed: nobody knows how far it came."""
+        """A step failed: what is on the device is unknown."""
         self._known[:] = _UNKNOWN
 
     def update(

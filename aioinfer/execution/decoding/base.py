@@ -1,0 +1,164 @@
+"""The protocol between what all steps have in common and what a way of decoding adds.
+
+::
+
+    loop thread     Packer  = pages, positions, ids      + RowPacker (sections and work of its own)
+    launch thread   Runner  = sections, forward          + Decoding  (gather, step)
+                    StepGraphs = replay of a forward     + Captured  (rows that lie still, step)
+    result          Runner.read                          + Decoding  (read)
+
+Tokens (``tokens.py``) and blocks of diffusion models (``blocks.py``) implement all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from aioinfer.config import EngineConfig
+    from aioinfer.execution.device import StepResult
+    from aioinfer.execution.grammar_worker import GrammarWorker
+    from aioinfer.execution.packing import Layout, PackedStep
+    from aioinfer.model.attention.base import Attention
+    from aioinfer.model.spec import CausalLM
+    from aioinfer.scheduling.step import NewRequestData, Step
+
+__all__ = ["Captured", "Decoding", "Kind", "Output", "RowPacker", "Send", "Transfer"]
+
+#: an array of the host on the device, enqueued behind everything before
+Send: TypeAlias = "Callable[[npt.NDArray[Any]], torch.Tensor]"
+
+
+class Transfer(Protocol):
+    """Between host and device, for one step."""
+
+    def send(self, array: npt.NDArray[Any], /) -> torch.Tensor:
+        """An array of the host on the device, enqueued behind everything before."""
+
+    def await_last_result(self) -> None:
+        """Wait until the host has read the result of the step before."""
+
+
+@dataclass(slots=True)
+class Output:
+    """What a step leaves on the device for the host to read."""
+
+    #: everything that has to be copied; ``Decoding.read`` gets the copies in this order
+    tensors: list[torch.Tensor]
+    #: by sampling row, tokens that follow without having been sampled
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    #: forwards that the step took
+    rounds: int = 1
+    #: seconds on the timeline's clock: the host began, was through with the forward, had the masks, and ended
+    times: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+
+class RowPacker(Protocol):
+    """The host's half: keeps by slot what rows do not repeat. Loop thread only."""
+
+    #: stands in ``input_ids`` where the host knows no token
+    unknown_id: int
+
+    def admit(self, new: Mapping[int, NewRequestData]) -> None:
+        """Requests take these slots, in the step that is packed next."""
+
+    def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], Any]:
+        """The sections of a step that only this decoding has, and whatever stays on the host."""
+
+
+class Decoding(Protocol):
+    """The device's half: what a slot carries from step to step, and what is done with logits. Launch thread
+    only, except for ``read``."""
+
+    def warm_up(self) -> None:
+        """Whatever must not wait for the first step. Reads back from the device."""
+
+    def begin(self, packed: PackedStep, transfer: Transfer) -> None:
+        """For a replayed step: what requests that take slots bring along."""
+
+    def gather(
+        self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
+    ) -> tuple[torch.Tensor, Any]:
+        """Fill in the input ids that only the device knows; returns which tokens' logits are wanted, int64,
+        and the state of the step."""
+
+    def step(
+        self,
+        logits: torch.Tensor,
+        packed: PackedStep,
+        parts: dict[str, torch.Tensor],
+        state: Any,
+        transfer: Transfer,
+    ) -> tuple[Output, float]:
+        """Sample or denoise; the slots then hold the result. Also when the masks were there."""
+
+    def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Any, rounds: int) -> bool:
+        """Whether another forward over the same rows follows in this step; fills in its input ids."""
+
+    def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
+        """The result of a step from host copies of ``output.tensors``."""
+
+    def captured(
+        self, model: CausalLM, attention: Attention, *, max_rows: int, max_pages: int, page_size: int
+    ) -> Captured:
+        """What graphs of up to ``max_rows`` rows replay."""
+
+
+class Captured(Protocol):
+    """Work on memory that lies still, so that it can be captured and replayed. Rows beyond a step's own are
+    padding: slot 0, null page, no context."""
+
+    def prepare(self) -> None:
+        """Called before the first capture: make what must not be made during one."""
+
+    def variants(self) -> Iterable[object]:
+        """What ``step`` is captured for, by number of rows."""
+
+    def forward(self, size: int) -> None:
+        """Compute the logits of ``size`` rows."""
+
+    def step(self, size: int, variant: Any) -> None:
+        """Sample or denoise from the last forward's logits."""
+
+    def num_rows(self, packed: PackedStep) -> int:
+        """Rows that a replay of the step has; 0 if it cannot be a replay."""
+
+    def update(self, packed: PackedStep, send: Send) -> bool:
+        """Make the rows those of the step, and padding behind. False if they were so already."""
+
+    def moved_on(self) -> None:
+        """A replayed forward moved its rows on."""
+
+    def forget(self) -> None:
+        """A step failed: the state of the rows is unknown."""
+
+    def logits(self, packed: PackedStep) -> torch.Tensor:
+        """Of the last forward's step, valid until the next forward."""
+
+    def finish(self, packed: PackedStep, replay: Callable[[object], None]) -> Output | None:
+        """Sample or denoise the last forward's step with ``replay(variant)``; None if it must be done
+        without. The output is valid for ``KEPT`` calls."""
+
+
+class Kind(Protocol):
+    """How a model generates, as far as computing goes: makes everything above."""
+
+    def fit(self, config: EngineConfig) -> EngineConfig:
+        """The config as this model needs it. Raises ConfigError where it cannot work."""
+
+    def rows(self, config: EngineConfig) -> RowPacker: ...
+
+    def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> Decoding: ...
+
+    def graph_sizes(self, config: EngineConfig) -> list[int]:
+        """Numbers of rows to capture."""
+
+    def largest_steps(self, config: EngineConfig, max_len: int) -> Iterable[Step]:
+        """A prefill and a generating step, as large as may be, on the null page alone, to warm up with.
+        ``max_len``: positions that a request may have."""

@@ -1,0 +1,299 @@
+"""Blocks: a diffusion model's rows are whole blocks, which live in their slots from round to round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.diffusion.record import BlockRecords
+from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.state import BlockState
+from aioinfer.errors import ConfigError
+from aioinfer.execution.decoding.base import Output, Transfer
+from aioinfer.execution.decoding.block_graphs import CapturedBlocks
+from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round, Tenant
+from aioinfer.execution.device import StepResult
+from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.packing import Layout, PackedStep
+from aioinfer.execution.warmup import COSTLY, filled_slots
+from aioinfer.model.attention.base import Attention
+from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.observe.timeline import now
+from aioinfer.params import DiffusionParams
+from aioinfer.sampling.outcomes import NO_TOKEN
+from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
+
+__all__ = ["BlockDecoding", "BlockKind", "BlockPacker", "BlockWork", "block_records"]
+
+
+@dataclass(slots=True)
+class BlockWork:
+    """What denoising needs of a step besides its sections, which are, for K rows with blocks of B positions
+    by algorithm: block_slots[K]; targets[K], where the row's last block begins; pairs[K], whether there are
+    two, 0 or 1; and block_tokens[K * B], the tokens of the slot's block. Then, for A requests that take a
+    slot, begun_slots[A] and begun_records[A * W], see :class:`~aioinfer.diffusion.record.BlockRecords`."""
+
+    #: index of the row of each block row
+    rows: list[int]
+    groups: list[AlgorithmRows]
+    tenants: list[Tenant]
+    #: some row may go on to another block than its slot's
+    may_turn: bool
+    #: blocks of a step that has nothing else, 0 if it has
+    num_rounds: int
+
+
+def block_records(block_size: int, mask_id: int) -> BlockRecords:
+    """Records that can hold the counters of every algorithm there is."""
+    most = max(len(algorithm_class(name).counters) for name in algorithm_names())
+    return BlockRecords(block_size, mask_id, most)
+
+
+class BlockPacker:
+    """Keeps, by slot, how its tenant's blocks are denoised. See
+    :class:`~aioinfer.execution.decoding.base.RowPacker`."""
+
+    __slots__ = (
+        "_algorithm",
+        "_begun",
+        "_drawn",
+        "_filtered",
+        "_reached",
+        "_records",
+        "_tenants",
+        "unknown_id",
+    )
+
+    def __init__(self, num_slots: int, block_size: int, mask_id: int) -> None:
+        self._records = block_records(block_size, mask_id)
+        self.unknown_id = mask_id
+        #: number of the algorithm in alphabetical order
+        self._algorithm = np.zeros(num_slots + 1, np.int64)
+        self._drawn = np.zeros(num_slots + 1, np.bool_)
+        self._filtered = np.zeros(num_slots + 1, np.bool_)
+        #: the slot's block does not begin before this position
+        self._reached = np.zeros(num_slots + 1, np.int64)
+        #: of the step that is packed next
+        self._tenants: list[Tenant] = []
+        self._begun: list[npt.NDArray[np.int64]] = []
+
+    def admit(self, new: Mapping[int, NewRequestData]) -> None:
+        for slot, data in new.items():
+            params = data.params
+            diffusion = params.diffusion or DiffusionParams()
+            self._algorithm[slot] = algorithm_names().index(diffusion.algorithm)
+            self._drawn[slot] = drawn = params.temperature > 0
+            self._filtered[slot] = drawn and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+            self._tenants.append(Tenant(slot, data, diffusion))
+            self._begun.append(self._begin(slot, data))
+
+    def _begin(self, slot: int, data: NewRequestData) -> npt.NDArray[np.int64]:
+        """The record of the block that the request begins with, or continues."""
+        size, prompt = self._records.size, data.prompt_ids
+        start = (len(prompt) + len(data.output_ids)) // size * size
+        state = data.resume
+        if state is None:
+            state = BlockState.unknown(start, prompt[start:], size, self.unknown_id)
+        self._reached[slot] = state.start
+        return self._records.encode(state, len(prompt))
+
+    def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], BlockWork]:
+        size, slots, q_len, placement = self._records.size, layout.slots, layout.q_len, layout.placement
+        assert q_len is not None, "a step of blocks has no rows of one position"
+        blocks = np.concatenate(
+            (
+                q_len[: step.num_generating] // size,
+                np.asarray([row.blocks for row in step.prefilling], np.int64),
+            )
+        )
+        # Rows of one algorithm next to each other, and for each of their tensors that is a slice.
+        order = np.flatnonzero(blocks)
+        order = order[np.argsort(self._algorithm[slots[order]], kind="stable")]
+        own, pairs = slots[order], blocks[order] - 1
+        targets = placement.kv_len[order] - size
+        first = placement.cu_q[order + 1] - blocks[order] * size
+        may_turn = bool((self._reached[own] < targets).any())
+        self._reached[own] = targets - pairs * size
+        tenants, begun = self._tenants, self._begun
+        self._tenants, self._begun = [], []
+        sections = {
+            "block_slots": own,
+            "targets": targets,
+            "pairs": pairs,
+            "block_tokens": (first[:, None] + np.arange(size)).reshape(-1),
+            "begun_slots": np.asarray([tenant.slot for tenant in tenants], np.int64),
+            "begun_records": np.concatenate(begun) if begun else _NONE,
+        }
+        return sections, BlockWork(
+            rows=order.tolist(),
+            groups=self._groups(own),
+            tenants=tenants,
+            may_turn=may_turn,
+            num_rounds=int(blocks.sum()) if (blocks * size == q_len).all() else 0,
+        )
+
+    def _groups(self, slots: npt.NDArray[np.int64]) -> list[AlgorithmRows]:
+        """Of block rows that are in the order of their algorithms."""
+        numbers = self._algorithm[slots]
+        edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(slots)]
+        drawn, filtered = self._drawn[slots], self._filtered[slots]
+        return [
+            AlgorithmRows(
+                algorithm_names()[numbers[first]],
+                first,
+                last,
+                slots[first:last].tobytes(),
+                bool(drawn[first:last].any()),
+                bool(filtered[first:last].any()),
+            )
+            for first, last in pairwise(edges)
+            if first < last
+        ]
+
+
+_NONE = np.empty(0, np.int64)
+
+
+class BlockDecoding:
+    """Denoises, and reads nothing back meanwhile unless the device is ``synchronous``. See
+    :class:`~aioinfer.execution.decoding.base.Decoding`."""
+
+    __slots__ = ("_device", "_records", "_synchronous", "table")
+
+    def __init__(self, spec: ModelSpec, num_slots: int, device: torch.device, *, synchronous: bool) -> None:
+        block_size, mask_id = _block(spec)
+        self._device = device
+        self._synchronous = synchronous
+        self._records: BlockRecords = block_records(block_size, mask_id)
+        self.table = BlockTable(num_slots, self._records, mask_id, device)
+
+    def warm_up(self) -> None:
+        """There is nothing to compile before the first step."""
+
+    def begin(self, packed: PackedStep, transfer: Transfer) -> None:
+        if packed.work.tenants:
+            begun = [transfer.send(packed.sections[name]) for name in ("begun_slots", "begun_records")]
+            self.table.begin(begun[0], begun[1], packed.work.tenants, transfer)
+
+    def gather(
+        self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
+    ) -> tuple[torch.Tensor, Round]:
+        work: BlockWork = packed.work
+        self.table.begin(parts["begun_slots"], parts["begun_records"], work.tenants, transfer)
+        tokens = parts["block_tokens"]
+        round = self.table.take(
+            parts["block_slots"], parts["targets"], parts["pairs"], may_turn=work.may_turn
+        )
+        parts["input_ids"].index_copy_(0, tokens, round.ids.reshape(-1))
+        if round.behind is None:
+            return tokens, round
+        # The tokens of the block that each row denoises, [K * B].
+        size = self._records.size
+        return (tokens.view(-1, size) + (round.behind * size).unsqueeze(1)).view(-1), round
+
+    def step(
+        self,
+        logits: torch.Tensor,
+        packed: PackedStep,
+        parts: dict[str, torch.Tensor],
+        state: Round,
+        transfer: Transfer,
+    ) -> tuple[Output, float]:
+        forward, work = now(), packed.work
+        if work.rows:
+            shape = (len(work.rows), self._records.size, logits.shape[-1])
+            self.table.step(logits.view(shape), state, work.groups)
+        records = state.records.view(-1)
+        return Output([records] if len(records) else []), forward
+
+    def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Round, rounds: int) -> bool:
+        """No request wants to join, and no block is done."""
+        budget = packed.multi_step
+        if budget is None or not self._synchronous or budget.interrupted or rounds >= budget.rounds:
+            return False
+        if self._records.block(state.records)[0].done.any():
+            return False
+        ids = state.records[:, : self._records.size]
+        parts["input_ids"].index_copy_(0, parts["block_tokens"], ids.reshape(-1))
+        return True
+
+    def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
+        work: BlockWork = packed.work
+        result = StepResult([NO_TOKEN] * len(packed.q_lens), rounds=output.rounds)
+        counters = [
+            len(algorithm_class(group.algorithm).counters)
+            for group in work.groups
+            for _ in range(group.first, group.last)
+        ]
+        for records in copies:
+            states = self._records.states(records.view(-1, self._records.words).numpy(), counters)
+            result.blocks = dict(zip(work.rows, states, strict=True))
+        return result
+
+    def captured(
+        self, model: CausalLM, attention: Attention, *, max_rows: int, max_pages: int, page_size: int
+    ) -> CapturedBlocks:
+        return CapturedBlocks(
+            *(model, attention, self.table),
+            max_rows=max_rows,
+            max_pages=max_pages,
+            page_size=page_size,
+            device=self._device,
+        )
+
+
+def _block(spec: ModelSpec) -> tuple[int, int]:
+    """Positions per block, and the mask's token id."""
+    assert spec.block_size is not None, "not a diffusion model"
+    assert spec.mask_token_id is not None, "a diffusion model has a mask"
+    return spec.block_size, spec.mask_token_id
+
+
+class BlockKind:
+    """Diffusion models. See :class:`~aioinfer.execution.decoding.base.Kind`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._size, self._mask_id = _block(spec)
+
+    def fit(self, config: EngineConfig) -> EngineConfig:
+        """Pages become whole blocks. Raises ConfigError where not even two blocks fit into a step, or one
+        into the longest sequence."""
+        size, spec = self._size, self._spec
+        if config.max_step_tokens < 2 * size:
+            raise ConfigError(
+                f"max_step_tokens is {config.max_step_tokens}; two blocks of {size} positions must fit"
+            )
+        if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size:
+            raise ConfigError(f"max_model_len is less than a block of {size} positions")
+        return replace(config, page_size=-(-config.page_size // size) * size)
+
+    def rows(self, config: EngineConfig) -> BlockPacker:
+        return BlockPacker(config.num_slots, self._size, self._mask_id)
+
+    def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> BlockDecoding:
+        return BlockDecoding(self._spec, config.num_slots, device, synchronous=device.type == "cpu")
+
+    def graph_sizes(self, config: EngineConfig) -> list[int]:
+        """Each number up to 8, and then four per doubling. A row is a whole block of tokens, so padding
+        counts, and rather by its share than by its number."""
+        most = config.round_rows(self._size)
+        sizes = {number << shift for shift in range(most.bit_length()) for number in range(1, 9)}
+        return sorted({size for size in sizes if size < most} | {most}) if most else []
+
+    def largest_steps(self, config: EngineConfig, max_len: int) -> Iterator[Step]:
+        size = self._size
+        rows = min(config.max_running_requests, config.max_step_tokens // size)
+        length = min(config.max_step_tokens // rows, max_len) // size * size
+        yield Step(-2, NO_ROWS, filled_slots(rows, length, COSTLY, samples=False), rows * length)
+        start = min(length, max_len // size * size - size)
+        nobody: Any = None
+        slots, starts = np.arange(1, rows + 1), np.full(rows, start)
+        yield Step(-1, Generating([nobody] * rows, slots, starts, np.full(rows, size), size), (), rows * size)

@@ -1,0 +1,222 @@
+"""CapturedTokens: decode steps on memory that lies still, and moves on by itself::
+
+    columns   slots │ starts │ seeds │ top_k │ temperature │ top_p │ min_p       one entry per row
+    table     pages of each row
+                 │
+    forward      relay[slots] ─► positions, KV cells ─► model ─► logits,  starts += 1
+    sampling     greedy │ filtered ─► tokens ─► relay[slots], tokens of the last steps
+
+So a step with the rows and pages of the one before needs nothing from the host but its replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aioinfer.execution.decoding.base import Output, Send
+from aioinfer.execution.decoding.mirror import KEPT, Mirror
+from aioinfer.execution.decoding.relay import Relay
+from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS
+from aioinfer.execution.packing import PackedStep
+from aioinfer.model.attention.base import Attention
+from aioinfer.model.batch import Batch
+from aioinfer.model.spec import CausalLM
+from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.sampler import Sampler
+
+__all__ = ["CapturedTokens", "DecodeRows"]
+
+_INT_COLUMNS = ("slots", "starts", "seeds", "top_k")
+_FLOAT_COLUMNS = ("temperature", "top_p", "min_p")
+_NO_VERSION = -1
+_NO_PAGES = np.empty((0, 1), np.int64)
+_FLOAT_ROWS = [FLOAT_FIELDS.index(name) for name in _FLOAT_COLUMNS]
+
+
+class DecodeRows:
+    """What captured decode steps read: columns of integers, those of float32, two to a cell, and pages."""
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+        #: rows per column; kernels like what begins at round addresses
+        self._width = width = -(-num_rows // 32) * 32
+        self._ints = ints = len(_INT_COLUMNS) * width
+        self._mirror = Mirror(ints + len(_FLOAT_COLUMNS) * width // 2, num_rows, max_pages, device)
+        cells, known = self._mirror.columns, self._mirror.known_columns
+        #: int64 [rows]
+        self.slots, self.starts, self.seeds, self.top_k = cells[:ints].view(-1, width)[:, :num_rows]
+        #: float32 [rows]
+        self.temperature, self.top_p, self.min_p = (
+            cells[ints:].view(torch.float32).view(-1, width)[:, :num_rows]
+        )
+        #: int64 [rows, max_pages]
+        self.table = self._mirror.table
+        self._known_slots, self._known_starts, *_ = known[:ints].reshape(-1, width)
+        #: of the pages that each row has there
+        self._versions = np.full(num_rows, _NO_VERSION)
+
+    def forget(self) -> None:
+        """A step failed: the state of the rows is unknown."""
+        self._mirror.forget()
+        self._versions[:] = _NO_VERSION
+
+    def update(self, packed: PackedStep, send: Send) -> bool:
+        """Make the rows those of the step, and padding behind. False if they were so already."""
+        return self._mirror.update(self._columns_of(packed), *self._pages_of(packed), send)
+
+    def _pages_of(self, packed: PackedStep) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Rows whose pages may differ from those of the step, and what these are.
+
+        Only rows with another version are looked at. Columns that a step packed without versions does not
+        reach stay as they are: nothing reads them.
+        """
+        count, tables = len(packed.q_lens), packed.tables
+        if tables is None:
+            self._versions[:count] = _NO_VERSION
+            return np.arange(count), packed.sections["block_table"].reshape(count, packed.num_pages)
+        rows = np.flatnonzero(self._versions[:count] != tables.versions)
+        if not len(rows):
+            return rows, _NO_PAGES
+        self._versions[rows] = tables.versions[rows]
+        return rows, np.stack([tables.rows[row] for row in rows.tolist()])
+
+    def moved_on(self) -> None:
+        """A replay moved all rows, but for padding, to their next position."""
+        self._known_starts += self._known_slots > 0
+
+    def _columns_of(self, packed: PackedStep) -> npt.NDArray[np.int64]:
+        """What the columns of a step are; the rest is padding."""
+        columns, rows = np.zeros_like(self._mirror.known_columns), len(packed.q_lens)
+        ints = columns[: self._ints].reshape(-1, self._width)
+        for at, name in enumerate(("slots", "positions", "seeds", "top_k")):
+            ints[at, :rows] = packed.sections[name]
+        floats = columns[self._ints :].view(np.float32).reshape(-1, self._width)
+        floats[:, :rows] = packed.work.sampling.floats[_FLOAT_ROWS]
+        return columns
+
+
+class CapturedTokens:
+    """See :class:`~aioinfer.execution.decoding.base.Captured`."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: Attention,
+        sampler: Sampler,
+        relay: Relay,
+        *,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+    ) -> None:
+        device = relay.device
+        self._model = model
+        self._attention = attention
+        self._sampler = sampler
+        self._relay = relay
+        self._page_size = page_size
+        self._rows = DecodeRows(max_rows, max_pages, device)
+        # Of all sizes, and not in the graphs' pool: the next forward would write there while tokens are still
+        # copied to the host.
+        self._logits = torch.empty(max_rows, model.spec.vocab_size, device=device)
+        self._tokens = torch.empty(KEPT, max_rows, dtype=torch.int64, device=device)
+        #: which of these the next step's are, on the device and on the host, and whether they agree
+        self._turns = torch.zeros(1, dtype=torch.int64, device=device)
+        self._turn, self._in_turn = 0, False
+        self._neutral = torch.ones(max_rows, device=device)
+        #: by turn and number of rows
+        self._sampled: dict[tuple[int, int], torch.Tensor] = {}
+
+    def prepare(self) -> None:
+        """Everything is there."""
+
+    def variants(self) -> tuple[bool, ...]:
+        """Whether every row is greedy."""
+        return (True, False)
+
+    def num_rows(self, packed: PackedStep) -> int:
+        return len(packed.q_lens) if packed.decodes_only else 0
+
+    def update(self, packed: PackedStep, send: Send) -> bool:
+        return self._rows.update(packed, send)
+
+    def moved_on(self) -> None:
+        self._rows.moved_on()
+
+    def forget(self) -> None:
+        self._rows.forget()
+
+    def logits(self, packed: PackedStep) -> torch.Tensor:
+        """float32 [R, V]"""
+        return self._logits[: len(packed.q_lens)]
+
+    def finish(self, packed: PackedStep, replay: Callable[[object], None]) -> Output | None:
+        """Tokens, int64 [R]; the relay has them, too."""
+        if not packed.work.plain:
+            return None
+        if not self._in_turn:
+            self._turns.fill_(self._turn)
+        self._in_turn = False
+        replay(packed.work.sampling.all_greedy)
+        self._in_turn = True
+        which = self._turn, len(packed.q_lens)
+        self._turn = (self._turn + 1) % KEPT
+        tokens = self._sampled.get(which)
+        if tokens is None:
+            tokens = self._sampled[which] = self._tokens[which[0], : which[1]]
+        return Output([tokens])
+
+    def forward(self, size: int) -> None:
+        rows = self._rows
+        slots, starts, table = rows.slots[:size], rows.starts[:size], rows.table[:size]
+        live = (slots > 0).to(torch.int64)
+        input_ids = torch.empty_like(slots)
+        self._relay.gather(input_ids, slots, size)
+        page = table.gather(1, (starts // self._page_size).unsqueeze(1)).squeeze(1)
+        row = torch.arange(size + 1, device=slots.device)
+        batch = Batch(
+            input_ids=input_ids,
+            positions=starts.clone(),
+            slot_mapping=(page * self._page_size + starts % self._page_size) * live,
+            cu_q=row,
+            kv_len=(starts + 1) * live,
+            block_table=table,
+            logits_rows=row[:-1],
+            q_lens=[1] * size,
+            # Lengths are known to the device alone: kernels that ask the host cannot be captured.
+            kv_lens=[],
+            num_decodes=size,
+        )
+        self._logits[:size].copy_(self._model.forward(batch, self._attention))
+        starts += live
+
+    def step(self, size: int, variant: bool) -> None:
+        """Sample from logits whose rows have moved on already: they stand where the token will."""
+        rows = self._rows
+        neutral = self._neutral[:size]
+        tokens = self._sampler.sample(
+            self._logits[:size],
+            SamplingBatch(
+                slots=rows.slots[:size],
+                positions=rows.starts[:size],
+                seeds=rows.seeds[:size],
+                temperature=rows.temperature[:size],
+                top_p=rows.top_p[:size],
+                min_p=rows.min_p[:size],
+                top_k=rows.top_k[:size],
+                repetition_penalty=neutral,
+                presence_penalty=neutral,
+                frequency_penalty=neutral,
+                all_greedy=variant,
+                any_top_k=True,
+                any_top_p=True,
+                any_min_p=True,
+                any_penalty=False,
+            ),
+        )
+        self._relay.scatter(rows.slots[:size], tokens)
+        self._tokens[:, :size].index_copy_(0, self._turns, tokens.unsqueeze(0))
+        self._turns.add_(1).remainder_(KEPT)

@@ -1,0 +1,336 @@
+"""Tokens: every row that samples gets one token, which the relay carries into the slot's next row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.execution.decoding.base import Output, Transfer
+from aioinfer.execution.decoding.relay import Relay
+from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS, SamplingMetadata, SamplingTable
+from aioinfer.execution.decoding.token_graphs import CapturedTokens
+from aioinfer.execution.device import StepResult
+from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
+from aioinfer.execution.packing import Layout, PackedStep
+from aioinfer.execution.warmup import COSTLY, filled_slots
+from aioinfer.model.attention.base import Attention
+from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.observe.timeline import now
+from aioinfer.outputs import TokenLogprob
+from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
+from aioinfer.sampling.logprobs import Logprobs
+from aioinfer.sampling.outcomes import NO_TOKEN
+from aioinfer.sampling.sampler import Sampler
+from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
+
+__all__ = ["TokenDecoding", "TokenKind", "TokenPacker", "TokenWork"]
+
+_NO_SCORES = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class TokenWork:
+    """What sampling needs of a step besides its sections, which are, for S sampling rows and E scored
+    positions: logits_rows[S + E], sample_slots[S], sample_positions[S], seeds[S], top_k[S], banned_rows and
+    banned_ids, score_ids[E], and bias_rows, bias_ids and bias_bits, the bits of a float32."""
+
+    #: index of the row behind each sampling row
+    sample_rows: list[int]
+    sampling: SamplingMetadata
+    penalty_resets: list[PenaltyReset]
+    #: rows whose sampling waits for a mask
+    grammars: list[GrammarRow]
+    #: (row, number of scored positions, how many of the likeliest tokens)
+    scores: list[tuple[int, int, int]]
+    num_banned: int
+    score_ids: npt.NDArray[np.int64]
+
+    @property
+    def plain(self) -> bool:
+        """Sampling needs no more than seeds, temperatures and filters."""
+        sampling = self.sampling
+        return not (
+            sampling.any_penalty
+            or sampling.logprobs
+            or self.scores
+            or self.grammars
+            or self.penalty_resets
+            or sampling.allowed is not None
+            or self.num_banned
+            or len(sampling.biases[0])
+        )
+
+    @property
+    def top(self) -> int:
+        """Likeliest tokens wanted at most; -1 if no logprob is wanted."""
+        return max((count[-1] for count in (*self.sampling.logprobs, *self.scores)), default=-1)
+
+
+class TokenPacker:
+    """Keeps the sampling parameters of each slot. See
+    :class:`~aioinfer.execution.decoding.base.RowPacker`."""
+
+    __slots__ = ("_resets", "_table")
+
+    unknown_id = 0
+
+    def __init__(self, num_slots: int) -> None:
+        self._table = SamplingTable(num_slots)
+        self._resets: list[PenaltyReset] = []
+
+    def admit(self, new: Mapping[int, NewRequestData]) -> None:
+        resets = (self._table.admit(slot, data) for slot, data in new.items())
+        self._resets = [reset for reset in resets if reset is not None]
+
+    def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], TokenWork]:
+        slots, cu_q, kv_len = layout.slots, layout.placement.cu_q, layout.placement.kv_len
+        sample_slots, sample_positions, logits_rows = slots, kv_len, cu_q[:-1]
+        sample_rows = list(range(len(slots)))
+        if layout.q_len is not None:
+            sample_rows = sample_rows[: step.num_generating]
+            sample_rows += [at for at, row in enumerate(step.prefilling, step.num_generating) if row.samples]
+            sample_slots, sample_positions = slots[sample_rows], kv_len[sample_rows]
+            logits_rows = cu_q[1:][sample_rows] - 1
+        sampling = self._table.metadata(sample_slots)
+        score_rows, score_ids, scores = _scores(step, cu_q)
+        banned_rows, banned_ids = sampling.banned(sample_positions)
+        bias_rows, bias_ids, bias_bits = sampling.biases
+        sections = {
+            "logits_rows": np.concatenate((logits_rows, score_rows)) if len(score_rows) else logits_rows,
+            "sample_slots": sample_slots,
+            "sample_positions": sample_positions,
+            "seeds": sampling.seeds,
+            "top_k": sampling.top_k,
+            "banned_rows": banned_rows,
+            "banned_ids": banned_ids,
+            "score_ids": score_ids,
+            "bias_rows": bias_rows,
+            "bias_ids": bias_ids,
+            "bias_bits": bias_bits,
+        }
+        resets, self._resets = self._resets, []
+        grammars = [
+            GrammarRow(row, state, int(sample_positions[row]), row >= step.num_generating)
+            for row, state in sampling.grammars
+        ]
+        return sections, TokenWork(
+            sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids
+        )
+
+
+def _scores(
+    step: Step, cu_q: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[tuple[int, int, int]]]:
+    """Token rows whose next token is to be scored, these tokens, and the rows they belong to."""
+    if all(row.scores is None for row in step.prefilling):
+        return _NO_SCORES, _NO_SCORES, []
+    rows: list[int] = []
+    ids: list[int] = []
+    scores: list[tuple[int, int, int]] = []
+    for index, row in enumerate(step.prefilling, step.num_generating):
+        if row.scores is None:
+            continue
+        first, last = row.scores
+        offset = int(cu_q[index]) - row.start
+        rows += range(offset + first, offset + last)
+        ids += row.request.prompt_ids[first + 1 : last + 1]
+        scores.append((index, last - first, row.request.params.prompt_logprobs or 0))
+    return np.asarray(rows, np.int64), np.asarray(ids, np.int64), scores
+
+
+class TokenDecoding:
+    """Samples. See :class:`~aioinfer.execution.decoding.base.Decoding`."""
+
+    __slots__ = ("grammars", "relay", "sampler")
+
+    def __init__(self, sampler: Sampler, relay: Relay, grammars: GrammarWorker) -> None:
+        self.sampler = sampler
+        self.relay = relay
+        self.grammars = grammars
+
+    def warm_up(self) -> None:
+        self.sampler.warm_up()
+
+    def begin(self, packed: PackedStep, transfer: Transfer) -> None:
+        """A replayed step has no new requests."""
+
+    def gather(
+        self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
+    ) -> tuple[torch.Tensor, None]:
+        self.relay.gather(parts["input_ids"], parts["slots"], packed.num_decodes)
+        return parts["logits_rows"], None
+
+    def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Any, rounds: int) -> bool:
+        return False
+
+    def step(
+        self,
+        logits: torch.Tensor,
+        packed: PackedStep,
+        parts: dict[str, torch.Tensor],
+        state: None,
+        transfer: Transfer,
+    ) -> tuple[Output, float]:
+        work: TokenWork = packed.work
+        logits = logits.float()
+        masked = now()
+        count, score_ids = len(work.sample_rows), parts["score_ids"]
+        logprobs = self._logprobs(logits, work, transfer) if work.top >= 0 else None
+        if not count:
+            # A first chunk of a prompt: what it says of its request must not be lost.
+            self.sampler.reset(work.penalty_resets)
+            return Output(_tensors(None, logprobs, score_ids)), masked
+        logits = logits[:count]
+        processors, sampling = self.sampler.logits_processors, _sampling_batch(work, parts, transfer)
+        if len(parts["bias_rows"]):
+            processors.add_biases_(logits, parts["bias_rows"], parts["bias_ids"], parts["bias_bits"])
+        if work.sampling.allowed is not None:
+            rows, masks = work.sampling.allowed
+            processors.apply_masks_(logits, transfer.send(rows), transfer.send(masks))
+        outcomes: dict[int, int] = {}
+        forced: dict[int, list[int]] = {}
+        if work.grammars:
+            transfer.await_last_result()
+            found = self._constrain(logits, work.grammars, transfer)
+            outcomes, forced = found.outcomes, found.forced
+            masked = now()
+        tokens = self.sampler.sample(logits, sampling)
+        if outcomes:
+            at, values = transfer.send(np.asarray([*outcomes.items()], np.int64).T)
+            tokens[at] = values
+        self.relay.scatter(sampling.slots, tokens)
+        scored = score_ids
+        if logprobs is not None:
+            asked = transfer.send(np.asarray([row for row, _ in work.sampling.logprobs], np.int64))
+            scored = torch.cat((tokens[asked], score_ids))
+        return Output(_tensors(tokens, logprobs, scored), forced), masked
+
+    def _logprobs(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Logprobs:
+        """Of the sampling rows that want them, then of the scored positions."""
+        rows = [row for row, _ in work.sampling.logprobs]
+        rows += range(len(work.sample_rows), len(logits))
+        return self.sampler.logprobs(logits[transfer.send(np.asarray(rows, np.int64))], work.top)
+
+    def _constrain(
+        self, logits: torch.Tensor, grammars: Sequence[GrammarRow], transfer: Transfer
+    ) -> Constraints:
+        """Apply the masks of this step, which were made while its forward ran."""
+        found = self.grammars.collect(grammars, len(logits))
+        rows = np.asarray([row.at for row in grammars], np.int64)
+        self.sampler.logits_processors.apply_masks_(logits, transfer.send(rows), transfer.send(found.masks))
+        return found
+
+    def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
+        """What the grammars allow next is being worked out from here on."""
+        work: TokenWork = packed.work
+        values = [copy.tolist() for copy in copies]
+        tokens: list[int] = values.pop(0) if work.sample_rows else []
+        result = StepResult([NO_TOKEN] * len(packed.q_lens))
+        for row, token in zip(work.sample_rows, tokens, strict=True):
+            result.tokens[row] = token
+        result.forced = {work.sample_rows[at]: ids for at, ids in output.forced.items()}
+        if values:
+            _read_logprobs(result, work, tokens, *values)
+        if work.grammars:
+            self.grammars.advance(work.grammars, tokens)
+        return result
+
+    def captured(
+        self, model: CausalLM, attention: Attention, *, max_rows: int, max_pages: int, page_size: int
+    ) -> CapturedTokens:
+        return CapturedTokens(
+            *(model, attention, self.sampler, self.relay),
+            max_rows=max_rows,
+            max_pages=max_pages,
+            page_size=page_size,
+        )
+
+
+def _tensors(
+    tokens: torch.Tensor | None, logprobs: Logprobs | None, scored: torch.Tensor
+) -> list[torch.Tensor]:
+    """int64 [S], and of the rows and positions that asked for logprobs theirs, float32, in the order of
+    :func:`_read_logprobs`."""
+    found = [] if tokens is None else [tokens]
+    return found if logprobs is None else [*found, logprobs.of(scored), logprobs.top_ids, logprobs.top]
+
+
+def _read_logprobs(
+    result: StepResult,
+    work: TokenWork,
+    tokens: list[int],
+    chosen: list[float],
+    top_ids: list[list[int]],
+    top: list[list[float]],
+) -> None:
+    """Logprobs of sampled tokens come first, then those of scored positions."""
+    entries = iter(zip(chosen, top_ids, top, strict=True))
+
+    def entry(token: int, count: int) -> TokenLogprob:
+        logprob, ids, values = next(entries)
+        likeliest = tuple(zip(ids[:count], values[:count], strict=True)) if count else ()
+        return TokenLogprob(token, logprob, likeliest)
+
+    for sampled, count in work.sampling.logprobs:
+        result.logprobs[work.sample_rows[sampled]] = entry(tokens[sampled], count)
+    ids = iter(work.score_ids.tolist())
+    for row, number, count in work.scores:
+        result.prompt_logprobs[row] = [entry(next(ids), count) for _ in range(number)]
+
+
+def _sampling_batch(work: TokenWork, parts: dict[str, torch.Tensor], transfer: Transfer) -> SamplingBatch:
+    sampling = work.sampling
+    banned = bool(work.num_banned)
+    return SamplingBatch(
+        slots=parts["sample_slots"],
+        positions=parts["sample_positions"],
+        seeds=parts["seeds"],
+        top_k=parts["top_k"],
+        **dict(zip(FLOAT_FIELDS, transfer.send(sampling.floats), strict=True)),
+        all_greedy=sampling.all_greedy,
+        any_top_k=sampling.any_top_k,
+        any_top_p=sampling.any_top_p,
+        any_min_p=sampling.any_min_p,
+        any_penalty=sampling.any_penalty,
+        banned_rows=parts["banned_rows"] if banned else None,
+        banned_ids=parts["banned_ids"] if banned else None,
+        penalty_resets=work.penalty_resets,
+    )
+
+
+class TokenKind:
+    """Autoregressive models. See :class:`~aioinfer.execution.decoding.base.Kind`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def fit(self, config: EngineConfig) -> EngineConfig:
+        return config
+
+    def rows(self, config: EngineConfig) -> TokenPacker:
+        return TokenPacker(config.num_slots)
+
+    def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> TokenDecoding:
+        sampler = Sampler(config.num_slots, self._spec.vocab_size, device, config.sampling_backend)
+        return TokenDecoding(sampler, Relay(config.num_slots, device), grammars)
+
+    def graph_sizes(self, config: EngineConfig) -> list[int]:
+        """Steps of 8, and finer where a row counts."""
+        most = config.graph_rows
+        return (
+            sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}) if most else []
+        )
+
+    def largest_steps(self, config: EngineConfig, max_len: int) -> Iterator[Step]:
+        rows = config.max_running_requests
+        length = max(1, min(config.max_step_tokens // rows, max_len - 1))
+        yield Step(-2, NO_ROWS, filled_slots(rows, length, COSTLY, samples=True), rows * length)
+        nobody: Any = None
+        generating = Generating([nobody] * rows, np.arange(1, rows + 1), np.full(rows, length))
+        yield Step(-1, generating, (), rows)

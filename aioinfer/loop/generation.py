@@ -1,0 +1,114 @@
+"""How a model generates: token by token, or block by block. Asked once, when the model is known.
+
+What follows from the answer for requests and their scheduling is here, behind one protocol; what follows for
+computing is in :mod:`aioinfer.execution.decoding`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.block_batch import BlockBatch
+from aioinfer.scheduling.block_cursor import BlockCursor
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.queues import RunningBatch
+from aioinfer.scheduling.request import MakeCursor
+from aioinfer.scheduling.token_batch import TokenBatch
+
+__all__ = ["BlockGeneration", "Generation", "TokenGeneration", "generation"]
+
+#: parameters that are applied token after token
+_TOKEN_PARAMS = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias"),
+    *("allowed_token_ids", "prompt_logprobs", "grammar", "bad_words"),
+)
+
+
+class Generation(Protocol):
+    """What the loop's side must know of a model's way to generate."""
+
+    #: fields of ``generation_config.json`` that become default parameters
+    recommended: tuple[str, ...]
+    #: settings that are left open in the config, on a device that computes while Python waits
+    synchronous_settings: Mapping[str, Any]
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest for parameters that the model cannot honour."""
+
+    def cursor(self, params: SamplingParams) -> MakeCursor | None:
+        """What makes the cursor of a request; None: the default one."""
+
+    def batch(self, memory: Memory, limits: Limits) -> RunningBatch:
+        """A new batch for a scheduler."""
+
+
+class TokenGeneration:
+    """Autoregressive models."""
+
+    recommended: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    synchronous_settings: Mapping[str, Any] = MappingProxyType({})
+
+    def check(self, params: SamplingParams) -> None:
+        if params.diffusion is not None:
+            raise InvalidRequest("diffusion", "the model is not a diffusion model")
+
+    def cursor(self, params: SamplingParams) -> MakeCursor | None:
+        return None
+
+    def batch(self, memory: Memory, limits: Limits) -> RunningBatch:
+        return TokenBatch(limits.max_running_requests, memory.pages.page_size)
+
+
+class BlockGeneration:
+    """Diffusion models."""
+
+    recommended: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p")
+    # A round that is launched before the previous one was read costs a forward now and then. An asynchronous
+    # device gets that back; a CPU, whose forwards need the interpreter themselves, does not. And where many
+    # prompts arrive at once, its long steps cost more per token than short ones and delay the rounds of all
+    # other requests (``python -m bench diffusion``).
+    synchronous_settings: Mapping[str, Any] = MappingProxyType(
+        {"overlap_steps": 0, "max_prefill_tokens": 256}
+    )
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def check(self, params: SamplingParams) -> None:
+        defaults = SamplingParams()
+        for name in _TOKEN_PARAMS:
+            if getattr(params, name) != getattr(defaults, name):
+                raise InvalidRequest(name, "a diffusion model generates blocks, and does not support it")
+        if params.logprobs:
+            raise InvalidRequest(
+                "logprobs", "a diffusion model reports those of its own tokens only: ask for 0"
+            )
+
+    def cursor(self, params: SamplingParams) -> MakeCursor:
+        from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too
+
+        diffusion = params.diffusion or DiffusionParams()
+        algorithm = algorithm_class(diffusion.algorithm)
+        algorithm.check(diffusion)
+        return functools.partial(
+            BlockCursor,
+            block_size=self._block_size,
+            monotone=algorithm.monotone,
+            drafts=diffusion.draft,
+        )
+
+    def batch(self, memory: Memory, limits: Limits) -> RunningBatch:
+        return BlockBatch(memory, limits, self._block_size)
+
+
+def generation(block_size: int | None) -> Generation:
+    """Of a model with blocks of this size; None: without blocks."""
+    if block_size is None:
+        return TokenGeneration()
+    return BlockGeneration(block_size)

@@ -1,0 +1,263 @@
+"""BlockBatch: the requests that a diffusion model generates block by block.
+
+A row is whole blocks: of the prompt, to denoise, to commit. Only what differs from tokens is here and in
+:class:`~aioinfer.scheduling.block_cursor.BlockCursor`: what the next row of a request is, and what its round
+has brought. Pages, slots, room in a step, the queue and retraction are the scheduler's.
+
+In ``fdfo`` mode every request advances by itself: when its block is done it goes to the next one or leaves,
+and makes room while others are still at theirs (first done, first out; PRs 27551 and 27877 of SGLang). In
+``sync`` mode no request goes to the next block, and none is admitted, before all blocks of the batch are
+done: the baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.block_cursor import BlockCursor, RowInFlight
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.step import (
+    NO_ROWS,
+    Generating,
+    MultiStepBudget,
+    NewRequestData,
+    Outcome,
+    Row,
+    Step,
+    TableUpdate,
+    new_request_data,
+)
+
+if TYPE_CHECKING:
+    from aioinfer.diffusion.state import BlockState
+    from aioinfer.scheduling.queues import RequestQueues
+
+__all__ = ["BlockBatch"]
+
+#: rows of one request that may be in flight: what the second computes follows from the first, whatever the
+#: first brings; of a third it could not be said which block it is for
+_MOST_FLIGHTS = 2
+#: weight of a round in the tokens per round of all requests
+_NEWEST = 0.05
+
+
+class BlockBatch:
+    """Requests whose known blocks are computed, or in a row of the step that is being planned. See
+    :class:`~aioinfer.scheduling.queues.RunningBatch`."""
+
+    __slots__ = ("_limits", "_memory", "_turn", "computed", "last_step", "pace", "requests", "unit")
+
+    def __init__(self, memory: Memory, limits: Limits, block_size: int) -> None:
+        self._memory = memory
+        self._limits = limits
+        #: positions of a block
+        self.unit = block_size
+        self.requests: list[Request] = []
+        self.last_step = 0
+        #: tokens that a round writes, running mean
+        self.pace = 0.0
+        self._turn = 0
+        #: empty: a block cursor knows how far it is
+        self.computed: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    # -- membership -----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        request.cursor.batch, request.cursor.row = self, len(self.requests)
+        self.requests.append(request)
+
+    def remove(self, request: Request) -> None:
+        cursor = request.cursor
+        mover = self.requests.pop()
+        if mover is not request:
+            self.requests[cursor.row] = mover
+            mover.cursor.row = cursor.row
+        cursor.batch, cursor.row = None, -1
+
+    def join(self, request: Request) -> None:
+        # At once: a request whose prompt is cached may be the only one that wants a row of this step.
+        self.add(request)
+
+    def planned(self) -> None:
+        pass
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    def out_of_pages(self) -> list[Request]:
+        size = self._memory.pages.page_size
+        short = [request for request in self.requests if request.length > len(request.kv.pages) * size]
+        return sorted(short, key=lambda request: request.key)
+
+    def changed_pages(self, request: Request) -> None:
+        """The request's next row tells the device."""
+
+    def expected_tokens(self, clip: int) -> int:
+        return sum(min(request.cursor.remaining, clip) for request in self.requests)
+
+    # -- plan -----------------------------------------------------------------------------------
+
+    def may_plan(self, *, in_flight: bool) -> bool:
+        return not in_flight or self._limits.diffusion_mode != "sync"
+
+    @property
+    def locked(self) -> bool:
+        return self._limits.diffusion_mode == "sync" and any(cursor.mid_block for cursor in self._cursors)
+
+    @property
+    def _cursors(self) -> Iterable[BlockCursor]:
+        return map(_cursor, self.requests)
+
+    @property
+    def _held(self) -> bool:
+        """In lock-step, and some block is not done or not committed."""
+        if self._limits.diffusion_mode != "sync":
+            return False
+        owed = not self._limits.fused_commit and any(cursor.uncommitted for cursor in self._cursors)
+        return owed or self.locked
+
+    def multi_step(self, generating: Generating, prefilling: Sequence[Row]) -> MultiStepBudget | None:
+        if self._limits.max_rounds == 1 or any(cursor.drafts for cursor in self._cursors):
+            return None
+        single = generating.lengths is None or bool((generating.lengths == self.unit).all())
+        alike = single and all(row.blocks == 1 and not row.ids for row in prefilling)
+        return MultiStepBudget(self._limits.max_rounds) if alike else None
+
+    def longest_chunk(self, request: Request) -> int | None:
+        return None
+
+    def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
+        requests: list[Request] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        hold = self._held
+        # Rows of two blocks for all requests need no turns.
+        enough = most >= 2 * len(self.requests) * self.unit
+        for request in self.requests if enough else self._in_turn():
+            cursor = _cursor(request)
+            if request in without or len(cursor.flights) >= _MOST_FLIGHTS or request.kv.last_step == step_id:
+                continue
+            chosen = self._next_row(request, cursor, most, hold)
+            if chosen is None:
+                continue
+            start, length = chosen
+            cursor.flights.append(RowInFlight(start, start + length))
+            requests.append(request)
+            starts.append(start)
+            lengths.append(length)
+            most -= length
+            request.kv.last_step = self.last_step = step_id
+        return self._columns(requests, starts, lengths) if requests else NO_ROWS
+
+    def _columns(self, requests: list[Request], starts: list[int], lengths: list[int]) -> Generating:
+        tables: list[TableUpdate] = []
+        new_requests: dict[int, NewRequestData] = {}
+        for request in requests:
+            first, pages = request.kv.take_new_pages()
+            if pages:
+                tables.append((request.kv.slot, first, pages))
+            new = new_request_data(request)
+            if new is not None:
+                new_requests[request.kv.slot] = new
+        slots = [request.kv.slot for request in requests]
+        return Generating(
+            requests,
+            np.asarray(slots, np.int64),
+            np.asarray(starts, np.int64),
+            np.asarray(lengths, np.int64),
+            self.unit,
+            tables,
+            new_requests,
+        )
+
+    def _in_turn(self) -> list[Request]:
+        """All requests, beginning with another one each time."""
+        self._turn = (self._turn + 1) % len(self.requests)
+        return self.requests[self._turn :] + self.requests[: self._turn]
+
+    def _next_row(
+        self, request: Request, cursor: BlockCursor, most: int, hold: bool
+    ) -> tuple[int, int] | None:
+        """Start and length of a request's next row of at most ``most`` positions, if it is to have one."""
+        size = self.unit
+        chosen = cursor.next_round(fused=self._limits.fused_commit, hold=hold, pace=self.pace)
+        if chosen is None:
+            return None
+        start, blocks = chosen
+        if blocks > 1 and (most < 2 * size or not self._has_pages(request, start + 2 * size)):
+            blocks = 1
+        return (start, blocks * size) if blocks * size <= most else None
+
+    def _has_pages(self, request: Request, positions: int) -> bool:
+        """There are pages for a second block that no other request needs; takes them."""
+        memory = self._memory
+        while len(request.kv.pages) * memory.pages.page_size < positions:
+            if memory.available <= len(self.requests) or not memory.grow(request):
+                return False
+        return True
+
+    # -- resolve --------------------------------------------------------------------------------
+
+    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
+        blocks, counters = outcome.blocks, queues.counters
+        counters.forwards += outcome.rounds
+        counters.rounds += outcome.rounds * len(blocks)
+        updated: list[Request] = []
+        for index, row in enumerate(step.rows):
+            request = row.request
+            cursor = _cursor(request)
+            if request.finished:
+                counters.late_tokens += row.blocks * self.unit
+            elif step.id > max(request.recovery.void_until, request.recovery.junk_until):
+                if row.blocks:
+                    # Before the known blocks are shared: a row in flight holds back what it writes.
+                    cursor.flights.popleft()
+                if row.ids:
+                    _commit_known(request, cursor, row, queues)
+                if row.blocks and self._observe(request, cursor, blocks[index], queues):
+                    updated.append(request)
+        return updated
+
+    def _observe(
+        self, request: Request, cursor: BlockCursor, block: BlockState, queues: RequestQueues
+    ) -> bool:
+        """A round has resolved; True if there are tokens, an end, or a draft for the consumer."""
+        if block.failed:
+            queues.memory.distrust(request)
+            queues.finish(request, "abort", FloatingPointError("the model gave no finite logits"))
+            return True
+        before, written = len(request.output_ids), cursor.observe(block)
+        if written is not None:
+            self.pace += _NEWEST * (written - self.pace)
+        reason = cursor.take_known(request)
+        if reason is not None:
+            queues.finish(request, reason)
+        return len(request.output_ids) > before or cursor.drafts
+
+    def audit(self) -> None:
+        """Assert that every request is described correctly."""
+        for index, request in enumerate(self.requests):
+            assert request.cursor.batch is self
+            assert request.cursor.row == index
+            assert len(_cursor(request).flights) <= _MOST_FLIGHTS
+
+
+def _commit_known(request: Request, cursor: BlockCursor, row: Row, queues: RequestQueues) -> None:
+    """The known blocks of a row are computed."""
+    computed = max(cursor.committed, row.start + len(row.ids))
+    cursor.commit_prefill(computed, last=computed >= cursor.block_start)
+    if request.state is RequestState.RUNNING:
+        queues.share(request)
+
+
+def _cursor(request: Request) -> BlockCursor:
+    cursor = request.cursor
+    assert isinstance(cursor, BlockCursor)
+    return cursor

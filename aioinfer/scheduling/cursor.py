@@ -1,0 +1,237 @@
+"""Cursor: how far the computation of one sequence has come.
+
+A request holds one cursor. :class:`TokenCursor` moves token by token, :class:`~aioinfer.scheduling.
+block_cursor.BlockCursor` block by block. The scheduler, the memory and the policies read both alike::
+
+    computed       KV is written by launched steps up to here
+    committed      KV is written by resolved steps up to here
+    length         end of what a running request needs pages for: tokens and placeholders, or the block
+    known          tokens that the host has read
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from aioinfer.diffusion.state import BlockState
+    from aioinfer.outputs import Draft, TokenLogprob
+    from aioinfer.scheduling.request import Request
+
+__all__ = ["Columns", "Cursor", "TokenCursor"]
+
+
+class Columns(Protocol):
+    """What a cursor reads of the batch that its request is in."""
+
+    #: by row: positions computed by launched steps
+    computed: Any
+
+
+class Cursor:
+    """What tokens and blocks have in common. It refers to the request's lists, not to the request: a
+    reference cycle would keep finished requests until the garbage collector runs."""
+
+    __slots__ = (
+        "_committed",
+        "_computed",
+        "_max_length",
+        "_output_ids",
+        "_prompt_length",
+        "batch",
+        "prefilled",
+        "relay_ready",
+        "row",
+    )
+
+    #: what launched rows bring still counts after a retraction
+    survives_retraction = True
+
+    def __init__(self, prompt_length: int, output_ids: list[int], max_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._output_ids = output_ids
+        self._max_length = max_length
+        self._computed = 0
+        self._committed = 0
+        #: the batch of generating requests and the row there, while the request is in it
+        self.batch: Columns | None = None
+        self.row = -1
+        #: the last prefill chunk has resolved
+        self.prefilled = False
+        #: the slot holds, or will hold, what the next generating row starts from
+        self.relay_ready = False
+
+    @property
+    def known(self) -> int:
+        """Tokens of the sequence that the host has read."""
+        return self._prompt_length + len(self._output_ids)
+
+    @property
+    def computed(self) -> int:
+        """Positions whose KV is written by launched steps."""
+        raise NotImplementedError
+
+    @property
+    def committed(self) -> int:
+        """Positions whose KV is written by resolved steps."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int:
+        """Positions that a running request needs pages for."""
+        raise NotImplementedError
+
+    @property
+    def pending(self) -> int:
+        """Tokens sampled on the device that the host has not read."""
+        return 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated, those of launched steps not counted."""
+        return self._max_length - self.known - self.pending
+
+    @property
+    def reusable(self) -> int:
+        """Positions that need not be computed if their KV is in the prefix cache."""
+        raise NotImplementedError
+
+    @property
+    def progress(self) -> int:
+        """Rises with everything that the host reads of the output."""
+        raise NotImplementedError
+
+    @property
+    def resume(self) -> BlockState | None:
+        """What the device must know besides the tokens to continue in a new slot."""
+        return None
+
+    @property
+    def step_map(self) -> list[int] | None:
+        """By output token, the round of its block that wrote it; None if tokens come one by one."""
+        return None
+
+    @property
+    def draft_version(self) -> int:
+        """Rises with every new draft that the caller asked for."""
+        return 0
+
+    def draft(self, request: Request) -> Draft | None:
+        """What may follow the output, if the caller asked for drafts and anything is known."""
+        return None
+
+    def prefill_stop(self, *, mixed: bool) -> int:
+        """Where the prefill of this sequence ends."""
+        return self.length
+
+    def chunk(self, start: int, length: int) -> tuple[int, bool, int]:
+        """What a prefill chunk of ``length`` positions from ``start`` on is: how many tokens of it the host
+        knows, whether it generates, and how many blocks follow the known tokens. Launches it."""
+        raise NotImplementedError
+
+    def commit_prefill(self, positions: int, *, last: bool) -> None:
+        """A prefill chunk that ends after ``positions`` has resolved."""
+        self._committed = positions
+        self.prefilled = last
+
+    def restart(self, cached: int = 0) -> None:
+        """The KV is gone except for ``cached`` positions; the tokens stay."""
+        raise NotImplementedError
+
+    def rewind(self, computed: int) -> None:
+        """Continue from ``computed`` positions of known tokens, as if the slot had just been taken."""
+        self._computed = self._committed = computed
+        self.relay_ready = self.prefilled = False
+
+    def score(self, stop: int) -> tuple[int, int] | None:
+        """Positions up to ``stop`` whose next token of the prompt has to be scored; marks them scored."""
+        return None
+
+    def trim(self, count: int) -> None:
+        """Forget what belongs to output tokens beyond the first ``count``."""
+
+
+class TokenCursor(Cursor):
+    """A sequence that grows token by token::
+
+        prompt_ids            output_ids     pending
+        |---------------------|--------------|--|     length = prompt + output + pending
+        |-------- computed ------------------|        KV written by launched steps
+        |-------- committed -------------|            KV written by resolved steps
+
+    While the request is in the batch, how far it is computed is a number in the batch's columns.
+    """
+
+    __slots__ = ("_prompt_logprobs", "_sampled", "_scored")
+
+    def __init__(
+        self,
+        prompt_length: int,
+        output_ids: list[int],
+        max_length: int,
+        prompt_logprobs: list[TokenLogprob] | None = None,
+    ) -> None:
+        """``prompt_logprobs``: those that the host has, if they were asked for."""
+        super().__init__(prompt_length, output_ids, max_length)
+        #: output tokens that launched steps sample, read or not
+        self._sampled = 0
+        self._prompt_logprobs = prompt_logprobs
+        #: positions whose next token of the prompt has been scored by launched steps
+        self._scored = 0
+
+    @property
+    def computed(self) -> int:
+        return self._computed if self.batch is None else int(self.batch.computed[self.row])
+
+    @property
+    def committed(self) -> int:
+        return self.known - 1 if self.prefilled else self._committed
+
+    @property
+    def length(self) -> int:
+        return self._prompt_length + self._sampled if self.batch is None else self.computed + 1
+
+    @property
+    def pending(self) -> int:
+        return self.length - self.known
+
+    @property
+    def progress(self) -> int:
+        return self.known
+
+    @property
+    def reusable(self) -> int:
+        # The last known token is always computed, and so is what precedes a prompt token whose logprob is
+        # wanted and missing.
+        if self._prompt_logprobs is not None and len(self._prompt_logprobs) < self._prompt_length - 1:
+            return len(self._prompt_logprobs)
+        return self.known - 1
+
+    def chunk(self, start: int, length: int) -> tuple[int, bool, int]:
+        samples = start + length == self.length
+        self._computed = start + length
+        self._sampled = len(self._output_ids) + samples
+        return length, samples, 0
+
+    def score(self, stop: int) -> tuple[int, int] | None:
+        if self._prompt_logprobs is None:
+            return None
+        first, last = self._scored, min(stop, self._prompt_length - 1)
+        self._scored = max(first, last)
+        return (first, last) if first < last else None
+
+    def leave_batch(self, computed: int) -> None:
+        """The batch removes the request after launching it up to ``computed``."""
+        self._computed = computed
+        self._sampled = computed + 1 - self._prompt_length
+
+    def restart(self, cached: int = 0) -> None:
+        if self._prompt_logprobs is not None:
+            self._scored = len(self._prompt_logprobs)
+        sampled = self._sampled
+        super().rewind(cached)
+        self._sampled = sampled
+
+    def rewind(self, computed: int) -> None:
+        super().rewind(computed)
+        self._sampled = len(self._output_ids)

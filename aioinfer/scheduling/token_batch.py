@@ -1,0 +1,250 @@
+"""TokenBatch: the requests that generate token by token, as columns.
+
+Most rows of most steps are decodes: one more token of a request whose prompt is computed. They are kept
+in arrays, so that planning a step costs a few array operations and no object per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
+from aioinfer.scheduling.cursor import TokenCursor
+from aioinfer.scheduling.recovery import without_junk
+from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.step import NO_ROWS, Generating, MultiStepBudget, Outcome, Row, Step, TableUpdate
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.queues import RequestQueues
+
+__all__ = ["TokenBatch"]
+
+#: longest prefill chunk of a request whose prompt's tokens are scored: the logits of all of them take room
+_MAX_SCORED = 64
+
+
+class TokenBatch:
+    """Rows in no particular order; a row that leaves is replaced by the last one. See
+    :class:`~aioinfer.scheduling.queues.RunningBatch`."""
+
+    __slots__ = ("_columns", "_joining", "_page_size", "_stale", "_turn", "capacity", "computed", "last_step",
+                 "limit", "requests", "slots")  # fmt: skip
+
+    unit = 1
+    locked = False
+
+    def __init__(self, size: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._columns = np.zeros((4, size), np.int64)
+        self.slots, self.computed, self.capacity, self.limit = self._columns
+        self.requests: list[Request] = []
+        #: requests whose page table the device does not know completely
+        self._stale: dict[int, Request] = {}
+        #: requests whose prefill ends in the step that is being planned
+        self._joining: list[Request] = []
+        self.last_step = 0
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    # -- membership -----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        index, kv, cursor = len(self.requests), request.kv, request.cursor
+        if cursor.length >= request.max_length:
+            return  # its last token is in flight
+        capacity = len(kv.pages) * self._page_size
+        self._columns[:, index] = (kv.slot, cursor.computed, capacity, request.max_length)
+        self.requests.append(request)
+        cursor.batch, cursor.row = self, index
+        if kv.sent_pages < len(kv.pages):
+            self._stale[request.key] = request
+
+    def remove(self, request: Request) -> None:
+        cursor = request.cursor
+        assert isinstance(cursor, TokenCursor)
+        index, last, computed = cursor.row, len(self.requests) - 1, cursor.computed
+        cursor.batch, cursor.row = None, -1
+        cursor.leave_batch(computed)
+        request.kv.last_step = max(request.kv.last_step, self.last_step)
+        mover = self.requests.pop()
+        if index != last:
+            self.requests[index] = mover
+            self._columns[:, index] = self._columns[:, last]
+            mover.cursor.row = index
+        self._stale.pop(request.key, None)
+
+    def join(self, request: Request) -> None:
+        # Not before the decodes of this step are chosen: the token to decode is sampled in it.
+        self._joining.append(request)
+
+    def planned(self) -> None:
+        for request in self._joining:
+            self.add(request)
+        self._joining.clear()
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    def out_of_pages(self) -> list[Request]:
+        count = len(self.requests)
+        rows = np.flatnonzero(self.computed[:count] >= self.capacity[:count])
+        return sorted((self.requests[row] for row in rows.tolist()), key=_by_arrival)
+
+    def changed_pages(self, request: Request) -> None:
+        self.capacity[request.cursor.row] = len(request.kv.pages) * self._page_size
+        self._stale[request.key] = request
+
+    def expected_tokens(self, clip: int) -> int:
+        count = len(self.requests)
+        return int(np.minimum(self.limit[:count] - self.computed[:count], clip).sum())
+
+    # -- plan -----------------------------------------------------------------------------------
+
+    def may_plan(self, *, in_flight: bool) -> bool:
+        return True
+
+    def multi_step(self, generating: Generating, prefilling: Sequence[Row]) -> MultiStepBudget | None:
+        return None
+
+    def longest_chunk(self, request: Request) -> int | None:
+        return None if request.params.prompt_logprobs is None else _MAX_SCORED
+
+    def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
+        count = len(self.requests)
+        if count <= len(without) or most <= 0:
+            return NO_ROWS
+        self.last_step = step_id
+        if not without and count <= most:
+            requests = self.requests.copy()
+            slots, starts = self.slots[:count].copy(), self.computed[:count].copy()
+            self.computed[:count] += 1
+            limits = self.limit[:count]
+        else:
+            rows = self._choose(without, most)
+            requests = [self.requests[row] for row in rows.tolist()]
+            slots, starts, limits = self.slots[rows], self.computed[rows], self.limit[rows]
+            self.computed[rows] += 1
+        tables = self._tell_pages(requests) if self._stale else []
+        ending = [requests[row] for row in np.flatnonzero(starts + 2 >= limits).tolist()]
+        for request in ending:
+            self.remove(request)
+        return Generating(requests, slots, starts, tables=tables, ending=ending)
+
+    def _choose(self, without: Collection[Request], most: int) -> npt.NDArray[np.int64]:
+        """Rows in turn, so that all requests advance when not all fit into a step."""
+        rows = np.arange(len(self.requests))
+        if without:
+            rows = np.delete(rows, [request.cursor.row for request in without])
+        if len(rows) <= most:
+            return rows
+        start = int(np.searchsorted(rows, self._turn % len(self.requests)))
+        chosen = np.take(rows, np.arange(start, start + most), mode="wrap")
+        self._turn = int(chosen[-1]) + 1
+        return chosen
+
+    def _tell_pages(self, requests: list[Request]) -> list[TableUpdate]:
+        present = self._stale.keys() & {request.key for request in requests}
+        tables: list[TableUpdate] = []
+        for request in [request for key, request in self._stale.items() if key in present]:
+            tables.append((request.kv.slot, *request.kv.take_new_pages()))
+            del self._stale[request.key]
+        return tables
+
+    # -- resolve --------------------------------------------------------------------------------
+
+    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
+        tokens, forced, counters = outcome.tokens, outcome.forced, queues.counters
+        if step.id <= queues.junk_until:
+            tokens = without_junk(step, tokens)
+        updated: list[Request] = []
+        generating = step.generating
+        for index, (request, token) in enumerate(zip(generating.requests, tokens, strict=False)):
+            if request.state is RequestState.FINISHED:
+                counters.late_tokens += 1
+            elif token < 0:
+                updated += _unsampled(request, step, token, forced.get(index, ()), queues)
+            else:
+                updated.append(request)
+                request.output_ids.append(token)
+                if token in request.stop_ids:
+                    request.stop_reason = token
+                    queues.finish(request, "stop")
+        for request in generating.ending:
+            if request.known >= request.max_length:
+                queues.finish(request, "length")
+        for index, row in enumerate(step.prefilling, len(generating)):
+            if row.request.finished:
+                counters.late_tokens += row.samples
+            else:
+                updated += _resolve_chunk(step, row, tokens[index], forced.get(index, ()), queues)
+        return updated
+
+    def audit(self) -> None:
+        """Assert that the columns say what the requests do. O(rows)."""
+        assert not self._joining
+        for index, request in enumerate(self.requests):
+            assert request.cursor.batch is self
+            assert request.cursor.row == index
+            row = [int(column[index]) for column in (self.slots, self.capacity, self.limit)]
+            capacity = len(request.kv.pages) * self._page_size
+            assert row == [request.kv.slot, capacity, request.max_length], request
+
+
+def _resolve_chunk(
+    step: Step, row: Row, token: int, forced: Sequence[int], queues: RequestQueues
+) -> Sequence[Request]:
+    """Commit a prefill chunk, and the token behind it if it was the last one."""
+    request = row.request
+    updated: Sequence[Request] = (request,) if row.samples else ()
+    if row.samples and token >= 0:
+        request.output_ids.append(token)
+    # A request that was retracted meanwhile has lost this slot, and cannot have it again yet.
+    stayed = row.slot == request.kv.slot
+    if stayed:
+        request.cursor.commit_prefill(row.kv_length, last=row.samples)
+    if row.samples and token < 0:
+        updated = _unsampled(request, step, token, forced, queues)
+    elif row.samples and token in request.stop_ids:
+        request.stop_reason = token
+        queues.finish(request, "stop")
+    elif row.samples and request.known >= request.max_length:
+        queues.finish(request, "length")
+    # The request may have been retracted just now.
+    if stayed and request.state is RequestState.RUNNING:
+        queues.share(request)
+    return updated
+
+
+def _unsampled(
+    request: Request, step: Step, token: int, forced: Sequence[int], queues: RequestQueues
+) -> Sequence[Request]:
+    """A row sampled no token: its request ends, or continues from tokens that the host knows."""
+    if token > DEFERRED:
+        if token == BAD_LOGITS:
+            queues.memory.distrust(request)
+            error: Exception = FloatingPointError("the model gave no finite logits")
+        else:
+            reason = None if request.grammar is None else request.grammar.failed
+            error = ValueError(reason or "its grammar allows no token")
+        queues.finish(request, "abort", error)
+        return (request,)
+    if step.id <= request.recovery.void_until:
+        return ()
+    queues.counters.deferred_rows += 1
+    computed = request.known
+    # Up to the token that ends the output, if one does.
+    ended = next((reason for token in forced if (reason := request.append(token)) is not None), None)
+    queues.counters.forced_tokens += request.known - computed
+    queues.rewind(request, min(computed, request.known - 1))
+    if ended is not None:
+        queues.finish(request, ended)
+    return (request,) if forced else ()
+
+
+def _by_arrival(request: Request) -> int:
+    return request.key
