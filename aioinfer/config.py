@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -35,19 +35,23 @@ __all__ = [
 _BUNDLED = Path(__file__).parent / "bundled"
 
 
+#: Upper bound of the fields without one: excludes infinity, and integers that no float can hold.
+_LARGEST = sys.float_info.max
+
+
 @dataclass(frozen=True, slots=True)
 class _Bounds:
     """Values that a numeric field accepts: finite, in [low, high] or (low, high]."""
 
     low: float
-    high: float = math.inf
+    high: float = _LARGEST
     low_open: bool = False
 
     def check(self, name: str, value: float) -> None:
         """Raises ConfigError with the field's name."""
-        if self.low <= value <= self.high and value < math.inf and not (self.low_open and value == self.low):
+        if self.low <= value <= self.high and not (self.low_open and value == self.low):
             return
-        if self.high < math.inf:
+        if self.high < _LARGEST:
             wanted = f"be in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
         elif self.low:
             wanted = f"be at least {self.low:g}"
