@@ -8,7 +8,6 @@ import hmac
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from aiohttp import web
@@ -17,12 +16,11 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, Usage
-from aioinfer.params import SamplingParams
 from aioinfer.server.answers import ChatFormat
 from aioinfer.server.diffusion import step_map_field
-from aioinfer.server.failures import Failure, as_failure
-from aioinfer.server.protocol import Call, parse_body, parse_chat, parse_completion, usage_body
-from aioinfer.server.shapes import CHAT, COMPLETION, Shape
+from aioinfer.server.failures import Failure, Refused, as_failure
+from aioinfer.server.protocol import Call, Served, model_not_found, parse_chat, parse_completion
+from aioinfer.server.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.sse import WATCH_INTERVAL, ClientGone, EventStream, is_gone
 from aioinfer.stream import Stream
 
@@ -30,8 +28,8 @@ __all__ = ["Routes"]
 
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Parser = Callable[[dict[str, Any], SamplingParams, str], Call]
-#: Seconds in which a body must have arrived.
+_Parser = Callable[[bytes, Served], Call]
+#: seconds from the headers to the end of the body
 _BODY_TIMEOUT = 10.0
 #: Nobody will read it; nginx's status for the access log.
 _CLIENT_GONE = 499
@@ -60,8 +58,7 @@ class Routes:
     # -- endpoints ------------------------------------------------------------------------------
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        chat_format = ChatFormat.of(self._config, self._engine.tokenizer)
-        return await self._generate(request, partial(parse_chat, chat_format=chat_format), CHAT)
+        return await self._generate(request, parse_chat, CHAT)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, parse_completion, COMPLETION)
@@ -70,7 +67,8 @@ class Routes:
         return web.json_response({"object": "list", "data": [self._model_body()]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        self._check_model(request.match_info["model"])
+        if request.match_info["model"] != self._model:
+            raise model_not_found(self._model, request.match_info["model"])
         return web.json_response(self._model_body())
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -104,7 +102,7 @@ class Routes:
             except ClientGone:
                 return web.Response(status=_CLIENT_GONE)
             except Exception as error:
-                return _failure(error).response()
+                return as_failure(error).response()
 
         return guarded
 
@@ -113,21 +111,14 @@ class Routes:
             return
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(hashlib.sha256(given).digest(), self._key):
-            raise _Refused(Failure(401, "authentication_error", "wrong API key", code="invalid_api_key"))
-
-    def _check_model(self, wanted: Any) -> None:
-        if wanted is not None and wanted != self._model:
-            message = f"the model {str(wanted)[:200]!r} does not exist; this server has {self._model!r}"
-            raise _Refused(
-                Failure(404, "invalid_request_error", message, param="model", code="model_not_found")
-            )
+            raise Refused(Failure(401, "authentication_error", "wrong API key", code="invalid_api_key"))
 
     # -- generation -----------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request, parse: _Parser, shape: Shape) -> web.StreamResponse:
-        body = parse_body(await _read(request))
-        self._check_model(body.get("model"))
-        call = parse(body, self._engine.default_params, self._model)
+        raw = await _read(request)
+        chat = ChatFormat.of(self._config, self._engine.tokenizer)
+        call = parse(raw, Served(self._model, self._engine.default_params, chat))
         try:
             return await self._answer(request, call, shape)
         except InvalidRequest as refused:
@@ -253,18 +244,6 @@ class Routes:
         if tokenizer is None:
             raise InvalidRequest("echo", "the model has no tokenizer")
         return tokenizer.decode(cast("list[int]", prompt))
-
-
-class _Refused(Exception):
-    """A failure that the server itself found."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
-def _failure(error: Exception) -> Failure:
-    return error.failure if isinstance(error, _Refused) else as_failure(error)
 
 
 async def _read(request: web.Request) -> bytes:

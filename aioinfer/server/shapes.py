@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
-from aioinfer.outputs import Chunk
+from aioinfer.outputs import Chunk, Usage
 from aioinfer.server.answers import AnswerReader
 from aioinfer.server.diffusion import chunk_fields
 from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs
 from aioinfer.server.protocol import Call
 
-__all__ = ["CHAT", "COMPLETION", "Shape"]
+__all__ = ["CHAT", "COMPLETION", "Shape", "usage_body"]
 
 _EMPTY = '"delta":{}'
 _OPENING_WITHOUT_CONTENT = '"delta":{"role":"assistant","content":null}'
@@ -125,6 +125,18 @@ class Shape:
 
     def _head(self, call: Call) -> str:
         return _head_of(self._chunk_object, call.id, call.created, call.model)
+
+
+def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:
+    """``usage`` of a call with ``n`` choices per prompt; a prompt counts once."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
+    completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
+    }
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.loop import factory
 from aioinfer.params import SamplingParams
-from aioinfer.server.protocol import parse_completion
+from aioinfer.server.protocol import Call, Served, parse_completion
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from aioinfer.text.output import UNKNOWN
@@ -148,16 +148,18 @@ async def test_a_model_that_writes_token_after_token_takes_no_diffusion(serving:
         assert caught.value.param == "diffusion"
 
 
-def test_a_body_goes_over_the_models_own_parameters() -> None:
-    own = parse_completion(
-        {"prompt": "a", "diffusion": {"algorithm": "factor", "factor": 2}}, SamplingParams(), "toy"
-    ).params
+def test_fields_of_a_body_override_the_models_defaults() -> None:
+    def parsed(diffusion: dict[str, Any] | None, defaults: SamplingParams) -> Call:
+        body = {"prompt": "a", "diffusion": diffusion}
+        return parse_completion(json.dumps(body).encode(), Served("toy", defaults))
+
+    own = parsed({"algorithm": "factor", "factor": 2}, SamplingParams()).params
     assert own.diffusion is not None
-    call = parse_completion({"prompt": "a", "diffusion": {"steps": 3, "step_map": True}}, own, "toy")
+    call = parsed({"steps": 3, "step_map": True}, own)
     assert call.params.diffusion is not None
     assert (call.params.diffusion.algorithm, call.params.diffusion.factor) == ("factor", 2)
     assert (call.params.diffusion.steps, call.step_map) == (3, True)
-    assert parse_completion({"prompt": "a"}, own, "toy").params.diffusion == own.diffusion
+    assert parsed(None, own).params.diffusion == own.diffusion
 
 
 def test_what_a_model_recommends_and_cannot_do_refuses_nothing(tmp_path: Path) -> None:
