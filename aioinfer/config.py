@@ -1,8 +1,9 @@
-"""One dataclass: the single source of keyword arguments, command-line flags, environment and YAML keys.
+"""The config dataclasses: the single source of keyword arguments, flags, environment variables and YAML keys.
 
 ``EngineConfig(max_running_requests=8)``, ``--max-running-requests 8``, ``AIOINFER_MAX_RUNNING_REQUESTS=8``
-and ``max_running_requests: 8`` in a file all set the same field. Flags win over the environment, the
-environment over the file, the file over the defaults below.
+and ``max_running_requests: 8`` in a file set the same field. Flags take precedence over the environment, the
+environment over the file, the file over the defaults below. A field's metadata holds its group, its help text
+and its bounds.
 """
 
 from __future__ import annotations
@@ -278,23 +279,23 @@ class EngineConfig:
 
     @property
     def model_path(self) -> Path:
-        """The directory of the model, bundled or not."""
+        """The directory of the model."""
         bundled = _BUNDLED / self.model
         return bundled if self.model in bundled_models() else Path(self.model).expanduser()
 
     @property
     def num_slots(self) -> int:
-        """Slots besides the null slot 0: enough that fenced ones never hold up an admission."""
+        """Slots in addition to the null slot 0: enough that fenced slots never delay an admission."""
         return self.max_running_requests * (2 if self.overlap_steps is None else self.overlap_steps + 1)
 
     @property
     def graph_rows(self) -> int:
-        """Rows of the largest decode batch that is captured, where graphs can be."""
+        """Rows of the largest decode batch captured as a graph."""
         rows = self.max_running_requests
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
 
     def round_rows(self, block_size: int) -> int:
-        """Rows, of a block each, of the largest rounds that are captured, where graphs can be."""
+        """Rows, one block each, of the largest denoising round captured as a graph."""
         rows = min(2 * self.max_running_requests, self.max_step_tokens // block_size)
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
 
@@ -342,7 +343,7 @@ class ServerConfig:
 
 
 def bundled_models() -> list[str]:
-    """Names of the models that come with the package."""
+    """Names of the models in the package."""
     if not _BUNDLED.is_dir():
         return []
     return sorted(entry.name for entry in _BUNDLED.iterdir() if (entry / "config.json").is_file())
@@ -356,7 +357,7 @@ def load_settings(
 ) -> Any:
     """Build a config dataclass from flags, environment and file settings, in this order of precedence.
 
-    Keys of ``file`` that the class does not have are ignored here: one file may hold several classes.
+    Keys of ``file`` that are not fields of ``cls`` are ignored: one file can configure several classes.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
@@ -372,7 +373,7 @@ def load_settings(
 
 
 def parse_setting(cls: type[Any], name: str, text: str) -> Any:
-    """One field from its text form, as flags and environment variables give it."""
+    """The value of a field from the text of a flag or an environment variable. Raises ConfigError."""
     options = _options(cls, name)
     if type(None) in options and text.lower() in ("", "none", "null"):
         return None
@@ -405,9 +406,9 @@ def value_names(cls: type[Any], name: str) -> tuple[str, ...]:
 
 
 def _options(cls: type[Any], name: str) -> tuple[Any, ...]:
-    """What a field may hold: types, and the values of a Literal."""
+    """The types that a field accepts, and the values of a Literal."""
     hint = _hints(cls)[name]
-    # A Literal or None is typing's kind of union.
+    # ``Literal[...] | None`` is a typing.Union.
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     parts = typing.get_args(hint) if union else (hint,)
     return tuple(
@@ -441,7 +442,7 @@ def _check_type(name: str, value: Any, options: tuple[Any, ...]) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Queue policies by the names that the config takes."""
+    """Names of the queue policies in a config."""
     return tuple(name.replace("_", "-") for name in plugins.names(plugins.POLICIES))
 
 

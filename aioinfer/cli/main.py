@@ -1,7 +1,7 @@
 """The command line: ``aioinfer serve``, ``generate``, ``trace`` and ``doctor``.
 
-The only place of the package that handles signals, configures logging and chooses an event loop. Flags
-are made from the fields of the config dataclasses; ``--help`` imports no torch.
+The only module of the package that handles signals, configures logging and chooses an event loop. Flags
+are generated from the fields of the config dataclasses; ``--help`` does not import torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def _serve(options: argparse.Namespace) -> int:
     hurry: list[asyncio.Task[None]] = []
 
     def signalled() -> None:
-        """The first signal drains, the next one ends what is still running."""
+        """The first signal drains the server; the second one aborts running requests."""
         if stop.is_set() and not starting_up:
             hurry.append(loop.create_task(engine.aclose()))
         stop.set()
@@ -150,7 +150,7 @@ async def _trace(options: argparse.Namespace) -> int:
         print(f"aioinfer: {options.url}: {error}", file=sys.stderr)
         return 1
     except (KeyError, TypeError):
-        print(f"aioinfer: {options.url}: what came is not a trace", file=sys.stderr)
+        print(f"aioinfer: {options.url}: the response is not a trace", file=sys.stderr)
         return 1
     try:
         options.output.write_bytes(trace)
@@ -164,7 +164,7 @@ async def _trace(options: argparse.Namespace) -> int:
 def _banner(
     description: str, seconds: float, url: str, config: ServerConfig, engine_config: EngineConfig
 ) -> None:
-    """What somebody who has just started a server wants to know, and a line to paste."""
+    """Print model, URL and an example request."""
     name = config.served_model_name or engine_config.model_path.name
     body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
     key = ' -H "Authorization: Bearer $AIOINFER_API_KEY"' if config.api_key else ""
@@ -176,7 +176,7 @@ def _banner(
 
 
 class _Progress:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal; no output elsewhere."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -305,7 +305,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def read_settings(cls: type[Any], options: argparse.Namespace) -> Any:
-    """A config dataclass from flags, environment and file."""
+    """A config dataclass from flags, environment and file. Raises ConfigError."""
     given = vars(options)
     names = {item.name for item in dataclasses.fields(cls)}
     flags = {name: parse_setting(cls, name, value) for name, value in given.items() if name in names}

@@ -1,4 +1,4 @@
-"""Failures: every exception of the engine as OpenAI's error object, status code and headers."""
+"""Failures: exceptions as status code, headers and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Failure", "Refused", "as_failure"]
 
 _log = logging.getLogger("aioinfer.server")
 
-#: openai's clients retry 408, 409, 429 and 5xx unless told otherwise
+#: The openai client retries 408, 409, 429 and 5xx unless this header is false.
 _NO_RETRY = {"x-should-retry": "false"}
 
 

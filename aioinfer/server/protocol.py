@@ -118,7 +118,7 @@ class Call:
     step_map: bool = False
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
-        """Prompt and parameters of every choice, in the order of their indexes."""
+        """Prompt and parameters of every choice, by index."""
         return [
             (prompt, self.params if number == 0 else _reseeded(self.params, number))
             for prompt in self.prompts
@@ -164,7 +164,7 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     if body.get("tools"):
         raise InvalidRequest("tools", "are for chats")
     if body.get("best_of") not in (None, body.get("n") or 1):
-        raise InvalidRequest("best_of", "other than n is not supported")
+        raise InvalidRequest("best_of", "must equal n")
     if body.get("max_tokens") is None:
         body["max_tokens"] = 16
     logprobs = body.get("logprobs")
@@ -258,7 +258,7 @@ def _bias(value: Any) -> Any:
     try:
         return {int(token): bias for token, bias in value.items()}
     except ValueError:
-        raise InvalidRequest("logit_bias", "has keys that are no token ids") from None
+        raise InvalidRequest("logit_bias", "has keys that are not token ids") from None
 
 
 def _reseeded(params: SamplingParams, number: int) -> SamplingParams:

@@ -31,7 +31,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Parser = Callable[[bytes, Served], Call]
 #: seconds from the headers to the end of the body
 _BODY_TIMEOUT = 10.0
-#: Nobody will read it; nginx's status for the access log.
+#: nginx's status of a closed connection, for the access log
 _CLIENT_GONE = 499
 
 
@@ -72,7 +72,7 @@ class Routes:
         return web.json_response(self._model_body())
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """200 while requests are accepted and steps get done, 503 otherwise."""
+        """200 while requests are accepted and steps finish, 503 otherwise."""
         status = self._engine.state.value
         if self._engine.ready:
             stalled = self._engine.stats().stalled > self._config.stall_timeout
@@ -123,13 +123,13 @@ class Routes:
             return await self._answer(request, call, shape)
         except InvalidRequest as refused:
             if refused.field == "grammar" and call.answer is not None and call.answer.constrained:
-                # The caller has written no grammar, but schemas that became one.
+                # The grammar was built from the schemas of the tools.
                 raise InvalidRequest("tools", refused.message) from None
             raise
 
     async def _answer(self, request: web.Request, call: Call, shape: Shape) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
-            # Every stream is closed on the way out, whichever way that is.
+            # The stack closes every stream, on errors and cancellation too.
             streams = [
                 await stack.enter_async_context(
                     self._engine.generate(
@@ -149,7 +149,7 @@ class Routes:
         events = EventStream(
             request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
         )
-        # A refusal that only tokenizing could find is still a proper status, not an event.
+        # A refusal at tokenizing still gets its HTTP status, before the response begins.
         for stream in streams:
             await stream.accepted()
         await events.open()
@@ -166,7 +166,7 @@ class Routes:
     async def _send_all(
         self, call: Call, shape: Shape, streams: Sequence[Stream], events: EventStream
     ) -> None:
-        """All choices, then usage, then the end; an error that comes up on the way is the last event."""
+        """All choices, then usage, then the end. After an error, the error is the last event."""
         try:
             for index, echo in enumerate(await self._echoes(call)):
                 if shape.opening is not None or echo:
@@ -231,7 +231,7 @@ class Routes:
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
     async def _echoes(self, call: Call) -> list[str]:
-        """The prompt of every choice, where it is to be echoed."""
+        """The prompt of every choice, or empty texts without ``echo``."""
         if not call.echo:
             return [""] * len(call.choices())
         loop = asyncio.get_running_loop()
@@ -247,7 +247,7 @@ class Routes:
 
 
 async def _read(request: web.Request) -> bytes:
-    """The body; a client that never finishes sending is let go."""
+    """The body. Raises HTTPRequestTimeout if it is incomplete after 10 s."""
     try:
         async with asyncio.timeout(_BODY_TIMEOUT):
             return await request.read()
@@ -270,9 +270,9 @@ async def _result(stream: Stream) -> Result:
 
 
 async def _unless_gone(request: web.Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await ``work`` while the client is there; ClientGone if it leaves first.
+    """Await ``work``; raises ClientGone if the client disconnects first.
 
-    Our own server cancels handlers on disconnect, an application that mounts the routes may not.
+    :func:`aioinfer.server.serve` cancels handlers on disconnect; an application with these routes may not.
     """
     task = asyncio.get_running_loop().create_task(work)
     try:
@@ -288,7 +288,7 @@ async def _unless_gone(request: web.Request, work: Coroutine[Any, Any, _T]) -> _
 
 
 async def _unless_raises(watch: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work``, or raise what the watcher raises first."""
+    """Await ``work``; raises the exception of ``watch`` if it ends first."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
