@@ -128,14 +128,14 @@ def _plan(config: EngineConfig) -> list[Finding]:
     window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
     unsupported_reason = graphs_unsupported(device, choice.kernels, model.own, expert_kernels)
     if config.decode_graph_rows == 0:
-        unsupported_reason = "asked for"
+        unsupported_reason = "decode_graph_rows is 0"
     captured = f"{config.graph_rows} rows"
     if model.blocks is not None:
         captured = f"{config.round_rows(model.blocks.size)} blocks"
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         *blocks,
-        Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
+        Finding("device", f"{device} ({'configured' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
         Finding("operations", operations),
         *experts,

@@ -61,12 +61,12 @@ async def _serve(options: argparse.Namespace) -> int:
     config = read_settings(ServerConfig, options)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    hurry: list[asyncio.Task[None]] = []
+    aborting: list[asyncio.Task[None]] = []
 
     def signalled() -> None:
         """The first signal drains the server; the second one aborts running requests."""
         if stop.is_set() and not starting_up:
-            hurry.append(loop.create_task(engine.aclose()))
+            aborting.append(loop.create_task(engine.aclose()))
         stop.set()
 
     starting_up = True
@@ -90,7 +90,7 @@ async def _serve(options: argparse.Namespace) -> int:
         await serve(engine, config, stop=stop, ready=ready)
     finally:
         stopped.cancel()
-        await asyncio.gather(engine.aclose(), *hurry)
+        await asyncio.gather(engine.aclose(), *aborting)
     return 0
 
 

@@ -141,7 +141,7 @@ def parse_chat(raw: bytes, served: Served) -> Call:
     logprobs = (0 if top is None else top) if _flag(body, "logprobs") else None
     tools = parse_tools(body)
     if tools is not None:
-        kwargs = {**(kwargs or {}), "tools": [each.offer() for each in tools.functions]}
+        kwargs = {**(kwargs or {}), "tools": [each.for_template() for each in tools.functions]}
     call = _call("chatcmpl", body, served, [messages], logprobs, kwargs)
     params, answer = served.chat.apply(call.params, tools)
     return replace(call, params=params, answer=answer)

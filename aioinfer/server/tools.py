@@ -27,7 +27,7 @@ class Function:
     parameters: dict[str, Any]
     strict: bool
 
-    def offer(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """The function in the form of chat templates."""
         offered = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {k: v for k, v in offered.items() if v is not None}}

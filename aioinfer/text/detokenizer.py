@@ -29,7 +29,7 @@ _CONTEXT = 6
 #: A character has at most four bytes, so an incomplete one has at most three tokens or U+FFFD.
 _UNFINISHED = 3
 #: Tokens held back for whole characters; more than this are invalid bytes.
-_PATIENCE = 12
+_MAX_HELD = 12
 
 
 class Detokenizer(Protocol):
@@ -56,7 +56,7 @@ class OffsetDetokenizer:
     On release the held tokens become the next context, which therefore starts with a whole character.
     """
 
-    __slots__ = ("_decode", "_known", "_said", "_window")
+    __slots__ = ("_context_text", "_decode", "_num_context", "_window")
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int]) -> None:
         """``decode`` keeps or omits special tokens, as the output does."""
@@ -68,58 +68,58 @@ class OffsetDetokenizer:
         window.append(token_id)
         text = self._decode(window)
         if text.endswith(_REPLACEMENT):
-            return self._release_broken(text) if len(window) - self._known > _PATIENCE else ""
-        new = self._unsaid(text, window)
+            return self._release_broken(text) if len(window) - self._num_context > _MAX_HELD else ""
+        new = self._unreleased(text, window)
         if new:
             # Behind an incomplete character, the first of these tokens may be its last bytes only.
-            whole = self._said.endswith(_REPLACEMENT)
-            self._use_context(window if whole else window[self._known :])
-        elif len(window) - self._known > _PATIENCE:
+            whole = self._context_text.endswith(_REPLACEMENT)
+            self._use_context(window if whole else window[self._num_context :])
+        elif len(window) - self._num_context > _MAX_HELD:
             # Some decoders omit an incomplete character. This many tokens without text are not one: they are
             # omitted special tokens, or ids outside the vocabulary.
-            del window[self._known]
+            del window[self._num_context]
         return new
 
     def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
-        window = [*(self._window[: self._known] if apart else self._window), *token_ids]
-        return self._unsaid(self._decode(window), window)
+        window = [*(self._window[: self._num_context] if apart else self._window), *token_ids]
+        return self._unreleased(self._decode(window), window)
 
     def finish(self) -> str:
         window = self._window
-        new = self._unsaid(self._decode(window), window) if len(window) > self._known else ""
+        new = self._unreleased(self._decode(window), window) if len(window) > self._num_context else ""
         self._use_context([])
         return new
 
     @property
     def context(self) -> list[int] | None:
         """The tokens from which the next one can be decoded, or None while text is held back."""
-        open_end = len(self._window) > self._known or self._said.endswith(_REPLACEMENT)
+        open_end = len(self._window) > self._num_context or self._context_text.endswith(_REPLACEMENT)
         return None if open_end else self._window
 
     def _use_context(self, tokens: list[int]) -> None:
         self._window = tokens
-        #: number of context tokens in the window, and their text
-        self._known = len(tokens)
-        self._said = self._decode(tokens)
+        #: number of context tokens in the window, and their released text
+        self._num_context = len(tokens)
+        self._context_text = self._decode(tokens)
 
-    def _unsaid(self, text: str, window: list[int]) -> str:
+    def _unreleased(self, text: str, window: list[int]) -> str:
         """The part of ``text``, the text of ``window``, that was not released."""
-        said = self._said
-        if text.startswith(said):
-            return text[len(said) :]
-        if said.endswith(_REPLACEMENT):
-            return text[_common(said, text) :]
-        return self._decode(window[self._known :])
+        released = self._context_text
+        if text.startswith(released):
+            return text[len(released) :]
+        if released.endswith(_REPLACEMENT):
+            return text[_common(released, text) :]
+        return self._decode(window[self._num_context :])
 
     def _release_broken(self, text: str) -> str:
         """Release the text that no further byte can change, and shorten the window."""
-        unsaid = self._unsaid(text, self._window)
-        settled = _without_unfinished(unsaid)
-        held = len(unsaid) - len(settled)
-        self._window = self._window[-_PATIENCE:]
-        self._known = _PATIENCE - _UNFINISHED
+        unreleased = self._unreleased(text, self._window)
+        settled = _without_unfinished(unreleased)
+        held = len(unreleased) - len(settled)
+        self._window = self._window[-_MAX_HELD:]
+        self._num_context = _MAX_HELD - _UNFINISHED
         shown = self._decode(self._window)
-        self._said = shown[: max(0, len(shown) - held)]
+        self._context_text = shown[: max(0, len(shown) - held)]
         return settled
 
 
@@ -158,7 +158,7 @@ class DecodeStreamDetokenizer:
             # The library raises the bare Exception here.
             return self._take_over()
         if text is None:
-            return self._take_over() if len(held) > _PATIENCE else ""
+            return self._take_over() if len(held) > _MAX_HELD else ""
         self._last = held
         self._held = []
         return text
