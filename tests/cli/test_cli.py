@@ -25,7 +25,7 @@ def test_generate_streams_an_answer() -> None:
     assert "tokens/s" in done.stderr
 
 
-def test_a_model_that_is_not_there_is_one_clear_line() -> None:
+def test_a_missing_model_is_one_clear_line() -> None:
     done = run("generate", "x", "--model", "/nowhere")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Answers mean the same, whole or streamed, however they are cut."""
+"""Answers are the same whole and streamed, however they are split."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMATS = [
 
 
 def from_deltas(answer: AnswerFormat, parts: list[str]) -> tuple[dict[str, Any], str]:
-    """The message that a client makes of the deltas, and the finish reason."""
+    """The message that a client assembles from the deltas, and the finish reason."""
     reader = answer.reader()
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     for at, part in enumerate(parts):
@@ -74,7 +74,9 @@ def check(answer: AnswerFormat, text: str, parts: list[str]) -> None:
 
 @given(answer=st.sampled_from(FORMATS), pieces=st.lists(st.sampled_from(PIECES), max_size=12), data=st.data())
 @settings(max_examples=500, deadline=None)
-def test_any_cuts_give_the_same_message(answer: AnswerFormat, pieces: list[str], data: st.DataObject) -> None:
+def test_the_message_does_not_depend_on_the_split(
+    answer: AnswerFormat, pieces: list[str], data: st.DataObject
+) -> None:
     text = "".join(pieces)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     check(answer, text, [text[low:high] for low, high in itertools.pairwise([0, *cuts, len(text)])])
@@ -86,7 +88,7 @@ def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     answer = AnswerFormat(Hermes, reasoning)
     text = f"<think>\nI call\n{ROME}\n</think>\n\nOne moment.\n{ROME}"
     message, reason = whole(answer, text)
-    # What is only thought of is not called.
+    # A call within the reasoning is not a call.
     assert message["reasoning_content"] == f"I call\n{ROME}"
     assert message["content"] == "One moment."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
@@ -105,7 +107,7 @@ def test_an_answer_longer_than_a_piece() -> None:
     check(answer, text, [text])
 
 
-def test_who_offers_no_tools_gets_text() -> None:
+def test_without_tools_calls_are_text() -> None:
     parser: type[ToolCallParser] | None = None
     for reasoning in REASONING_PARSERS.values():
         message, reason = whole(AnswerFormat(parser, reasoning), f"</think>{ROME}")

@@ -1,4 +1,4 @@
-"""A diffusion model behind the server: what a body may say, drafts and step maps through a real client."""
+"""A diffusion model behind the server: body fields, drafts and step maps through a real client."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_a_strict_client_reads_drafts_between_the_deltas(
         assert 0 <= draft["start"] <= 30 - len(draft["token_ids"])
 
 
-async def test_completions_have_them_too_and_nobody_who_does_not_ask(serving: Serving) -> None:
+async def test_completions_have_drafts_on_request_only(serving: Serving) -> None:
     ask = {**ASK, "prompt": "abc", "extra_body": {**EXTRA, "diffusion": {"draft": True, "step_map": True}}}
     async with serving(device=device()) as served, served.client(strict=False) as client:
         whole = await client.completions.create(**ask)
@@ -115,7 +115,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
-async def test_what_cannot_be_done_is_a_400_that_says_so(serving: Serving) -> None:
+async def test_unsupported_diffusion_fields_are_a_400(serving: Serving) -> None:
     async with serving(device=device()) as served, served.client() as client:
 
         async def refusal(**body: Any) -> Any:
@@ -141,7 +141,7 @@ async def test_what_cannot_be_done_is_a_400_that_says_so(serving: Serving) -> No
             assert len(answer.choices[0].logprobs.content or ()) == 30
 
 
-async def test_a_model_that_writes_token_after_token_takes_no_diffusion(serving: Serving) -> None:
+async def test_an_autoregressive_model_refuses_diffusion_fields(serving: Serving) -> None:
     async with serving() as served, served.client() as client:
         with pytest.raises(openai.BadRequestError, match="not a diffusion model") as caught:
             await client.chat.completions.create(**ASK, messages=CHAT, extra_body={"diffusion": {}})
@@ -162,7 +162,7 @@ def test_fields_of_a_body_override_the_models_defaults() -> None:
     assert parsed(None, own).params.diffusion == own.diffusion
 
 
-def test_what_a_model_recommends_and_cannot_do_refuses_nothing(tmp_path: Path) -> None:
+def test_unsupported_recommendations_of_a_model_are_dropped(tmp_path: Path) -> None:
     stated = {"repetition_penalty": 1.2, "temperature": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     config = EngineConfig(model=str(tmp_path))
