@@ -434,7 +434,7 @@ def _check_type(name: str, value: Any, options: tuple[Any, ...]) -> None:
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return
     if isinstance(value, bool) and bool not in kinds:
-        raise ConfigError(f"{name} must not be a truth value, got {value!r}")
+        raise ConfigError(f"{name} must not be true or false, got {value!r}")
     if isinstance(value, kinds) or (not isinstance(value, bool) and value in options):
         return
     wanted = ", ".join(getattr(option, "__name__", repr(option)) for option in options)

@@ -235,7 +235,7 @@ def _texts(field: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
         if not isinstance(string, str) or not string:
             raise InvalidRequest(field, f"must be non-empty strings, got {string!r}")
         if len(string) > longest:
-            raise InvalidRequest(field, f"strings may have {longest} characters, got {len(string)}")
+            raise InvalidRequest(field, f"strings may have at most {longest} characters, got {len(string)}")
     return strings
 
 

@@ -105,7 +105,7 @@ class BadWordsBackend:
     """Fills the masks of :class:`BadWordsMatcher`. It compiles nothing."""
 
     def compile(self, grammar: Grammar) -> Matcher:
-        raise InvalidRequest("grammar", "is not made of bad words")
+        raise InvalidRequest("grammar", "cannot be compiled from bad words")
 
     def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
         for matcher, mask in zip(matchers, masks, strict=True):

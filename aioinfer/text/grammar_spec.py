@@ -34,4 +34,6 @@ class Grammar:
         if not isinstance(self.source, str):
             raise InvalidRequest("grammar", "must be given as text")
         if len(self.source) > _MAX_GRAMMAR:
-            raise InvalidRequest("grammar", f"may have {_MAX_GRAMMAR} characters, got {len(self.source)}")
+            raise InvalidRequest(
+                "grammar", f"may have at most {_MAX_GRAMMAR} characters, got {len(self.source)}"
+            )

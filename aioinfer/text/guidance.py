@@ -81,7 +81,7 @@ class GuidanceBackend:
             case "json_schema":
                 schema = json.loads(grammar.source)
                 if not isinstance(schema, (dict, bool)):
-                    raise ValueError("a schema is an object")
+                    raise ValueError("must be an object")
                 check_depth(schema)
                 text = library.grammar_from_json_schema(grammar.source, JSON_OPTIONS)
             case "json_object":
@@ -91,7 +91,7 @@ class GuidanceBackend:
             case "choice":
                 choices = json.loads(grammar.source)
                 if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
-                    raise ValueError("choices are a non-empty list of non-empty texts")
+                    raise ValueError("must be a non-empty list of non-empty texts")
                 text = library.grammar_from_lark("start: " + " | ".join(map(_lark_literal, choices)))
             case "lark":
                 text = library.grammar_from_lark(_lark(grammar.source) + _NO_FORCING)

@@ -133,7 +133,7 @@ def check_pattern(source: str) -> regex.Pattern[str]:
         raise ValueError("takes too long on the empty text") from None
     except Exception as error:
         # The library raises several types for malformed patterns.
-        raise ValueError(f"is no regular expression: {error}") from None
+        raise ValueError(f"is not a regular expression: {error}") from None
     if pattern.flags & regex.REVERSE:
         raise ValueError("searches backwards")
     if empty is not None:
