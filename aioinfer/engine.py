@@ -436,7 +436,6 @@ class Engine:
         assert driver is not None
         return EngineStats.of(
             scheduler,
-            self.timeline,
             output_tokens=self._started_core().output_tokens,
             state=self._state.value,
             paused=driver.paused,
@@ -444,6 +443,7 @@ class Engine:
             steps_in_flight=driver.steps_in_flight,
             failed_checks=driver.failed_checks,
             stalled=driver.stalled if self._loop is not None else 0.0,
+            timeline=self.timeline,
         )
 
     @property

@@ -103,7 +103,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     )
     choice = choose_attention(device, model.head_dim, model.dtype, config.attention_backend)
     layers = choose_layers(choice, model.inner_sizes)
-    operations = "transformers"
+    operations = "transformers' own"
     if model.own:
         operations = f"{'torch' if layers.kernels == 'sdpa' else layers.kernels}: {layers.reason}"
     sampling = choose_sampling(device, config.sampling_backend)
@@ -128,14 +128,14 @@ def _plan(config: EngineConfig) -> list[Finding]:
     window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
     unsupported_reason = graphs_unsupported(device, choice.kernels, model.own, expert_kernels)
     if config.decode_graph_rows == 0:
-        unsupported_reason = "decode_graph_rows is 0"
+        unsupported_reason = "asked for"
     captured = f"{config.graph_rows} rows"
     if model.blocks is not None:
         captured = f"{config.round_rows(model.blocks.size)} blocks"
     return [
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         *blocks,
-        Finding("device", f"{device} ({'configured' if config.device != 'auto' else 'auto'})"),
+        Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{choice.kernels}: {choice.reason}"),
         Finding("operations", operations),
         *experts,
@@ -150,7 +150,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
 def _check_promises(
     config: EngineConfig, model: Prospect, attention: str, layers: Choice, experts: str | None
 ) -> None:
-    """Raises ConfigError for settings that require native kernels."""
+    """Raises ConfigError for what only native kernels do."""
     from aioinfer.model.layers import check_quantization, why_variant
 
     check_quantization(layers if model.own else None, model.architecture, config.quantization)

@@ -121,7 +121,7 @@ class EngineStats:
         return self.output_tokens / self.rounds if self.rounds else 0.0
 
     @classmethod
-    def of(cls, scheduler: Scheduler, timeline: Timeline, **given: Any) -> EngineStats:
+    def of(cls, scheduler: Scheduler, *, timeline: Timeline, **given: Any) -> EngineStats:
         """The gauges and counters of a scheduler and a timeline; ``given`` are the fields of the engine."""
         gauges = {
             item.name: item.metadata["read"](scheduler, timeline)

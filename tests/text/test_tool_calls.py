@@ -124,7 +124,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     data=st.data(),
 )
 @settings(deadline=None)
-def test_arguments_are_returned_unchanged(
+def test_any_arguments_come_back_as_they_were_written(
     calls: list[tuple[str, dict[str, Any]]], indent: int | None, ascii_only: bool, data: st.DataObject
 ) -> None:
     written = [
@@ -143,7 +143,9 @@ def cut(text: str, data: st.DataObject) -> list[str]:
 
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=20), data=st.data())
 @settings(max_examples=1000, deadline=None)
-def test_any_text_is_kept_however_it_is_split(pieces: list[str], data: st.DataObject) -> None:
+def test_whatever_comes_nothing_is_lost_and_the_cuts_do_not_matter(
+    pieces: list[str], data: st.DataObject
+) -> None:
     text = "".join(pieces)
     content, calls = got = parse(cut(text, data))
     assert got == parse(list(text)) == parse([text])
@@ -172,7 +174,7 @@ LONG = "x" * 2000
 )
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_a_call_that_exceeds_a_limit_is_content(text: str, data: st.DataObject) -> None:
+def test_what_takes_too_long_to_become_a_call_is_content(text: str, data: st.DataObject) -> None:
     assert parse(cut(text, data)) == parse([text]) == (text, [])
 
 
