@@ -162,7 +162,7 @@ class DiffusionParams:
         edit_threshold: a written token is replaced by one proposed with more confidence than this, in
             [0, 1].
         max_post_edits: maximum forwards that edit a full block.
-        penalty: subtracted from the logit of the token at the previous position, in [0, 100].
+        penalty: subtracted at each position from the logit of the previous position's token, in [0, 100].
         factor: Fast-dLLM's bound on the tokens written in one round, in (0, 1000]; a larger factor allows
             more of them, and 1 is the bound of the paper.
         entropy_bound: maximum sum of the entropies of the tokens written in one round, its last token
