@@ -265,7 +265,7 @@ def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
     """The parameters of choice ``number``: its seed differs, so that the choices differ."""
     if params.seed is None:
         return params
-    # A copy skips __post_init__: checking large parameters again for 128 choices takes about a second.
+    # A copy skips __post_init__: checking large parameters again for 128 choices would block the event loop.
     other = copy.copy(params)
     object.__setattr__(other, "seed", (params.seed + number) % 2**63)
     return other

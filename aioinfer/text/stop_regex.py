@@ -30,8 +30,8 @@ class StopRegex:
     """Searches for the patterns, and for plain strings next to them, after every piece of text.
 
     Of several matches the one that ends first wins, of equals the one that begins first. A pattern is matched
-    against the text so far: ``a+`` matches the first ``a`` of a piece that ends with it, ``$`` is the end of
-    the text so far. A possible prefix of a match, according to the library's partial matching, is held back,
+    against the text so far: ``a+`` matches a single ``a`` at the end of a piece, ``$`` is the end of that
+    text. A possible prefix of a match, according to the library's partial matching, is held back,
     up to the last 1,024 characters. (Partial matching ignores the characters that an approximate pattern may
     skip before its first one, so they can be released before a match.)
     """

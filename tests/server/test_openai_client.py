@@ -117,7 +117,7 @@ async def test_n_choices_differ_when_sampled_and_repeat_with_their_seed(serving:
 
 
 def test_the_parameters_of_further_choices_are_not_checked_again() -> None:
-    """Checking large parameters 128 times would block the loop for a second."""
+    """Checking large parameters 128 times would block the event loop."""
     body = {"prompt": "abc", "n": 3, "seed": 2**63 - 1, "logit_bias": {"5": 1}}
     call = parse_completion(json.dumps(body).encode(), Served("toy", SamplingParams()))
     chosen = [params for _, params in call.choices()]
