@@ -1,7 +1,7 @@
 """aioinfer: a language-model inference engine that lives inside an asyncio program.
 
-Names are loaded on first use: importing the package costs milliseconds, imports no torch and changes
-nothing global.
+Names are loaded on first use: importing the package takes milliseconds, does not import torch and changes
+no global state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Silent unless the application listens; the root logger is the application's.
+# No output unless the application configures logging; the root logger belongs to the application.
 logging.getLogger("aioinfer").addHandler(logging.NullHandler())
 
 _HOME = {

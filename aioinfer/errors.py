@@ -1,20 +1,20 @@
-"""Every exception that aioinfer raises on purpose.
+"""The exceptions of aioinfer.
 
     AioInferError
-    ├── ConfigError          (ValueError)    a field of a config is wrong or cannot be met
-    ├── RequestError                         one request is at fault or was ended; the engine goes on
-    │   ├── InvalidRequest   (ValueError)    refused before queueing; ``.field`` names the argument
+    ├── ConfigError          (ValueError)    a field of a config is invalid or not supported here
+    ├── RequestError                         one request failed or was ended; the engine continues
+    │   ├── InvalidRequest   (ValueError)    refused before it is queued; ``.field`` names the argument
     │   ├── Rejected                         the queue is full; ``.retry_after`` seconds
     │   ├── TimedOut         (TimeoutError)  a waiting or running deadline passed; ``.phase``
-    │   └── Cancelled                        somebody else ended the request (``Engine.abort``)
+    │   └── Cancelled                        the request was ended by ``Engine.abort``
     └── EngineError                          the engine could not serve the request
         ├── StepFailed                       the step that held the request raised; see ``__cause__``
-        ├── EngineFailed                     the engine or its device is lost; see ``__cause__``
-        ├── OutOfMemory                      the model, its KV pages or a step do not fit
+        ├── EngineFailed                     the engine or its device has failed; see ``__cause__``
+        ├── OutOfMemory                      the model, its KV pages or a step exceed the memory
         ├── EngineClosed                     not started, draining or closed
         └── WrongLoop        (RuntimeError)  used from another event loop or thread
 
-``asyncio.CancelledError`` is never replaced: a cancelled caller sees exactly that.
+``asyncio.CancelledError`` is never replaced: a cancelled caller receives it unchanged.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = [
 
 
 class AioInferError(Exception):
-    """Base of everything below."""
+    """Base class of all exceptions of aioinfer."""
 
 
 class ConfigError(AioInferError, ValueError):
-    """A configuration value is wrong, or the machine or model cannot meet it."""
+    """A configuration value is invalid, or this machine or model does not support it."""
 
 
 class RequestError(AioInferError):
-    """One request is at fault or was ended; every other request goes on."""
+    """One request failed or was ended; other requests are not affected."""
 
 
 class InvalidRequest(RequestError, ValueError):
-    """An argument was refused before the request was queued.
+    """An argument is invalid; raised before the request is queued.
 
-    ``field`` is the name of the offending argument (``"temperature"``, ``"prompt"``, ...).
+    ``field`` is the name of the argument (``"temperature"``, ``"prompt"``, ...).
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -61,7 +61,7 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class Rejected(RequestError):
-    """The engine has as many queued requests or tokens as it accepts. Try again in ``retry_after`` s."""
+    """The queue is full, in requests or in tokens. Retry after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class TimedOut(RequestError, TimeoutError):
 
 
 class Cancelled(RequestError):
-    """The request was aborted by somebody other than its consumer."""
+    """The request was aborted by a caller other than its consumer."""
 
 
 class EngineError(AioInferError):
@@ -86,16 +86,16 @@ class EngineError(AioInferError):
 
 
 class StepFailed(EngineError):
-    """The step that computed this request raised; ``__cause__`` is the device's own exception."""
+    """The step that computed this request raised; ``__cause__`` is the device's exception."""
 
 
 class EngineFailed(EngineError):
-    """The engine or its device is lost for good; ``__cause__`` says why."""
+    """The engine or its device has failed permanently; ``__cause__`` is the reason."""
 
 
 class OutOfMemory(EngineError):
-    """The model or its KV pages do not fit into the memory there is; or a request was in a step that did not,
-    was tried again in smaller ones, and ran out of memory again before it had another token."""
+    """The model or its KV pages exceed the memory; or a request's step ran out of memory, and the smaller
+    steps of its retry did so again before the request had another token."""
 
 
 class EngineClosed(EngineError):
@@ -103,4 +103,4 @@ class EngineClosed(EngineError):
 
 
 class WrongLoop(EngineError, RuntimeError):
-    """The engine belongs to another event loop than the one running here."""
+    """The engine belongs to another event loop than the running one."""

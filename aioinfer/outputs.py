@@ -1,4 +1,4 @@
-"""What a caller gets back: chunks while streaming, one result at the end."""
+"""Outputs of a request: chunks while streaming, one result at the end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 __all__ = ["Chunk", "Draft", "FinishReason", "RequestMetrics", "Result", "TokenLogprob", "Usage"]
 
-#: Why an output ended: an end token, stop token or stop string; the length; or an abort.
+#: Why an output ended: at an end token, stop token or stop string; at its maximum length; by an abort.
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request, counted as OpenAI's API counts them."""
+    """Token counts of one request, as in OpenAI's API."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -27,9 +27,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request in seconds on the engine's clock; ``None`` where it never got that far.
+    """Times of one request in seconds of the engine's clock; ``None`` for a state that it did not reach.
 
-    ``token_times`` has one entry per token of the output: when the loop learnt of it.
+    ``token_times`` has one entry per output token: when the loop read it.
     """
 
     arrival: float
@@ -39,68 +39,68 @@ class RequestMetrics:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from arrival to the first token."""
+        """Time to first token: seconds from arrival to the first token."""
         return self.token_times[0] - self.arrival if self.token_times else None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely a token was: natural logarithm of the model's own probability, before temperature,
-    filters, penalties and grammars."""
+    """The natural logarithm of a token's probability, before temperature, filters, penalties and
+    grammars."""
 
     token_id: int
     logprob: float
-    #: the likeliest tokens in order, as (id, logprob); as many as were asked for
+    #: the requested number of most likely tokens in descending order, as (id, logprob)
     top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a diffusion model has so far of the tokens behind those that are final. It may change.
+    """A diffusion model's provisional tokens behind the final ones.
 
-    It is of what follows its chunk, and the next chunk replaces it, also one that has none. It ends where the
-    output would: with an end token that is known already, or at its greatest length.
+    A draft follows its chunk; the next chunk replaces it, even if that chunk has no draft. It ends where the
+    output would: at an end token that is already known, or at the maximum length.
     """
 
-    #: index of its first token in the output
+    #: index of the draft's first token in the output
     start: int
-    #: None where nothing is known yet
+    #: one id per position, None for an unknown one
     token_ids: tuple[int | None, ...]
-    #: what follows the text of the stream so far: what of it is held back for a stop string, and these
-    #: tokens, a light shade (U+2591) for each that is not known. Text of end tokens and special ones is in it
-    #: where it would be in the output. Stop strings are not looked for
+    #: the text behind the stream's text so far: text held back for a stop string, then these tokens, with a
+    #: light shade (U+2591) for each unknown one. The text of end tokens and special tokens is included if the
+    #: output would include it. Stop strings are not searched
     text: str = ""
-    #: by token, the round of its block that wrote it; None where nothing is known yet
+    #: for each token, the round of its block that wrote it; None for an unknown one
     step_map: tuple[int | None, ...] = ()
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What became available since the last chunk of the same stream; its consumer's own.
+    """The output since the previous chunk of the same stream. The consumer owns it.
 
-    Concatenated texts equal the final text, concatenated ids the final ids. The last chunk of a stream,
-    and only that one, carries ``finish_reason`` and ``usage``. A slow reader gets fewer, larger chunks.
+    Concatenated texts equal the final text, concatenated ids the final ids. Only the last chunk of a stream
+    has ``finish_reason`` and ``usage``. A slow reader receives fewer, larger chunks.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    #: the stop string or stop token id that ended the output, if one did
+    #: the stop string or stop token id that ended the output, if any
     stop_reason: str | int | None = None
     usage: Usage | None = None
-    #: one entry per id, if logprobs were asked for
+    #: one entry per id, if logprobs were requested
     logprobs: list[TokenLogprob] | None = None
-    #: of a diffusion model, by id: the round of its block that wrote it
+    #: diffusion models: for each id, the round of its block that wrote it, from 0 on
     step_map: list[int] | None = None
-    #: the newest draft of what follows, where drafts were asked for and there is one. A chunk may hold
-    #: nothing else, or ids whose text is held back
+    #: the newest draft, if drafts were requested and one exists. A chunk can consist of a draft only, or of
+    #: ids whose text is held back
     draft: Draft | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """A finished generation. ``token_ids`` holds every sampled token, the stop included; ``text`` ends
-    before the stop unless ``include_stop`` asked for it."""
+    before the stop unless ``include_stop`` is set."""
 
     text: str
     token_ids: list[int]
@@ -108,11 +108,11 @@ class Result:
     usage: Usage
     stop_reason: str | int | None = None
     metrics: RequestMetrics | None = field(default=None, compare=False)
-    #: one entry per id, if logprobs were asked for
+    #: one entry per id, if logprobs were requested
     logprobs: list[TokenLogprob] | None = None
-    #: the prompt as the model read it
+    #: the tokenized prompt
     prompt_token_ids: Sequence[int] = field(default=(), compare=False)
-    #: of a diffusion model, by id: the round of its block that wrote it, counted from 0
+    #: diffusion models: for each id, the round of its block that wrote it, from 0 on
     step_map: list[int] | None = None
-    #: one entry per token of the prompt, the first being None, if they were asked for
+    #: one entry per prompt token, None for the first, if they were requested
     prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -1,4 +1,4 @@
-"""What a caller may ask of one generation."""
+"""Parameters of one generation."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ _MAX_ROUNDS = 4096
 class SamplingParams:
     """Sampling, length and stopping of one request; names as in OpenAI's API and vLLM.
 
-    Every field is checked on construction; :class:`~aioinfer.errors.InvalidRequest` names the bad one.
+    Every field is checked on construction; :class:`~aioinfer.errors.InvalidRequest` names an invalid one.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of tokens whose probability reaches this mass, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        min_p: keep tokens at least this fraction as likely as the likeliest, in [0, 1].
-        seed: the noise of this request; the same prompt, parameters and seed give the same tokens
-            whatever else is running. ``None`` draws one from the engine's seed.
-        max_tokens: at most this many new tokens; ``None`` is up to the model's context.
+        min_p: keep tokens with at least this fraction of the maximum probability, in [0, 1].
+        seed: seed of the sampling noise; the same prompt, parameters and seed give the same tokens in any
+            batch. ``None`` draws a seed from the engine's seed.
+        max_tokens: at most this many new tokens; ``None``: up to the model's context length.
         min_tokens: end-of-sequence and stop tokens cannot be sampled before this many new tokens.
-        stop: strings that end the output; the output stops before the first of them.
+        stop: strings that end the output; its text ends before the first match.
         stop_regex: regular expressions (of the ``regex`` package) that end the output like ``stop``; the
-            text so far is searched after every token, a match has at most 1,024 characters, and a pattern
-            that takes milliseconds for that fails its request.
-        stop_token_ids: token ids that end the output, besides the model's own end tokens.
-        ignore_eos: the model's own end tokens do not end the output.
+            text so far is searched after every token, a match has at most 1,024 characters, and a request
+            fails if its patterns need more than 5 ms of CPU time per token.
+        stop_token_ids: token ids that end the output, in addition to the model's end tokens.
+        ignore_eos: the model's end tokens do not end the output.
         repetition_penalty: > 0; above 1 discourages tokens seen in prompt or output (CTRL, 2019).
         presence_penalty: subtracted once from tokens seen in the output, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
-        skip_special_tokens: leave special tokens out of the text.
-        logit_bias: added to the logits of these token ids, in [-100, 100], before anything else.
-        allowed_token_ids: nothing but these can be sampled, end tokens included; ``None`` allows all.
-        logprobs: report how likely each token was, and so many of the likeliest ones (0 to 20) with it.
-        prompt_logprobs: the same for the tokens of the prompt. The prefix cache is not used for them.
-        grammar: what the output must look like; needs the extra ``aioinfer[structured]``.
-        bad_words: what the output must not contain: texts, each as the tokenizer spells it at the start of
-            an output and after a space, or sequences of token ids. Other spellings of a text pass.
+        skip_special_tokens: omit special tokens from the text.
+        logit_bias: token id -> value in [-100, 100] added to its logit, before all other processing.
+        allowed_token_ids: only these tokens can be sampled, end tokens included; ``None`` allows all.
+        logprobs: report the logprob of each token and of this many most likely ones (0 to 20).
+        prompt_logprobs: the same for the tokens of the prompt. Requests with it do not read the prefix cache.
+        grammar: constraint on the output; needs the extra ``aioinfer[structured]``.
+        bad_words: excluded from the output: texts, each as tokenized at the start of an output and after a
+            space, or sequences of token ids. Other tokenizations of a text pass.
         diffusion: how blocks are denoised; for diffusion models.
         include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
             output text.
@@ -106,7 +106,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
         if self.logit_bias is not None:
-            # None of them is the same as not to ask, also for models that know no biases.
+            # An empty mapping is no bias, also for models that do not support biases.
             object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias) or None)
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, _MAX_ALLOWED_IDS)
@@ -131,17 +131,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """The likeliest token is always taken."""
+        """The most likely token is always sampled."""
         return self.temperature == 0.0
 
     @property
     def masked(self) -> bool:
-        """What may come next depends on the tokens before it."""
+        """The tokens that may come next depend on the tokens before them."""
         return self.grammar is not None or bool(self.bad_words)
 
     @property
     def penalised(self) -> bool:
-        """Any of the three penalties changes the logits."""
+        """At least one of the three penalties changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -149,23 +149,25 @@ class SamplingParams:
 class DiffusionParams:
     """How the blocks of one request are denoised, for diffusion language models.
 
-    What is ``None`` is up to the algorithm; its class, in :mod:`aioinfer.diffusion.algorithms`, says which
-    of these it knows and what they are then. Temperature, filters and seed are those of SamplingParams. Every
-    field is checked on construction; :class:`~aioinfer.errors.InvalidRequest` names the bad one.
+    ``None`` is the algorithm's default; its class in :mod:`aioinfer.diffusion.algorithms` documents its
+    parameters and their defaults. Temperature, filters and seed are those of SamplingParams. Every field is
+    checked on construction; :class:`~aioinfer.errors.InvalidRequest` names an invalid one.
 
     Attributes:
         algorithm: ``low_confidence``, ``joint_threshold``, ``static_steps``, ``factor`` or ``entropy_bound``.
-        threshold: tokens proposed with more confidence than this are written together, in [0, 1]. At 1, one
-            token is written at a time.
-        steps: no more forwards than this to fill a block: where need be, tokens are written that the
-            algorithm would have left open. ``None`` is no limit.
-        edit_threshold: a token that is already written gives way to one proposed with more confidence than
-            this, in [0, 1].
-        max_post_edits: no more forwards than this change a block that is full.
-        penalty: taken off the logit of the token one position before, in [0, 100].
-        factor: how boldly to write tokens together, in (0, 1000]; 1 keeps within Fast-dLLM's bound.
-        entropy_bound: the nats of entropy to write together, in [0, 1000].
-        draft: chunks of the stream also tell what is known of the block that is being denoised.
+        threshold: tokens proposed with more confidence than this are written in the same round, in [0, 1].
+            At 1, each round writes one token.
+        steps: maximum forwards to fill a block: if necessary, a round writes more tokens than the algorithm
+            selects. ``None``: no limit.
+        edit_threshold: a written token is replaced by one proposed with more confidence than this, in
+            [0, 1].
+        max_post_edits: maximum forwards that edit a full block.
+        penalty: subtracted at each position from the logit of the previous position's token, in [0, 100].
+        factor: Fast-dLLM's bound on the tokens written in one round, in (0, 1000]; a larger factor allows
+            more of them, and 1 is the bound of the paper.
+        entropy_bound: maximum sum of the entropies of the tokens written in one round, its last token
+            excluded, in nats, in [0, 1000].
+        draft: chunks of the stream include the known tokens of the unfinished block.
     """
 
     algorithm: str = "low_confidence"
@@ -199,7 +201,7 @@ class DiffusionParams:
             _number("entropy_bound", self.entropy_bound, 0.0, 1000.0)
 
     def given(self) -> set[str]:
-        """The parameters that are not left to the algorithm."""
+        """The names of the parameters that are not None, except ``algorithm`` and ``draft``."""
         return {each.name for each in fields(self) if getattr(self, each.name) is not None} - {
             "algorithm",
             "draft",
@@ -209,7 +211,7 @@ class DiffusionParams:
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequest(field, f"must be a number, got {value!r}")
-    # So put, it refuses NaN too, and takes integers that no float can hold.
+    # This form also refuses NaN, and accepts integers that no float can hold.
     if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
         raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], got {value!r}")
@@ -223,7 +225,7 @@ def _integer(field: str, value: Any, low: int, high: int) -> None:
 
 
 def _texts(field: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
-    """One non-empty string or several."""
+    """One non-empty string or several, as a tuple."""
     if isinstance(given, (dict, int, float)):
         raise InvalidRequest(field, "must be text or a list of texts")
     strings = (given,) if isinstance(given, str) else tuple(given or ())
@@ -233,14 +235,14 @@ def _texts(field: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
         if not isinstance(string, str) or not string:
             raise InvalidRequest(field, f"must be non-empty strings, got {string!r}")
         if len(string) > longest:
-            raise InvalidRequest(field, f"strings may have {longest} characters, got {len(string)}")
+            raise InvalidRequest(field, f"strings may have at most {longest} characters, got {len(string)}")
     return strings
 
 
 def _check_patterns(patterns: Sequence[str]) -> None:
     if not patterns:
         return
-    from aioinfer.text.stop_regex import check_pattern  # few need the library
+    from aioinfer.text.stop_regex import check_pattern  # loads the regex library
 
     for pattern in patterns:
         try:

@@ -1,7 +1,7 @@
-"""Implementations found by file name: to add one, add a file to its folder.
+"""Implementations found by file name: to add an implementation, add a file to its folder.
 
 The file ``scheduling/policies/dfs_weight.py`` is the policy ``dfs_weight`` and defines ``DfsWeight``.
-Names are listed without importing anything, so that configs and parameters can be checked without torch.
+Listing the names imports none of the modules, so configs and parameters are checked without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def names(folder: str) -> tuple[str, ...]:
 
 
 def load(folder: str, name: str) -> type[Any]:
-    """The class that the module ``name`` of a folder is there for. Raises KeyError for an unknown name."""
+    """The class of the module ``name`` of a folder. Raises KeyError for an unknown name."""
     if name not in names(folder):
         raise KeyError(name)
     module = importlib.import_module(f"aioinfer.{folder.replace('/', '.')}.{name}")

@@ -1,4 +1,4 @@
-"""What importing, embedding and describing the package promises."""
+"""The package: imports without side effects, public names, configuration and parameters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_help_imports_no_torch() -> None:
         assert name in shown
 
 
-def test_the_public_names_are_there_and_no_others() -> None:
+def test_the_public_names() -> None:
     assert aioinfer.__all__ == sorted(aioinfer.__all__, key=lambda name: (not name.isupper(), name))
     for name in aioinfer.__all__:
         assert getattr(aioinfer, name).__name__ == name
@@ -77,7 +77,7 @@ def test_every_error_is_in_the_tree_that_the_docstring_draws() -> None:
         assert name in drawn
 
 
-def test_a_synchronous_model_leaves_torch_as_it_was() -> None:
+def test_a_synchronous_model_keeps_torchs_global_state() -> None:
     import torch
 
     before = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()
@@ -149,7 +149,7 @@ def test_settings_are_parsed_from_text() -> None:
         parse_setting(EngineConfig, "overlap_steps", "two")
 
 
-def test_a_server_open_to_the_world_needs_a_key() -> None:
+def test_a_public_host_needs_a_key() -> None:
     with pytest.raises(errors.ConfigError, match="loopback"):
         ServerConfig(host="0.0.0.0")
     assert ServerConfig(host="0.0.0.0", api_key="k").host == "0.0.0.0"
@@ -212,7 +212,7 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
         (16, False, (0, 4, 256)),
     ],
 )
-def test_what_a_config_leaves_open_is_decided_with_the_model(
+def test_unset_fields_are_resolved_with_the_model(
     block_size: int | None, asynchronous: bool, decided: tuple[int, int, int | None]
 ) -> None:
     def settings(config: EngineConfig) -> tuple[int | None, int | None, int | None]:

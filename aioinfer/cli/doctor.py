@@ -1,4 +1,4 @@
-"""Doctor: what this machine has, what a configuration would run on it, and why. Loads no weights."""
+"""Doctor: this machine, and what a configuration would run on it and why. Loads no weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "triton", "llguidance", "aio
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``fatal``: an engine with this configuration would not start."""
+    """One line of the report. ``fatal``: an engine with this configuration cannot start."""
 
     subject: str
     text: str
@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine(config: EngineConfig) -> list[Finding]:
-    """Everything found, in the order of reading. Raises nothing for what is wrong with the configuration."""
+    """The report, line by line. Errors of the configuration are findings, not exceptions."""
     findings = [
         Finding("aioinfer", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"),
         Finding("packages", ", ".join(map(_package, _PACKAGES))),
@@ -58,7 +58,7 @@ def _cpu() -> str:
     from aioinfer.execution.cores import cpu_quota, default_threads
 
     threads = default_threads(torch.get_num_threads(), cpu_quota())
-    text = f"{os.cpu_count()} cores, a thread each on {threads} of them, {_capability()}"
+    text = f"{os.cpu_count()} cores, one thread each on {threads} of them, {_capability()}"
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return f"{text}; {page * pages / 2**30:.1f} GiB of memory"
 
@@ -74,7 +74,7 @@ def _gpus() -> list[Finding]:
 
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        return [Finding("gpu", f"none that torch sees (built {built})")]
+        return [Finding("gpu", f"none visible to torch (built {built})")]
     found = []
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -84,7 +84,7 @@ def _gpus() -> list[Finding]:
 
 
 def _plan(config: EngineConfig) -> list[Finding]:
-    """What would run. Raises ConfigError."""
+    """What an engine would run. Raises ConfigError."""
     from aioinfer.execution.graphs import graphs_unsupported
     from aioinfer.execution.torch_device import pick_device
     from aioinfer.model.attention.choice import choose_attention
@@ -143,7 +143,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding(
             "decode graphs", f"none: {unsupported_reason}" if unsupported_reason else f"up to {captured}"
         ),
-        Finding("launching", f"{config.launch_mode}, window {window}"),
+        Finding("launching", f"{config.launch_mode}, overlap_steps {window}"),
     ]
 
 

@@ -1,7 +1,7 @@
 """The command line: ``aioinfer serve``, ``generate``, ``trace`` and ``doctor``.
 
-The only place of the package that handles signals, configures logging and chooses an event loop. Flags
-are made from the fields of the config dataclasses; ``--help`` imports no torch.
+The only module of the package that handles signals, configures logging and chooses an event loop. Flags
+are generated from the fields of the config dataclasses; ``--help`` does not import torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import shutil
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer import __version__
-from aioinfer.config import EngineConfig, ServerConfig, load_settings, parse_setting
+from aioinfer.config import GROUPS, EngineConfig, ServerConfig, load_settings, parse_setting, value_names
 from aioinfer.errors import AioInferError
 
 __all__ = ["add_settings", "main", "read_settings"]
@@ -60,12 +61,12 @@ async def _serve(options: argparse.Namespace) -> int:
     config = read_settings(ServerConfig, options)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    hurry: list[asyncio.Task[None]] = []
+    aborting: list[asyncio.Task[None]] = []
 
     def signalled() -> None:
-        """The first signal drains, the next one ends what is still running."""
+        """The first signal drains the server; the second one aborts running requests."""
         if stop.is_set() and not starting_up:
-            hurry.append(loop.create_task(engine.aclose()))
+            aborting.append(loop.create_task(engine.aclose()))
         stop.set()
 
     starting_up = True
@@ -89,7 +90,7 @@ async def _serve(options: argparse.Namespace) -> int:
         await serve(engine, config, stop=stop, ready=ready)
     finally:
         stopped.cancel()
-        await asyncio.gather(engine.aclose(), *hurry)
+        await asyncio.gather(engine.aclose(), *aborting)
     return 0
 
 
@@ -149,7 +150,7 @@ async def _trace(options: argparse.Namespace) -> int:
         print(f"aioinfer: {options.url}: {error}", file=sys.stderr)
         return 1
     except (KeyError, TypeError):
-        print(f"aioinfer: {options.url}: what came is not a trace", file=sys.stderr)
+        print(f"aioinfer: {options.url}: the response is not a trace", file=sys.stderr)
         return 1
     try:
         options.output.write_bytes(trace)
@@ -163,7 +164,7 @@ async def _trace(options: argparse.Namespace) -> int:
 def _banner(
     description: str, seconds: float, url: str, config: ServerConfig, engine_config: EngineConfig
 ) -> None:
-    """What somebody who has just started a server wants to know, and a line to paste."""
+    """Print model, URL and an example request."""
     name = config.served_model_name or engine_config.model_path.name
     body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
     key = ' -H "Authorization: Bearer $AIOINFER_API_KEY"' if config.api_key else ""
@@ -175,7 +176,7 @@ def _banner(
 
 
 class _Progress:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal; no output elsewhere."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -200,62 +201,111 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"aioinfer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP in OpenAI's protocol")
+    serve = _command(commands, "serve", "[MODEL]", "serve a model over HTTP in OpenAI's protocol")
     serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="model directory or bundled name")
-    add_settings(serve, EngineConfig)
-    add_settings(serve, ServerConfig)
     _add_common(serve)
+    add_settings(serve, EngineConfig, ServerConfig)
     serve.set_defaults(command=_serve)
 
-    generate = commands.add_parser("generate", help="stream one generation to the terminal")
-    generate.add_argument("prompt", help="what to ask")
+    generate = _command(commands, "generate", "PROMPT", "stream one generation to the terminal")
+    generate.add_argument("prompt", metavar="PROMPT", help="text or question")
     generate.add_argument("--raw", action="store_true", help="continue the prompt, without a chat template")
     generate.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
-    generate.add_argument("--max-tokens", type=int, default=512)
+    generate.add_argument("--max-tokens", type=int, default=512, help="maximum output (default: 512)")
     generate.add_argument("--stats", action="store_true", help="print tokens and speed to stderr")
     generate.set_defaults(model_argument=None)
-    add_settings(generate, EngineConfig)
     _add_common(generate)
+    add_settings(generate, EngineConfig)
     generate.set_defaults(command=_generate)
 
-    trace = commands.add_parser("trace", help="save what a running server did lately, step by step")
-    trace.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
+    trace = _command(commands, "trace", "[URL]", "save a running server's latest steps as a Chrome trace")
+    trace.add_argument(
+        "url",
+        nargs="?",
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="base URL of the server (default: http://127.0.0.1:8000)",
+    )
     trace.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
     trace.add_argument("--key", help="API key of the server")
     trace.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
     trace.set_defaults(command=_trace)
 
-    doctor = commands.add_parser("doctor", help="what would run here, with which kernels, and why")
+    doctor = _command(commands, "doctor", "[MODEL]", "report what would run on this machine, and why")
     doctor.add_argument("model_argument", nargs="?", metavar="MODEL", help="model directory or bundled name")
-    add_settings(doctor, EngineConfig)
     _add_common(doctor)
+    add_settings(doctor, EngineConfig)
     doctor.set_defaults(command=_doctor)
     return parser
 
 
+def _command(commands: Any, name: str, arguments: str, help: str) -> argparse.ArgumentParser:
+    """A subcommand. Its usage line names no flags: they follow in groups."""
+    usage = f"aioinfer {name} [OPTIONS] {arguments}"
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=f"{help[0].upper()}{help[1:]}.", usage=usage, formatter_class=_Formatter
+    )
+    return parser
+
+
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, help="YAML file with any of these settings")
-    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    levels = ["debug", "info", "warning", "error"]
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with any of these settings")
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=levels,
+        metavar="LEVEL",
+        help=f"{'|'.join(levels)} (default: warning)",
+    )
 
 
-def add_settings(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
-    """One flag per field of a config dataclass; unset flags leave no trace."""
+def add_settings(parser: argparse.ArgumentParser, *classes: type[Any]) -> None:
+    """One flag per field of the config dataclasses, in the groups of the fields.
+
+    A flag that is not given is absent from the namespace. A name that two classes share is one flag.
+    """
     known = {action.dest for action in parser._actions}
-    group = parser.add_argument_group(cls.__name__)
-    for item in dataclasses.fields(cls):
-        if item.name in known:
+    fields = {}
+    for cls in classes:
+        fields.update({item.name: (cls, item) for item in dataclasses.fields(cls) if item.name not in known})
+        known |= fields.keys()
+    for group, title in GROUPS.items():
+        members = [(cls, item) for cls, item in fields.values() if item.metadata["group"] == group]
+        if not members:
             continue
-        default = "none" if item.default is None else item.default
-        group.add_argument(
-            f"--{item.name.replace('_', '-')}",
-            metavar="VALUE",
-            default=argparse.SUPPRESS,
-            help=f"{item.metadata['help']} (default: {default})".replace("%", "%%"),
+        section = parser.add_argument_group(title)
+        for cls, item in members:
+            section.add_argument(
+                f"--{item.name.replace('_', '-')}",
+                metavar="VALUE",
+                default=argparse.SUPPRESS,
+                help=_help(cls, item).replace("%", "%%"),
+            )
+
+
+def _help(cls: type[Any], item: dataclasses.Field[Any]) -> str:
+    """The help text of a field, with its values and its default where it has them."""
+    names = value_names(cls, item.name)
+    notes = ["|".join(names)] if len(names) > 1 and names != ("true", "false") else []
+    if item.default is not None:
+        default = str(item.default).lower() if isinstance(item.default, bool) else item.default
+        notes.append(f"default: {default}")
+    text: str = item.metadata["help"]
+    return f"{text} ({'; '.join(notes)})" if notes else text
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help texts begin in one column behind the longest flags and use the whole width of a terminal."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(
+            prog, max_help_position=32, width=min(shutil.get_terminal_size((110, 0)).columns, 140)
         )
 
 
 def read_settings(cls: type[Any], options: argparse.Namespace) -> Any:
-    """A config dataclass from flags, environment and file."""
+    """A config dataclass from flags, environment and file. Raises ConfigError."""
     given = vars(options)
     names = {item.name for item in dataclasses.fields(cls)}
     flags = {name: parse_setting(cls, name, value) for name, value in given.items() if name in names}

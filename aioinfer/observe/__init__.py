@@ -1,1 +1,1 @@
-"""What an engine did and when: always recorded, looked at when somebody asks."""
+"""Statistics and the timeline of an engine."""

@@ -1,10 +1,14 @@
-"""EngineStats: a cheap snapshot of what the engine is doing."""
+"""EngineStats: a snapshot of the engine's gauges and counters.
+
+A gauge is one line here: a field and where it is read. A counter is a field of
+:class:`~aioinfer.scheduling.counters.SchedulerCounters` and a field of the same name here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioinfer.observe.timeline import Timeline
@@ -13,31 +17,40 @@ if TYPE_CHECKING:
 __all__ = ["EngineStats"]
 
 
-@dataclass(frozen=True, slots=True)
+def _gauge(read: Callable[[Any, Any], Any]) -> Any:
+    """A field that is read from the scheduler or from the timeline, the two arguments of ``read``."""
+    return field(metadata={"read": read})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Gauges of one moment and counts since the start. O(1) to take."""
+    """Gauges of one moment and counts since the start. Taken in O(1).
+
+    Attributes without another unit are counts; ``stalled``, ``host_gap``, ``forward_seconds`` and both
+    ``loop_lag`` are in seconds.
+    """
 
     state: str
     paused: bool
-    #: requests being tokenized, waiting for a slot, and holding one
+    #: requests that are tokenized, that wait for a slot, and that hold one
     arriving: int
-    waiting: int
-    running: int
-    #: of the running: prompts under way, and requests in the decode batch
-    prefilling: int
-    decoding: int
-    #: parked requests that lost their pages; they wait for their consumer, not for a slot
-    shelved: int
+    waiting: int = _gauge(lambda s, _: len(s.queues.waiting))
+    running: int = _gauge(lambda s, _: len(s.queues.running))
+    #: of the running requests: those in prefill, and those in the decode batch
+    prefilling: int = _gauge(lambda s, _: len(s.queues.prefilling))
+    decoding: int = _gauge(lambda s, _: len(s.queues.batch))
+    #: parked requests without pages; they wait for their consumer, not for a slot
+    shelved: int = _gauge(lambda s, _: len(s.queues.shelved))
     #: prompt tokens of the waiting requests
-    waiting_tokens: int
+    waiting_tokens: int = _gauge(lambda s, _: s.queues.queued_tokens)
     #: KV pages by state; they add up to ``pages_total``
-    pages_free: int
-    pages_fenced: int
-    pages_private: int
-    pages_cached: int
-    pages_total: int
-    #: of the cached pages, those that nobody reads
-    pages_evictable: int
+    pages_free: int = _gauge(lambda s, _: s.memory.pages.free)
+    pages_fenced: int = _gauge(lambda s, _: s.memory.pages.fenced)
+    pages_private: int = _gauge(lambda s, _: s.memory.pages.private)
+    pages_cached: int = _gauge(lambda s, _: s.memory.pages.cached)
+    pages_total: int = _gauge(lambda s, _: s.memory.pages.total)
+    #: cached pages without a reader
+    pages_evictable: int = _gauge(lambda s, _: s.memory.evictable)
     steps: int
     steps_in_flight: int
     admitted: int
@@ -45,56 +58,56 @@ class EngineStats:
     retractions: int
     #: retractions in favour of a higher priority
     preemptions: int
-    #: times a request started over because its step ran out of memory
+    #: restarts of a request because its step ran out of memory
     out_of_memory_retries: int
-    #: tokens that a step may have now: ``max_step_tokens``, or fewer after it ran out of memory
-    step_tokens: int
-    #: times a request was parked because its consumer lagged
+    #: present limit of tokens per step: ``max_step_tokens``, or less after a step ran out of memory
+    step_tokens: int = _gauge(lambda s, _: s.cap.tokens)
+    #: parkings of a request because its consumer lagged
     parkings: int
     prefill_tokens: int
     decode_tokens: int
-    #: tokens that requests have been given
+    #: tokens appended to outputs
     output_tokens: int
-    #: of diffusion models: forwards of all steps, more than one where a step computed several rounds
+    #: diffusion models: forwards of all steps; a step of several rounds has several
     forwards: int
-    #: of diffusion models: forwards over a block, those that commit it included, summed over requests
+    #: diffusion models: forwards over a block, its commit included, summed over requests
     rounds: int
-    #: tokens computed for requests that had ended meanwhile
+    #: tokens computed for requests that had already ended
     late_tokens: int
-    #: rows that sampled nothing because a grammar was late or left no choice
+    #: rows that sampled nothing because their grammar mask was late or tokens were forced
     deferred_rows: int
-    #: output tokens that a grammar forced, taken without sampling
+    #: output tokens that a grammar forced, appended without sampling
     forced_tokens: int
-    #: tokens of admitted requests, and how many of them needed no computing
-    queried_tokens: int
-    cached_tokens: int
-    policy: str
-    #: rounds in which the policy found too many waiting to sort them
-    policy_fallbacks: int
-    #: rounds of admission that packed, and that were fifo because the bounds said so
-    packed_rounds: int
-    forced_rounds: int
-    #: times a request was held back for a prefix that another was computing
-    held_back: int
-    #: share of possible output that admission keeps pages for
-    new_token_ratio: float
-    #: idle self-checks that found something held by nobody; each was logged
+    #: tokens of admitted requests, and those of them found in the prefix cache
+    queried_tokens: int = _gauge(lambda s, _: s.memory.queried_tokens)
+    cached_tokens: int = _gauge(lambda s, _: s.memory.hit_tokens)
+    policy: str = _gauge(lambda s, _: s.queues.waiting.name)
+    #: rounds in which the queue was too long for the policy to sort
+    policy_fallbacks: int = _gauge(lambda s, _: s.queues.waiting.fallbacks)
+    #: admission rounds that packed, and rounds that were fifo because a bound required it
+    packed_rounds: int = _gauge(lambda s, _: s.admitter.packed_rounds)
+    forced_rounds: int = _gauge(lambda s, _: s.admitter.forced_rounds)
+    #: times a request was held back for a prefix that another request computed
+    held_back: int = _gauge(lambda s, _: s.admitter.held)
+    #: share of the possible output that admission reserves pages for
+    new_token_ratio: float = _gauge(lambda s, _: s.ratio.value)
+    #: idle self-checks that found a leaked page or slot; each is logged
     failed_checks: int
-    #: seconds since a step last resolved; 0 while there is nothing to do
+    #: seconds since the last resolved step; 0 while the engine is idle
     stalled: float
-    #: share of the time in which the device computes while there is something to compute
-    overlap_ratio: float
-    #: seconds of idle device per step, meanwhile
-    host_gap: float
-    #: seconds that each part of all forwards has taken, where the kernels count them
-    forward_seconds: Mapping[str, float]
-    #: seconds until the loop reads a result that is there: smoothed, and the worst
-    loop_lag: float
-    loop_lag_worst: float
+    #: device busy time over busy time plus idle time between consecutive steps
+    overlap_ratio: float = _gauge(lambda _, t: t.overlap().ratio)
+    #: idle device seconds per step between consecutive steps
+    host_gap: float = _gauge(lambda _, t: t.overlap().gap_per_step)
+    #: seconds by part of the forward, summed over all forwards, where the kernels count them
+    forward_seconds: Mapping[str, float] = _gauge(lambda _, t: t.device.parts())
+    #: seconds between the end of a step and its read on the loop: smoothed, and the maximum
+    loop_lag: float = _gauge(lambda _, t: t.lag)
+    loop_lag_worst: float = _gauge(lambda _, t: t.lag_worst)
 
     @property
     def pages_in_use(self) -> int:
-        """Pages that requests or steps in flight hold; all others can be had."""
+        """Pages held by requests or by steps in flight; all other pages can be allocated."""
         return self.pages_total - self.pages_free - self.pages_evictable
 
     @property
@@ -104,59 +117,15 @@ class EngineStats:
 
     @property
     def tokens_per_round(self) -> float:
-        """Output tokens by round of a diffusion model; 0 before there are any, and for other models."""
+        """Output tokens per round of a diffusion model; 0 before the first round and for other models."""
         return self.output_tokens / self.rounds if self.rounds else 0.0
 
     @classmethod
-    def of(
-        cls,
-        scheduler: Scheduler,
-        *,
-        output_tokens: int,
-        state: str,
-        paused: bool,
-        arriving: int,
-        steps_in_flight: int,
-        failed_checks: int,
-        stalled: float,
-        timeline: Timeline,
-    ) -> EngineStats:
-        """What the scheduler says, and what only the engine knows."""
-        counters, memory, admitter = scheduler.queues.counters, scheduler.memory, scheduler.admitter
-        pages = memory.pages
-        return cls(
-            state=state,
-            paused=paused,
-            arriving=arriving,
-            waiting=len(scheduler.queues.waiting),
-            running=len(scheduler.queues.running),
-            prefilling=len(scheduler.queues.prefilling),
-            decoding=len(scheduler.queues.batch),
-            shelved=len(scheduler.queues.shelved),
-            waiting_tokens=scheduler.queues.queued_tokens,
-            pages_free=pages.free,
-            pages_fenced=pages.fenced,
-            pages_private=pages.private,
-            pages_cached=pages.cached,
-            pages_total=pages.total,
-            pages_evictable=memory.evictable,
-            steps_in_flight=steps_in_flight,
-            step_tokens=scheduler.cap.tokens,
-            **asdict(counters),
-            output_tokens=output_tokens,
-            queried_tokens=memory.queried_tokens,
-            cached_tokens=memory.hit_tokens,
-            policy=scheduler.queues.waiting.name,
-            policy_fallbacks=scheduler.queues.waiting.fallbacks,
-            packed_rounds=admitter.packed_rounds,
-            forced_rounds=admitter.forced_rounds,
-            held_back=admitter.held,
-            new_token_ratio=scheduler.ratio.value,
-            failed_checks=failed_checks,
-            stalled=stalled,
-            overlap_ratio=timeline.overlap().ratio,
-            host_gap=timeline.overlap().gap_per_step,
-            forward_seconds=timeline.device.parts(),
-            loop_lag=timeline.lag,
-            loop_lag_worst=timeline.lag_worst,
-        )
+    def of(cls, scheduler: Scheduler, *, timeline: Timeline, **given: Any) -> EngineStats:
+        """The gauges and counters of a scheduler and a timeline; ``given`` are the fields of the engine."""
+        gauges = {
+            item.name: item.metadata["read"](scheduler, timeline)
+            for item in fields(cls)
+            if "read" in item.metadata
+        }
+        return cls(**gauges, **asdict(scheduler.queues.counters), **given)

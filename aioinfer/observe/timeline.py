@@ -1,7 +1,7 @@
-"""Timeline: what the loop, the launch thread and the device did lately, step by step.
+"""Timeline: the latest events of the loop, the launch thread and the device, by step.
 
-Always on. Each lane is written by one thread and is a bounded deque, so that an event costs one append of
-one tuple. :meth:`Timeline.chrome_trace` makes a file of it that Perfetto and chrome://tracing open::
+Always on. Each lane is a bounded deque written by one thread, so an event costs one append of a tuple.
+:meth:`Timeline.chrome_trace` exports it for Perfetto and chrome://tracing::
 
     loop      plan 7 │pack│   resolve 6 │deliver│ plan 8 ...
     launch           │ launch 7 ────────────────│ launch 8 ...
@@ -19,14 +19,14 @@ from typing import Any
 
 __all__ = ["Lane", "Overlap", "Timeline"]
 
-#: events kept per lane: of the loop, 4096 steps
+#: events kept per lane; 4096 steps of the loop lane
 _EVENTS = 1 << 14
 
 now = time.perf_counter
 
 
 class Lane:
-    """Events of one thread: what, of which step, from when to when (seconds of ``perf_counter``)."""
+    """Events of one thread: (name, step id, start, end), with times in seconds of ``perf_counter``."""
 
     __slots__ = ("events", "name")
 
@@ -35,22 +35,22 @@ class Lane:
         self.events: deque[tuple[str, int, float, float]] = deque(maxlen=_EVENTS)
 
     def add(self, what: str, step: int, start: float, end: float) -> None:
-        """It is over; the oldest event makes room."""
+        """Append a finished event; a full lane drops the oldest one."""
         self.events.append((what, step, start, end))
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How well scheduling hides behind the device, over all steps that followed another without a rest."""
+    """Device utilisation over all steps that directly followed another step."""
 
     steps: int
-    #: seconds that the device computed, and that it waited for the host between two such steps
+    #: seconds that the device computed, and seconds that it waited for the host between two steps
     busy: float
     gap: float
 
     @property
     def ratio(self) -> float:
-        """Share of the time in which the device computed; 1 is perfect."""
+        """Busy time over busy time plus gaps; 1 without gaps."""
         total = self.busy + self.gap
         return self.busy / total if total else 1.0
 
@@ -61,18 +61,18 @@ class Overlap:
 
 
 class DeviceLane(Lane):
-    """The device's lane also adds up how long the device computed and waited."""
+    """The device's lane, which also adds up busy time and gaps."""
 
     __slots__ = ("_ended", "_rested", "busy", "gap", "parts", "steps")
 
     def __init__(self) -> None:
         super().__init__("device")
-        #: seconds that each part of all forwards has taken, where the device counts them
+        #: seconds by part of the forward, summed over all forwards, where the device counts them
         self.parts: Callable[[], Mapping[str, float]] = dict
         self.clear()
 
     def clear(self) -> None:
-        """Nothing has happened yet."""
+        """Reset events and sums."""
         self.events.clear()
         self.steps = 0
         self.busy = 0.0
@@ -81,12 +81,12 @@ class DeviceLane(Lane):
         self._rested = True
 
     def rest(self) -> None:
-        """There is nothing to compute: what passes until the next step is nobody's fault."""
+        """The device is idle without work: the time until the next step is not a gap."""
         self._rested = True
 
     def step(self, step: int, start: float, forward: float, mask: float, end: float) -> None:
-        """One step from ``start`` to ``end``; the forward ended at ``forward``, waiting for masks at
-        ``mask``. All the same where nobody knows apart."""
+        """One step from ``start`` to ``end``: the forward ended at ``forward``, the wait for masks at
+        ``mask``. A device that cannot separate them passes ``end`` for both."""
         self.add("forward", step, start, forward)
         if mask > forward:
             self.add("mask", step, forward, mask)
@@ -101,7 +101,7 @@ class DeviceLane(Lane):
 
 
 class Timeline:
-    """The three lanes of one engine, and how late the loop reads results."""
+    """The three lanes of one engine, and the delay of the loop in reading results."""
 
     __slots__ = ("device", "lag", "lag_worst", "launch", "loop")
 
@@ -109,17 +109,17 @@ class Timeline:
         self.loop = Lane("loop")
         self.launch = Lane("launch")
         self.device = DeviceLane()
-        #: seconds between the end of a step and the loop taking notice: smoothed, and the worst
+        #: seconds between the end of a step and its read on the loop: smoothed, and the maximum
         self.lag = 0.0
         self.lag_worst = 0.0
 
     def noticed(self, seconds: float) -> None:
-        """The loop read a result so many seconds after it was there."""
+        """The loop read a result ``seconds`` after its step ended."""
         self.lag += (seconds - self.lag) / 64
         self.lag_worst = max(self.lag_worst, seconds)
 
     def overlap(self) -> Overlap:
-        """Of all steps so far."""
+        """Utilisation over all steps so far."""
         device = self.device
         return Overlap(device.steps, device.busy, device.gap)
 

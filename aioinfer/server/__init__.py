@@ -1,7 +1,7 @@
 """The engine over HTTP, in OpenAI's protocol, on aiohttp.
 
-``create_app(engine)`` makes an application, ``setup(app, engine)`` adds the routes to yours, and
-``serve(engine, config)`` runs one until told to stop.
+``create_app(engine)`` creates an application, ``setup(app, engine)`` adds the routes to an existing one, and
+``serve(engine, config)`` runs a server.
 """
 
 from aioinfer.server.app import create_app, serve, setup

@@ -1,5 +1,5 @@
-"""Answers of chats that are more than content: reasoning and tool calls, constrained beforehand and read
-afterwards."""
+"""Answers of chats with reasoning and tool calls: the grammar that constrains them and the parsers that read
+them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from aioinfer.text.tool_grammar import AnswerGrammar
 __all__ = ["AnswerFormat", "AnswerReader", "ChatFormat"]
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-#: characters that a parser is given at a time
+#: characters per push of a parser
 _PIECE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers of one call are read; ``constrained``: its tools have become a grammar."""
+    """The parsers for the answers of one call; ``constrained``: a grammar was built from its tools."""
 
     tools: type[ToolCallParser] | None
     reasoning: type[ReasoningParser] | None
@@ -42,8 +42,8 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a server's model writes tool calls and reasoning, and which tokens it has for their tags. Without
-    a parser of tool calls, tools are refused; without one of reasoning, all of it is content."""
+    """The formats of tool calls and reasoning of a server's model, and its tokens for their tags. Without a
+    parser of tool calls, tools are refused; without a parser of reasoning, the whole answer is content."""
 
     tools: type[ToolCallParser] | None = None
     reasoning: type[ReasoningParser] | None = None
@@ -61,10 +61,10 @@ class ChatFormat:
     def apply(
         self, params: SamplingParams, tools: Tools | None
     ) -> tuple[SamplingParams, AnswerFormat | None]:
-        """The parameters with the grammar that the tools ask for, and how to read the answer.
+        """The parameters with the grammar that the tools require, and the parsers of the answer.
 
-        None: all of it is content. Where a grammar of the caller's is a regular expression, a choice or
-        Lark, it is for the answer from its first character on, reasoning included. Raises InvalidRequest.
+        Without parsers (None) the whole answer is content. A grammar in the request that is a regular
+        expression, a choice or Lark applies to the whole answer, reasoning included. Raises InvalidRequest.
         """
         if tools is not None and self.tools is None:
             raise InvalidRequest("tools", "cannot be used: this server has no tool_call_parser")
@@ -113,7 +113,7 @@ class ChatFormat:
 
 
 class AnswerReader:
-    """Reads one answer, at once or piece by piece, and writes it as OpenAI's API does."""
+    """Parses one answer, at once or in pieces, into the objects of OpenAI's API."""
 
     def __init__(self, tools: ToolCallParser | None, reasoning: ReasoningParser | None) -> None:
         self._tools = tools
@@ -121,7 +121,7 @@ class AnswerReader:
         self._called = False
 
     def deltas(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """``choices[].delta`` of a piece of the answer, one for each event; none if all was held back."""
+        """``choices[].delta`` of a piece of the answer, one per event; none if the piece is held back."""
         reasoning, content, calls = self._read(text, ended)
         deltas: list[dict[str, Any]] = []
         if reasoning:
@@ -151,7 +151,7 @@ class AnswerReader:
         return message
 
     def finish_reason(self, reason: str) -> str:
-        """``tool_calls`` where the answer has ended by itself or at a stop string, after whole calls."""
+        """``tool_calls`` if the answer has complete calls and ended at an end token or a stop string."""
         whole = self._tools is not None and self._called and not self._tools.unfinished
         return "tool_calls" if whole and reason == "stop" else reason
 
@@ -159,7 +159,7 @@ class AnswerReader:
         reasoning, content = self._split(text, ended)
         if self._tools is None:
             return reasoning, content, []
-        # In pieces, for a parser copies what it has not read yet with every tag that it finds.
+        # In pieces: a parser copies its unparsed text at every tag that it finds.
         pieces = [content[at : at + _PIECE] for at in range(0, len(content), _PIECE)]
         parsed = [self._tools.push(piece) for piece in pieces]
         if ended:
@@ -169,7 +169,7 @@ class AnswerReader:
         return reasoning, "".join(each.content for each in parsed), calls
 
     def _split(self, text: str, ended: bool) -> tuple[str, str]:
-        """Reasoning and the rest."""
+        """Reasoning and the text behind it."""
         if self._reasoning is None:
             return "", text
         reasoning, content = self._reasoning.push(text)

@@ -1,4 +1,4 @@
-"""The aiohttp application, and running it."""
+"""The aiohttp application, and a server that runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aioinfer.server.routes import Routes
 
 __all__ = ["ENGINE", "create_app", "serve", "setup"]
 
-#: where an application keeps its engine
+#: key of an application's engine
 ENGINE = web.AppKey("aioinfer.engine", Engine)
 
 _MIB = 1 << 20
@@ -28,11 +28,11 @@ def setup(
     health: str | None = "/health",
     config: ServerConfig | None = None,
 ) -> None:
-    """Add the OpenAI routes under ``prefix``, and one that tells the engine's health, to an application.
+    """Add the OpenAI routes under ``prefix``, and a health route, to an application.
 
-    An engine that is not started yet is started and closed together with the application. Disconnects
-    are noticed within a second also where the application's runner does not cancel handlers. The
-    application's own ``client_max_size`` bounds request bodies.
+    An engine that is not started is started and closed together with the application. Disconnects are
+    detected within a second, even if the application's runner does not cancel handlers. The application's
+    ``client_max_size`` bounds request bodies.
     """
     app[ENGINE] = engine
     Routes(engine, config or ServerConfig()).add_to(app, prefix.rstrip("/"), health)
@@ -40,7 +40,7 @@ def setup(
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
-    """An application of its own: the routes, and OpenAI's error objects for everything else."""
+    """A new application: the routes, and OpenAI's error objects for every other path."""
     config = config or ServerConfig()
     app = web.Application(middlewares=[_json_errors], client_max_size=int(config.max_body_mib * _MIB))
     setup(app, engine, config=config)
@@ -54,10 +54,10 @@ async def serve(
     stop: asyncio.Event | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until ``stop`` is set or the caller is cancelled, then drain.
+    """Serve until ``stop`` is set, then drain; cancellation ends it without draining.
 
-    While it drains, the server still answers: new requests get 503, running ones have
-    ``config.drain_timeout`` seconds to finish. ``ready`` is called with the base URL once requests are
+    While it drains, the server responds to new requests with 503, and running requests have
+    ``config.drain_timeout`` seconds to finish. ``ready`` is called with the base URL when requests are
     accepted. Installs no signal handler.
     """
     config = config or ServerConfig()
@@ -97,7 +97,7 @@ async def _engine_context(app: web.Application) -> AsyncIterator[None]:
 async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """404, 405 and 413 as OpenAI's error objects too."""
+    """Convert 404, 405 and 413 to OpenAI's error objects."""
     try:
         return await handler(request)
     except web.HTTPException as error:

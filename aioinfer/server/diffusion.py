@@ -1,4 +1,4 @@
-"""Block diffusion in bodies: the ``diffusion`` object of a request, drafts and step maps of an answer."""
+"""Block diffusion in the API: the ``diffusion`` object of requests; drafts and step maps of answers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PARAMS = tuple(each.name for each in fields(DiffusionParams))
 def parse_diffusion(
     body: Mapping[str, Any], default: DiffusionParams | None
 ) -> tuple[DiffusionParams | None, bool]:
-    """How the blocks are denoised, and whether the answer is to say in which round each token was written.
+    """The denoising parameters, and whether the answer includes a step map.
 
     ``{"diffusion": {"threshold": 0.9, "draft": true, "step_map": true}}``: the fields of
-    :class:`~aioinfer.params.DiffusionParams`, over the model's own, and ``step_map``; null says nothing.
-    Raises InvalidRequest of the field "diffusion", whatever is wrong within.
+    :class:`~aioinfer.params.DiffusionParams`, which override the model's, and ``step_map``; null is the
+    default. Raises InvalidRequest of the field "diffusion" for any error within.
     """
     given = body.get("diffusion")
     if given is None:
@@ -47,8 +47,8 @@ def parse_diffusion(
 
 
 def chunk_fields(chunk: Chunk, step_map: bool) -> dict[str, Any]:
-    """What a chunk adds to a streamed choice, beside what OpenAI's has. Where drafts were asked for, an event
-    without a draft means that there is none any more."""
+    """Fields of a streamed choice beyond OpenAI's. With drafts enabled, an event without a draft clears the
+    previous one."""
     found = step_map_field(chunk.step_map, step_map)
     if chunk.draft is not None:
         draft = chunk.draft
@@ -57,5 +57,5 @@ def chunk_fields(chunk: Chunk, step_map: bool) -> dict[str, Any]:
 
 
 def step_map_field(steps: Sequence[int] | None, wanted: bool) -> dict[str, Any]:
-    """By token of a choice or its part, the round of its block that wrote it, from 0 on."""
+    """For each token of a choice or a part of it, the round of its block that wrote it, from 0 on."""
     return {"step_map": steps} if wanted and steps is not None else {}

@@ -1,4 +1,4 @@
-"""Failures: every exception of the engine as OpenAI's error object, status code and headers."""
+"""Failures: exceptions as status code, headers and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from aiohttp import web
 
 from aioinfer import errors
 
-__all__ = ["Failure", "as_failure"]
+__all__ = ["Failure", "Refused", "as_failure"]
 
 _log = logging.getLogger("aioinfer.server")
 
-#: openai's clients retry 408, 409, 429 and 5xx unless told otherwise
+#: The openai client retries 408, 409, 429 and 5xx unless this header is false.
 _NO_RETRY = {"x-should-retry": "false"}
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the client is told."""
+    """An error response: status code, headers and OpenAI's error object."""
 
     status: int
     kind: str
@@ -43,9 +43,19 @@ class Failure:
         )
 
 
+class Refused(Exception):
+    """The server itself refuses a request, with this failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 def as_failure(error: BaseException) -> Failure:
-    """The failure for an exception. Unknown ones are logged and told as nothing but a server error."""
+    """The failure of an exception. An unknown exception is logged; the client receives no details of it."""
     match error:
+        case Refused():
+            return error.failure
         case errors.InvalidRequest():
             return Failure(400, "invalid_request_error", str(error), param=error.field)
         case errors.Rejected():

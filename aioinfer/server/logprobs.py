@@ -1,4 +1,4 @@
-"""Logprobs in answers, as the chat and as the completion endpoint write them."""
+"""Logprobs of answers, in the forms of the chat and of the completion endpoint."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Spell = Callable[[int], str]
 
 
 class ChatLogprobs:
-    """A list of entries, each with its alternatives."""
+    """A list of entries, each with its most likely alternatives."""
 
     def __init__(self, spell: Spell) -> None:
         self._spell = spell
 
     def write(self, logprobs: Sequence[TokenLogprob | None], first: int = 0) -> dict[str, Any]:
-        """What goes into ``choices[].logprobs`` for these tokens."""
+        """``choices[].logprobs`` of these tokens."""
         content = [
             {
                 **self._entry(each.token_id, each.logprob),
@@ -37,15 +37,15 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Parallel lists, with the place of each token in the text; one object per choice, for it counts."""
+    """Parallel lists, with the offset of each token in the text. One object per choice."""
 
     def __init__(self, spell: Spell) -> None:
         self._spell = spell
         self._offset = 0
 
     def write(self, logprobs: Sequence[TokenLogprob | None], first: int = 0) -> dict[str, Any]:
-        """What goes into ``choices[].logprobs`` for these tokens. The first token of a prompt, ``first``,
-        has no logprob: its entry is None."""
+        """``choices[].logprobs`` of these tokens. The first token of a prompt, ``first``, has no logprob: its
+        entry is None."""
         tokens, offsets = [], []
         for each in logprobs:
             text = self._spell(each.token_id if each is not None else first)

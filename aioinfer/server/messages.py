@@ -1,4 +1,4 @@
-"""Messages of a chat as chat templates take them, where that is not how OpenAI's API writes them."""
+"""Messages of a chat, converted from OpenAI's form to the form of chat templates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["parse_messages"]
 
 
 def parse_messages(messages: Any) -> list[dict[str, Any]]:
-    """The list, with the arguments of calls as objects. Roles and contents are checked by the tokenizer.
+    """The messages, with the arguments of calls as objects. The tokenizer checks roles and contents.
 
     Raises InvalidRequest.
     """
@@ -46,8 +46,8 @@ def _call(field: str, call: Any) -> dict[str, Any]:
 
 
 def _arguments(field: str, function: Mapping[str, Any]) -> Any:
-    """The object that the text says; the text itself where a model once wrote what is none, for a
-    conversation must be able to go on after that."""
+    """The arguments as an object. Text that is not a JSON object stays text: a conversation can continue
+    after a model generated malformed arguments."""
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         return {}

@@ -1,7 +1,8 @@
-"""Protocol: OpenAI's request bodies into what the engine takes, and results into its response bodies.
+"""Protocol: the bytes of a request in OpenAI's protocol become one checked :class:`Call`.
 
-Fields that would change the output and cannot be honoured are refused; anything else that is unknown is
-ignored, because clients send bookkeeping (``metadata``, ``store``, ``user`` ...) that no engine needs.
+A body enters this package once, in :func:`parse_chat` or :func:`parse_completion`. Fields that would change
+the output and are not supported are refused. Other unknown fields are ignored, because clients send
+bookkeeping (``metadata``, ``store``, ``user`` ...) that the engine does not need.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
-from aioinfer.outputs import Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.answers import AnswerFormat, ChatFormat
 from aioinfer.server.diffusion import parse_diffusion
+from aioinfer.server.failures import Failure, Refused
 from aioinfer.server.messages import parse_messages
 from aioinfer.server.structured import STRUCTURED_FIELDS, parse_grammar
 from aioinfer.server.tools import TOOL_FIELDS, parse_tools
 
-__all__ = ["Call", "parse_body", "parse_chat", "parse_completion", "usage_body"]
+__all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"]
 
 _log = logging.getLogger("aioinfer.server")
 
@@ -53,7 +54,7 @@ _SAMPLING = {
     "allowed_token_ids": "allowed_token_ids",
     "bad_words": "bad_words",
 }
-#: Fields that constrain the output, with the values that ask for nothing.
+#: Unsupported fields -> the values that leave the output unconstrained and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -87,8 +88,17 @@ _KNOWN = {
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """What a server offers: the model's name, its default parameters and the format of its chat answers."""
+
+    model: str
+    defaults: SamplingParams
+    chat: ChatFormat = field(default_factory=ChatFormat)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """One API call, checked: every prompt is generated for ``n`` times."""
+    """One API call, checked. It has ``n`` choices per prompt."""
 
     id: str
     created: int
@@ -100,15 +110,15 @@ class Call:
     include_usage: bool
     echo: bool
     chat_template_kwargs: Mapping[str, Any] | None
-    #: what :meth:`aioinfer.Engine.generate` takes for its queue and its cache
+    #: arguments of :meth:`aioinfer.Engine.generate` for the queue and the prefix cache
     scheduling: Mapping[str, Any]
-    #: how answers are read; None: they are content
+    #: parsers of the answers; None: answers are plain content
     answer: AnswerFormat | None = None
-    #: choices say in which round of its block each token was written
+    #: choices include the denoising round in which each token was written
     step_map: bool = False
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
-        """Prompt and parameters of every choice, in the order of their indexes."""
+        """Prompt and parameters of every choice, by index."""
         return [
             (prompt, self.params if number == 0 else _reseeded(self.params, number))
             for prompt in self.prompts
@@ -116,23 +126,9 @@ class Call:
         ]
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """A JSON object. Raises InvalidRequest, also for NaN, infinity and bottomless nesting."""
-    try:
-        body = json.loads(raw, parse_constant=_no_constant)
-    except RecursionError:
-        raise InvalidRequest("body", "is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidRequest("body", f"is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest("body", "must be a JSON object")
-    return body
-
-
-def parse_chat(
-    body: Mapping[str, Any], defaults: SamplingParams, model: str, chat_format: ChatFormat
-) -> Call:
-    """A body of ``/v1/chat/completions``."""
+def parse_chat(raw: bytes, served: Served) -> Call:
+    """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
+    body = _object(raw, served)
     messages = parse_messages(body.get("messages"))
     kwargs = body.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
@@ -145,14 +141,18 @@ def parse_chat(
     logprobs = (0 if top is None else top) if _flag(body, "logprobs") else None
     tools = parse_tools(body)
     if tools is not None:
-        kwargs = {**(kwargs or {}), "tools": [each.offer() for each in tools.functions]}
-    call = _call("chatcmpl", body, [messages], defaults, model, kwargs, logprobs)
-    params, answer = chat_format.apply(call.params, tools)
+        kwargs = {**(kwargs or {}), "tools": [each.for_template() for each in tools.functions]}
+    call = _call("chatcmpl", body, served, [messages], logprobs, kwargs)
+    params, answer = served.chat.apply(call.params, tools)
     return replace(call, params=params, answer=answer)
 
 
-def parse_completion(body: Mapping[str, Any], defaults: SamplingParams, model: str) -> Call:
-    """A body of ``/v1/completions``, whose ``max_tokens`` is 16 unless it says otherwise."""
+def parse_completion(raw: bytes, served: Served) -> Call:
+    """A body of ``/v1/completions``; ``max_tokens`` is 16 by default.
+
+    Raises InvalidRequest, and Refused for another model.
+    """
+    body = _object(raw, served)
     prompt = body.get("prompt")
     prompts: list[Any]
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
@@ -164,36 +164,45 @@ def parse_completion(body: Mapping[str, Any], defaults: SamplingParams, model: s
     if body.get("tools"):
         raise InvalidRequest("tools", "are for chats")
     if body.get("best_of") not in (None, body.get("n") or 1):
-        raise InvalidRequest("best_of", "other than n is not supported")
+        raise InvalidRequest("best_of", "must equal n")
     if body.get("max_tokens") is None:
-        body = {**body, "max_tokens": 16}
+        body["max_tokens"] = 16
     logprobs = body.get("logprobs")
     if logprobs is not None and _flag(body, "echo") and _flag(body, "stream"):
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
-    return _call("cmpl", body, prompts, defaults, model, None, logprobs)
+    return _call("cmpl", body, served, prompts, logprobs)
 
 
-def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """Usage of a call: a prompt counts once, however many choices it has."""
-    prompt = sum(usage.prompt_tokens for usage in usages[::n])
-    completion = sum(usage.completion_tokens for usage in usages)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
-    }
+def model_not_found(served: str, wanted: Any) -> Refused:
+    """The failure of a request for another model than the served one."""
+    message = f"the model {str(wanted)[:200]!r} does not exist; this server has {served!r}"
+    return Refused(Failure(404, "invalid_request_error", message, param="model", code="model_not_found"))
+
+
+def _object(raw: bytes, served: Served) -> dict[str, Any]:
+    """The JSON object of a body for the served model. NaN, infinity and unbounded nesting are refused."""
+    try:
+        body = json.loads(raw, parse_constant=_no_constant)
+    except RecursionError:
+        raise InvalidRequest("body", "is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequest("body", f"is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    if body.get("model") not in (None, served.model):
+        raise model_not_found(served.model, body["model"])
+    return body
 
 
 def _call(
     kind: str,
     body: Mapping[str, Any],
+    served: Served,
     prompts: list[Prompt],
-    defaults: SamplingParams,
-    model: str,
-    chat_template_kwargs: Mapping[str, Any] | None,
     logprobs: int | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Call:
+    """The fields that both endpoints have."""
     for name, neutral in _UNSUPPORTED.items():
         if name in body and body[name] not in neutral:
             raise InvalidRequest(name, "is not supported by this server")
@@ -202,16 +211,16 @@ def _call(
     n = 1 if body.get("n") is None else body["n"]
     if type(n) is not int or not 1 <= n * len(prompts) <= _MAX_CHOICES:
         raise InvalidRequest("n", f"prompts times n must be 1 to {_MAX_CHOICES}")
-    diffusion, step_map = parse_diffusion(body, defaults.diffusion)
+    diffusion, step_map = parse_diffusion(body, served.defaults.diffusion)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise InvalidRequest("stream_options", "must be an object")
     return Call(
         id=f"{kind}-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=model,
+        model=served.model,
         prompts=prompts,
-        params=_sampling(body, replace(defaults, diffusion=diffusion), logprobs),
+        params=_sampling(body, replace(served.defaults, diffusion=diffusion), logprobs),
         n=n,
         stream=_flag(body, "stream"),
         include_usage=_flag(options, "include_usage"),
@@ -227,12 +236,12 @@ def _call(
 
 
 def _sampling(body: Mapping[str, Any], defaults: SamplingParams, logprobs: int | None) -> SamplingParams:
-    """The model's own defaults, overridden by what the body says; null says nothing."""
+    """The model's defaults, overridden by the fields of the body that are not null."""
     values = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
-    for name, field in _SAMPLING.items():
+    for name, param in _SAMPLING.items():
         if body.get(name) is None:
             continue
-        values[field] = _bias(body[name]) if name == "logit_bias" else body[name]
+        values[param] = _bias(body[name]) if name == "logit_bias" else body[name]
     if not isinstance(values["stop_token_ids"], (list, tuple)):
         raise InvalidRequest("stop_token_ids", "must be a list of token ids")
     values["grammar"] = parse_grammar(body)
@@ -243,20 +252,20 @@ def _sampling(body: Mapping[str, Any], defaults: SamplingParams, logprobs: int |
 
 
 def _bias(value: Any) -> Any:
-    """JSON's keys are text."""
+    """Token ids as integers: keys of JSON objects are text."""
     if not isinstance(value, dict):
         raise InvalidRequest("logit_bias", "must be an object")
     try:
         return {int(token): bias for token, bias in value.items()}
     except ValueError:
-        raise InvalidRequest("logit_bias", "has keys that are no token ids") from None
+        raise InvalidRequest("logit_bias", "has keys that are not token ids") from None
 
 
 def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The same parameters for another choice: a given seed must not give the same text again."""
+    """The parameters of choice ``number``: its seed differs, so that the choices differ."""
     if params.seed is None:
         return params
-    # Nothing else is checked again: with large parameters and many choices that would take a second.
+    # A copy skips __post_init__: checking large parameters again for 128 choices would block the event loop.
     other = copy.copy(params)
     object.__setattr__(other, "seed", (params.seed + number) % 2**63)
     return other

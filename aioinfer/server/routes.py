@@ -8,7 +8,6 @@ import hmac
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from aiohttp import web
@@ -17,12 +16,11 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, Usage
-from aioinfer.params import SamplingParams
 from aioinfer.server.answers import ChatFormat
 from aioinfer.server.diffusion import step_map_field
-from aioinfer.server.failures import Failure, as_failure
-from aioinfer.server.protocol import Call, parse_body, parse_chat, parse_completion, usage_body
-from aioinfer.server.shapes import CHAT, COMPLETION, Shape
+from aioinfer.server.failures import Failure, Refused, as_failure
+from aioinfer.server.protocol import Call, Served, model_not_found, parse_chat, parse_completion
+from aioinfer.server.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.sse import WATCH_INTERVAL, ClientGone, EventStream, is_gone
 from aioinfer.stream import Stream
 
@@ -30,10 +28,10 @@ __all__ = ["Routes"]
 
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Parser = Callable[[dict[str, Any], SamplingParams, str], Call]
-#: Seconds in which a body must have arrived.
+_Parser = Callable[[bytes, Served], Call]
+#: seconds from the headers to the end of the body
 _BODY_TIMEOUT = 10.0
-#: Nobody will read it; nginx's status for the access log.
+#: nginx's status of a closed connection, for the access log
 _CLIENT_GONE = 499
 
 
@@ -60,8 +58,7 @@ class Routes:
     # -- endpoints ------------------------------------------------------------------------------
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        chat_format = ChatFormat.of(self._config, self._engine.tokenizer)
-        return await self._generate(request, partial(parse_chat, chat_format=chat_format), CHAT)
+        return await self._generate(request, parse_chat, CHAT)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, parse_completion, COMPLETION)
@@ -70,11 +67,12 @@ class Routes:
         return web.json_response({"object": "list", "data": [self._model_body()]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        self._check_model(request.match_info["model"])
+        if request.match_info["model"] != self._model:
+            raise model_not_found(self._model, request.match_info["model"])
         return web.json_response(self._model_body())
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """200 while requests are accepted and steps get done, 503 otherwise."""
+        """200 while requests are accepted and steps finish, 503 otherwise."""
         status = self._engine.state.value
         if self._engine.ready:
             stalled = self._engine.stats().stalled > self._config.stall_timeout
@@ -104,7 +102,7 @@ class Routes:
             except ClientGone:
                 return web.Response(status=_CLIENT_GONE)
             except Exception as error:
-                return _failure(error).response()
+                return as_failure(error).response()
 
         return guarded
 
@@ -113,32 +111,25 @@ class Routes:
             return
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(hashlib.sha256(given).digest(), self._key):
-            raise _Refused(Failure(401, "authentication_error", "wrong API key", code="invalid_api_key"))
-
-    def _check_model(self, wanted: Any) -> None:
-        if wanted is not None and wanted != self._model:
-            message = f"the model {str(wanted)[:200]!r} does not exist; this server has {self._model!r}"
-            raise _Refused(
-                Failure(404, "invalid_request_error", message, param="model", code="model_not_found")
-            )
+            raise Refused(Failure(401, "authentication_error", "wrong API key", code="invalid_api_key"))
 
     # -- generation -----------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request, parse: _Parser, shape: Shape) -> web.StreamResponse:
-        body = parse_body(await _read(request))
-        self._check_model(body.get("model"))
-        call = parse(body, self._engine.default_params, self._model)
+        raw = await _read(request)
+        chat = ChatFormat.of(self._config, self._engine.tokenizer)
+        call = parse(raw, Served(self._model, self._engine.default_params, chat))
         try:
             return await self._answer(request, call, shape)
         except InvalidRequest as refused:
             if refused.field == "grammar" and call.answer is not None and call.answer.constrained:
-                # The caller has written no grammar, but schemas that became one.
+                # The grammar was built from the schemas of the tools.
                 raise InvalidRequest("tools", refused.message) from None
             raise
 
     async def _answer(self, request: web.Request, call: Call, shape: Shape) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
-            # Every stream is closed on the way out, whichever way that is.
+            # The stack closes every stream, on errors and cancellation too.
             streams = [
                 await stack.enter_async_context(
                     self._engine.generate(
@@ -158,7 +149,7 @@ class Routes:
         events = EventStream(
             request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
         )
-        # A refusal that only tokenizing could find is still a proper status, not an event.
+        # A refusal at tokenizing still gets its HTTP status, before the response begins.
         for stream in streams:
             await stream.accepted()
         await events.open()
@@ -175,7 +166,7 @@ class Routes:
     async def _send_all(
         self, call: Call, shape: Shape, streams: Sequence[Stream], events: EventStream
     ) -> None:
-        """All choices, then usage, then the end; an error that comes up on the way is the last event."""
+        """All choices, then usage, then the end. After an error, the error is the last event."""
         try:
             for index, echo in enumerate(await self._echoes(call)):
                 if shape.opening is not None or echo:
@@ -240,7 +231,7 @@ class Routes:
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
     async def _echoes(self, call: Call) -> list[str]:
-        """The prompt of every choice, where it is to be echoed."""
+        """The prompt of every choice, or empty texts without ``echo``."""
         if not call.echo:
             return [""] * len(call.choices())
         loop = asyncio.get_running_loop()
@@ -255,20 +246,8 @@ class Routes:
         return tokenizer.decode(cast("list[int]", prompt))
 
 
-class _Refused(Exception):
-    """A failure that the server itself found."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
-def _failure(error: Exception) -> Failure:
-    return error.failure if isinstance(error, _Refused) else as_failure(error)
-
-
 async def _read(request: web.Request) -> bytes:
-    """The body; a client that never finishes sending is let go."""
+    """The body. Raises HTTPRequestTimeout if it is incomplete after 10 s."""
     try:
         async with asyncio.timeout(_BODY_TIMEOUT):
             return await request.read()
@@ -291,9 +270,9 @@ async def _result(stream: Stream) -> Result:
 
 
 async def _unless_gone(request: web.Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await ``work`` while the client is there; ClientGone if it leaves first.
+    """Await ``work``; raises ClientGone if the client disconnects first.
 
-    Our own server cancels handlers on disconnect, an application that mounts the routes may not.
+    :func:`aioinfer.server.serve` cancels handlers on disconnect; an application with these routes may not.
     """
     task = asyncio.get_running_loop().create_task(work)
     try:
@@ -309,7 +288,7 @@ async def _unless_gone(request: web.Request, work: Coroutine[Any, Any, _T]) -> _
 
 
 async def _unless_raises(watch: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work``, or raise what the watcher raises first."""
+    """Await ``work``; raises the exception of ``watch`` if it ends first."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)

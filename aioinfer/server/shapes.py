@@ -1,28 +1,28 @@
-"""Shapes: how the chat and the completion endpoint write a choice down."""
+"""Shapes: the JSON of choices, of the chat and of the completion endpoint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
-from aioinfer.outputs import Chunk
+from aioinfer.outputs import Chunk, Usage
 from aioinfer.server.answers import AnswerReader
 from aioinfer.server.diffusion import chunk_fields
 from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs
 from aioinfer.server.protocol import Call
 
-__all__ = ["CHAT", "COMPLETION", "Shape"]
+__all__ = ["CHAT", "COMPLETION", "Shape", "usage_body"]
 
 _EMPTY = '"delta":{}'
 _OPENING_WITHOUT_CONTENT = '"delta":{"role":"assistant","content":null}'
 
 
 class Shape:
-    """One endpoint's JSON. Deltas are written by hand around the one text that varies: they are the
-    bytes that a busy server writes most."""
+    """The JSON of one endpoint. Deltas are formatted as text, without a JSON encoder for the whole event: a
+    server writes one per token and stream."""
 
     def __init__(
         self, *, whole_object: str, chunk_object: str, delta: str, opening: str | None, chat: bool
@@ -30,12 +30,12 @@ class Shape:
         self.whole_object = whole_object
         self._chunk_object = chunk_object
         self._delta = delta
-        #: the first delta of a choice, if it has one of its own
+        #: the delta that opens a choice; None: only an echo does
         self.opening = opening
         self._chat = chat
 
     def logprobs(self, spell: Callable[[int], str]) -> ChatLogprobs | CompletionLogprobs:
-        """What writes the logprobs of one choice."""
+        """The writer of the logprobs of one choice."""
         return ChatLogprobs(spell) if self._chat else CompletionLogprobs(spell)
 
     def choice(
@@ -65,8 +65,8 @@ class Shape:
         return self._event(call, index, delta, "null")
 
     def delta(self, call: Call, index: int, chunk: Chunk, logprobs: dict[str, Any] | None = None) -> str:
-        """The event for a chunk; the last one carries the finish reason. The delta of one that brings no more
-        than a draft is empty."""
+        """The event of a chunk; the last one has the finish reason. The delta of a chunk with only a draft is
+        empty."""
         reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
         written = "null" if logprobs is None else json.dumps(logprobs)
         delta = self._delta % _quoted(chunk.text)
@@ -83,8 +83,8 @@ class Shape:
         reader: AnswerReader,
         logprobs: dict[str, Any] | None = None,
     ) -> list[str]:
-        """The events for a chunk that may hold more than content, or nothing that can be told yet. The first
-        one carries the logprobs, the last one the finish reason and what diffusion models add."""
+        """The events of a chunk with parsers: none while its text is held back. The first event has the
+        logprobs, the last one the finish reason and the fields of diffusion models."""
         ended = chunk.finish_reason is not None
         deltas = reader.deltas(chunk.text, ended=ended)
         more = chunk_fields(chunk, call.step_map)
@@ -127,9 +127,21 @@ class Shape:
         return _head_of(self._chunk_object, call.id, call.created, call.model)
 
 
+def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:
+    """``usage`` of a call with ``n`` choices per prompt; a prompt counts once."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
+    completion = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
+    }
+
+
 @lru_cache(maxsize=1024)
 def _head_of(kind: str, name: str, created: int, model: str) -> str:
-    """What the events of one call begin with."""
+    """The common start of the events of one call."""
     return f'{{"id":"{name}","object":"{kind}","created":{created},"model":{_quoted(model)}'
 
 

@@ -1,4 +1,4 @@
-"""SSE: one response of server-sent events, kept alive in silence, given up when nobody reads."""
+"""SSE: a response of server-sent events, with keep-alive pings and a timeout of slow clients."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["ClientGone", "EventStream", "is_gone"]
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    # nginx would collect the events into blocks
+    # nginx buffers events otherwise
     "X-Accel-Buffering": "no",
 }
 _PING = b": ping\n\n"
-#: How often a connection is looked at that nothing is being written to.
+#: seconds between checks of a connection
 WATCH_INTERVAL = 0.5
 
 
 class ClientGone(ConnectionError):
-    """The client has closed its connection, or has not read for too long."""
+    """The client has closed its connection, or has not read for ``send_timeout`` seconds."""
 
 
 class EventStream:
-    """Writes events in the order given. Backpressure ends here: the engine never waits for a client.
+    """Writes events in order. Backpressure ends here: the engine never waits for a client.
 
-    A write takes no timer of its own, for most never wait: :meth:`watch` sees the one that waits too long.
+    Writes have no timer of their own, because most do not wait: :meth:`watch` finds a write that is too late.
     """
 
     def __init__(self, request: web.Request, *, ping_interval: float, send_timeout: float) -> None:
@@ -36,9 +36,9 @@ class EventStream:
         self._send_timeout = send_timeout
         self._response = web.StreamResponse(headers=_HEADERS)
         self._time = asyncio.get_running_loop().time
-        #: writes under way, which wait for the client to read
+        #: number of unfinished writes, which wait for the client to read
         self._writing = 0
-        #: when one began with none under way, or was through
+        #: when the last write finished, or the first of the unfinished writes began
         self._progress = 0.0
 
     @property
@@ -51,16 +51,16 @@ class EventStream:
         await self._write(b": ok\n\n")
 
     async def send(self, data: str) -> None:
-        """Send one event. Raises ClientGone. May wait for as long as :meth:`watch` lets it."""
+        """Send one event. Raises ClientGone. Waits up to the timeout of :meth:`watch`."""
         await self._write(f"data: {data}\n\n".encode())
 
     async def close(self) -> None:
-        """The last event of the protocol, and the end of the response."""
+        """Send the last event of the protocol and end the response."""
         await self._write(b"data: [DONE]\n\n", last=True)
 
     async def watch(self) -> None:
-        """Run beside the writers: ping when there is silence, raise ClientGone when the client is gone or has
-        not read for too long."""
+        """Run next to the writers: send pings, and raise ClientGone when the client is gone or has not read
+        for ``send_timeout`` seconds."""
         while True:
             await asyncio.sleep(min(WATCH_INTERVAL, self._ping_interval, self._send_timeout))
             if is_gone(self._request):

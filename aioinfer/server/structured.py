@@ -29,7 +29,7 @@ STRUCTURED_FIELDS = frozenset({*_DIRECT, "response_format", "structured_outputs"
 
 
 def parse_grammar(body: Mapping[str, Any]) -> Grammar | None:
-    """The grammar that a body asks for. Raises InvalidRequest, also if it asks for several."""
+    """The grammar of a body, or None. Raises InvalidRequest, also for more than one."""
     found: list[tuple[str, Grammar]] = []
     if (grammar := _response_format(body.get("response_format"))) is not None:
         found.append(("response_format", grammar))
@@ -72,7 +72,7 @@ def _response_format(value: Any) -> Grammar | None:
 
 
 def _grammar(field: str, kind: Any, value: Any) -> Grammar:
-    """JSON values become text; a schema may be given as text already."""
+    """The grammar, with a JSON value as text; a schema may also be text."""
     written = {"json_schema": (dict, bool), "choice": (list,)}
     if isinstance(value, written.get(kind, ())):
         value = json.dumps(value)

@@ -1,4 +1,4 @@
-"""Tools in request bodies: which functions may, must or must not be called."""
+"""Tools of request bodies: the functions that may be called, and the choice among them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function that the model may call. ``parameters`` is the JSON schema of an object; ``strict``: the
-    arguments must obey it."""
+    arguments are constrained to it."""
 
     name: str
     description: str | None
     parameters: dict[str, Any]
     strict: bool
 
-    def offer(self) -> dict[str, Any]:
-        """As chat templates take it."""
+    def for_template(self) -> dict[str, Any]:
+        """The function in the form of chat templates."""
         offered = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {k: v for k, v in offered.items() if v is not None}}
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one call. ``callable_functions`` are those that the choice leaves; ``required``: at least
-    one call must be made; ``parallel``: more than one may be made."""
+    """The tools of one API call. ``callable_functions``: the functions that ``tool_choice`` allows;
+    ``required``: at least one call is required; ``parallel``: several calls are allowed."""
 
     functions: tuple[Function, ...]
     callable_functions: tuple[Function, ...]
@@ -45,12 +45,12 @@ class Tools:
 
     @property
     def enforced(self) -> bool:
-        """Plain reading of what the model happens to write is not enough."""
+        """The tools require a grammar; otherwise the answer is parsed only."""
         return self.required or not self.parallel or any(each.strict for each in self.callable_functions)
 
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """What the arguments of each function must look like. Where no call is required, a function that is
-        not strict takes any object."""
+        """Function name -> JSON schema of its arguments in the grammar: any object for a function that is
+        neither strict nor required."""
         return {
             each.name: each.parameters if each.strict or self.required else {"type": "object"}
             for each in self.callable_functions
@@ -58,7 +58,7 @@ class Tools:
 
 
 def parse_tools(body: Mapping[str, Any]) -> Tools | None:
-    """The tools that a chat is offered, or None. Raises InvalidRequest."""
+    """The tools of a chat, or None. Raises InvalidRequest."""
     functions = _functions(body.get("tools"))
     parallel = body.get("parallel_tool_calls")
     if parallel is not None and not isinstance(parallel, bool):
@@ -108,7 +108,7 @@ def _functions(tools: Any) -> tuple[Function, ...]:
     names: set[str] = set()
     for at, function in enumerate(functions):
         if function.name in names:
-            raise InvalidRequest(f"tools[{at}].function.name", f"{function.name!r} is there twice")
+            raise InvalidRequest(f"tools[{at}].function.name", f"{function.name!r} is defined twice")
         names.add(function.name)
     return functions
 

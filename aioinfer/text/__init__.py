@@ -1,1 +1,1 @@
-"""Text: prompts into token ids, token ids into text, and where text stops."""
+"""Text: tokenizing, detokenizing, stop strings, grammars, and parsers of reasoning and tool calls."""

@@ -1,9 +1,9 @@
 """Bad words: sequences of tokens that an output must not contain.
 
-A word is forbidden by way of its last token, wherever the output ends with the ones before it (as vLLM,
-TensorRT-LLM and transformers do it, though not by text: other spellings of a word pass). What depends on
-the tokens just sampled is what masks are for, so a request with bad words has a matcher like one with a
-grammar, and around its grammar's if it has both.
+A word is excluded by masking its last token whenever the output ends with the tokens before it, as in vLLM,
+TensorRT-LLM and transformers. Words are compared as tokens, so other tokenizations of a word pass. The mask
+depends on the newest tokens, so a request with bad words has a matcher, like one with a grammar; if it has
+both, this matcher wraps the grammar's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["BadWordsBackend", "BadWordsMatcher", "spell"]
 
 
 def spell(words: Iterable[str | Sequence[int]], tokenizer: Tokenizer | None) -> list[Sequence[int]]:
-    """The token sequences of ``words``: of a text that at the start of an output and that after a space.
+    """The token sequences of ``words``; a text has one at the start of an output and one behind a space.
 
     Raises InvalidRequest.
     """
@@ -39,15 +39,15 @@ def spell(words: Iterable[str | Sequence[int]], tokenizer: Tokenizer | None) -> 
 
 
 class BadWordsMatcher:
-    """Knows the newest tokens of one output and what must not follow them."""
+    """Excludes the tokens that would complete a bad word behind the newest tokens of one output."""
 
     __slots__ = ("_backend", "_banned", "_inner", "_newest")
 
     def __init__(
         self, words: Sequence[Sequence[int]], backend: GrammarBackend | None, inner: Matcher | None
     ) -> None:
-        """``inner`` and its ``backend`` are those of the request's grammar."""
-        #: last tokens by what comes before them
+        """``inner`` and ``backend``: matcher and backend of the request's grammar, or None."""
+        #: tokens before the last one -> last tokens
         self._banned: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             *before, last = word
@@ -71,7 +71,7 @@ class BadWordsMatcher:
         return None if self._inner is None else self._inner.error
 
     def forced(self) -> list[int]:
-        """What the grammar forces, if its first token is not bad. Whoever takes it asks again after each."""
+        """The tokens that the grammar forces, if the first is not banned. Valid for one token at a time."""
         ahead = [] if self._inner is None else self._inner.forced()
         return [] if ahead and ahead[0] in self.banned() else ahead
 
@@ -90,7 +90,7 @@ class BadWordsMatcher:
         ]
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
-        """Write what the grammar allows without what would complete a bad word."""
+        """Write the mask: the tokens that the grammar allows, except those that complete a bad word."""
         if self._inner is None or self._backend is None:
             mask.fill(-1)
         else:
@@ -102,10 +102,10 @@ class BadWordsMatcher:
 
 
 class BadWordsBackend:
-    """Fills the masks of such matchers. It has nothing to compile."""
+    """Fills the masks of :class:`BadWordsMatcher`. It compiles nothing."""
 
     def compile(self, grammar: Grammar) -> Matcher:
-        raise InvalidRequest("grammar", "is not made of bad words")
+        raise InvalidRequest("grammar", "cannot be compiled from bad words")
 
     def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
         for matcher, mask in zip(matchers, masks, strict=True):

@@ -1,7 +1,7 @@
-"""Grammars: which tokens may come next, whoever works it out.
+"""Grammars: the tokens that may come next, independent of the backend that computes them.
 
-A backend compiles a :class:`~aioinfer.params.Grammar` once and gives every request a :class:`Matcher` of its
-own. :class:`GrammarState` is a matcher together with the mask it is ready for::
+A backend compiles a :class:`~aioinfer.params.Grammar` once and creates one :class:`Matcher` per request.
+:class:`GrammarState` is a matcher together with the mask of the position it has reached::
 
     sampled token ──► accept ──► mask for the position after it ──► sampler of the next step
 
@@ -24,46 +24,46 @@ from aioinfer.text.grammar_spec import Grammar
 __all__ = ["Compiler", "GrammarBackend", "GrammarState", "Matcher"]
 
 _KNOWN_GRAMMARS = 256
-#: tokens taken at once; more of them come after the next one that is sampled
+#: maximum forced tokens appended at once; the others follow after the next sampled token
 _MOST_FORCED = 256
 
 
 class Matcher(Protocol):
-    """One output's place in a grammar. Used by one thread at a time; its methods never raise."""
+    """The position of one output in a grammar. Used by one thread at a time; its methods never raise."""
 
     def accept(self, token: int) -> bool:
-        """The output goes on with ``token``. False if the grammar does not allow that, now and ever after."""
+        """Advance by ``token``. False if the grammar does not allow it; the matcher stays in error then."""
 
     @property
     def stopped(self) -> bool:
-        """The output is complete and nothing but an end token may follow, or there was an error."""
+        """The output is complete and only an end token may follow, or there was an error."""
 
     @property
     def error(self) -> str | None:
-        """What went wrong, if something did: a token that was not allowed, a limit that was reached."""
+        """The error, if any: a token that is not allowed, a limit that was reached."""
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as there is no choice."""
+        """The longest sequence of next tokens without an alternative."""
 
     def copy(self) -> Matcher:
-        """The same place in the same grammar, for another output."""
+        """A matcher at the same position, for another output."""
 
 
 class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary. Its methods may be called from several threads."""
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher at the start. Raises InvalidRequest for what is no grammar, or too large a one."""
+        """A matcher at the start. Raises InvalidRequest for a malformed or too large grammar."""
 
     def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Write the mask of each matcher: bit ``token % 32`` of word ``token // 32`` is set if the token
-        may come next. One call for all, which lets other threads run meanwhile."""
+        """Write the mask of each matcher, int32 [vocab_size / 32]: bit ``token % 32`` of word ``token // 32``
+        is set if the token may come next. One call for all matchers, which releases the GIL."""
 
 
 class GrammarState:
-    """A request's matcher, and the mask of the one position that it is ready for.
+    """A request's matcher, and the mask of the position that it has reached.
 
-    Written and read under the lock of :class:`~aioinfer.execution.grammar_worker.Masks`.
+    Written and read under the lock of :class:`~aioinfer.execution.grammar_worker.GrammarWorker`.
     """
 
     __slots__ = (
@@ -92,24 +92,24 @@ class GrammarState:
     ) -> None:
         self.backend = backend
         self.matcher = matcher
-        #: the matcher and the position before anything was accepted
+        #: the matcher and the position of the first output token
         self.origin, self.begin = matcher.copy(), position
-        #: tokens of the output that are to be accepted before there is a mask; None: there is nothing to do
+        #: output tokens to accept before the mask can be computed; None: none
         self.missed: Sequence[int] | None = None
-        #: why the output cannot go on
+        #: why the output cannot continue
         self.failed: str | None = None
         #: position in the sequence of the token that ``mask`` is for
         self.position = position
         self.mask: npt.NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
-        #: tokens before ``position`` that the output must have and nobody samples
+        #: forced tokens before ``position``, which are appended without sampling
         self.forced: list[int] = []
-        #: fewer forced tokens than this are sampled like any others; 0: all are
+        #: a shorter run of forced tokens is sampled like other tokens; 0: every run is
         self.least_forced = least_forced
-        #: a token was sampled whose mask is not made yet
+        #: a token was sampled and the mask behind it is not computed yet
         self.at_work = False
-        #: its masks take long: nobody waits for them
+        #: its masks take long: steps do not wait for them
         self.slow = False
-        #: its newest row sampled nothing, so that rows launched behind it have no token to go on from
+        #: its newest row sampled nothing, so rows launched behind it have no input token
         self.unsampled = False
 
     @classmethod
@@ -121,10 +121,11 @@ class GrammarState:
         vocab_size: int,
         least_forced: int = 0,
     ) -> GrammarState:
-        """The state of a new output whose first token is at ``position``, ready for it.
+        """The state of a new output whose first token is at ``position``, with the mask for it.
 
-        So many tokens or more that leave no choice are taken without sampling them; 0: none are. Raises
-        InvalidRequest if there is no first token; that none can follow later is no reason yet.
+        Runs of ``least_forced`` or more forced tokens are appended without sampling; 0: none are. Raises
+        InvalidRequest if the grammar allows no first token; a dead end behind forced tokens fails the output
+        later.
         """
         state = cls(backend, matcher, position, vocab_size, least_forced)
         state.follow()
@@ -136,15 +137,15 @@ class GrammarState:
         return state
 
     def restarted(self, output_ids: Sequence[int]) -> GrammarState:
-        """A state of its own for the same output, of which only ``output_ids`` are left; whoever wants its
-        mask first has to have it accept them. This one may be at work meanwhile."""
+        """Another state for the same output, of which only ``output_ids`` are left. They are accepted before
+        its next mask is computed. This state may still be in use by the worker."""
         vocab_size = 32 * len(self.mask)
         other = GrammarState(self.backend, self.origin.copy(), self.begin, vocab_size, self.least_forced)
         other.missed = tuple(output_ids)
         return other
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """The output goes on with ``tokens``; whatever must follow the last one, follows."""
+        """Advance by ``tokens``, then by the tokens that the grammar forces behind them."""
         try:
             for token in tokens:
                 if not self.matcher.accept(token):
@@ -152,15 +153,15 @@ class GrammarState:
                     return
                 self.position += 1
             self.follow()
-        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+        except BaseException as error:  # panics of Rust libraries are not Exceptions
             self.failed = f"its grammar failed: {error}"
 
     def follow(self) -> None:
-        """Take the tokens that leave no choice, if they are enough to be worth it."""
+        """Advance by the forced tokens, if the run has ``least_forced`` or more."""
         forced: list[int] = []
         if not self.least_forced or len(ahead := self.matcher.forced()) < self.least_forced:
             return
-        # One at a time: what is forced after a token may be spelled otherwise than it was before it.
+        # One at a time: behind a token, the forced text can have another tokenization than before it.
         while ahead and len(forced) < _MOST_FORCED:
             token = ahead[0]
             if not self.matcher.accept(token):
@@ -173,9 +174,9 @@ class GrammarState:
 
 
 class Compiler:
-    """Compiles on whatever thread it is called, each grammar once, however many ask for it at a time.
+    """Compiles on the calling thread, each grammar once, even if several threads need it at the same time.
 
-    What was compiled is kept, and so is what was refused: a bad grammar costs its sender's time only once.
+    Compiled grammars and refusals are cached: a malformed grammar is compiled only once.
     """
 
     def __init__(self, backend: GrammarBackend) -> None:
@@ -185,14 +186,14 @@ class Compiler:
         self._under_way: dict[Grammar, threading.Event] = {}
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """One for a new output. Raises InvalidRequest."""
+        """A matcher for a new output. Raises InvalidRequest."""
         compiled = self._compiled(grammar)
         if isinstance(compiled, InvalidRequest):
             raise InvalidRequest(compiled.field, compiled.message)
         return compiled.copy()
 
     def forget(self, grammar: Grammar) -> None:
-        """Compile it anew the next time."""
+        """Remove a grammar from the cache."""
         with self._lock:
             self._known.pop(grammar, None)
 

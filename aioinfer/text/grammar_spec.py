@@ -1,4 +1,4 @@
-"""What an output must look like, before anything is compiled."""
+"""Grammar: the constraint on an output, before it is compiled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ _MAX_GRAMMAR = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must look like.
+    """A constraint on an output.
 
     ``source`` is a JSON schema (``json_schema``, as text), a regular expression for the whole output
     (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark or in GBNF
-    (``lark``), one of :class:`~aioinfer.text.tool_grammar.AnswerGrammar`'s making (``answer``), or
-    nothing at all (``json_object``: any JSON object). Whether it is well-formed is found out when it is
-    compiled, off the event loop.
+    (``lark``), a grammar built by :class:`~aioinfer.text.tool_grammar.AnswerGrammar` (``answer``), or empty
+    (``json_object``: any JSON object). Syntax errors are found when it is compiled, on a worker thread.
+
+    Raises:
+        InvalidRequest: unknown kind, or a source that is not text or has more than 65,536 characters.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "answer"]
@@ -32,4 +34,6 @@ class Grammar:
         if not isinstance(self.source, str):
             raise InvalidRequest("grammar", "must be given as text")
         if len(self.source) > _MAX_GRAMMAR:
-            raise InvalidRequest("grammar", f"may have {_MAX_GRAMMAR} characters, got {len(self.source)}")
+            raise InvalidRequest(
+                "grammar", f"may have at most {_MAX_GRAMMAR} characters, got {len(self.source)}"
+            )

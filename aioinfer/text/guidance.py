@@ -16,18 +16,18 @@ from aioinfer.text.grammar_spec import Grammar
 
 __all__ = ["JSON_OPTIONS", "GuidanceBackend", "check_depth"]
 
-#: nesting of a JSON schema; recursion in the schema's own terms is not nesting
+#: maximum nesting of a JSON schema; recursion through ``$ref`` does not count
 _MAX_DEPTH = 64
-#: some white space between the parts, as models like to write it, but not an output full of it
+#: Models write white space between the parts; the bound prevents an output of nothing else.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 
-#: Where a greedy token must be followed by what it has swallowed, forced bytes have no end, and llguidance
-#: looks for them without a limit and without letting other threads run. The last such line counts.
+#: In some Lark grammars the forced bytes are unbounded, and llguidance computes them without a limit and with
+#: the GIL held. Of several ``%llguidance`` lines the last one counts.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 class GuidanceBackend:
-    """llguidance for one tokenizer. Limits on fuel and size bound the time of every call."""
+    """llguidance for one tokenizer. Limits on fuel and size bound the duration of every call."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """``tokenizer``: the JSON of a Hugging Face tokenizer, or a ``llguidance.TokenizerWrapper``.
@@ -48,7 +48,7 @@ class GuidanceBackend:
             max_grammar_size=200_000,
             verbose_errors=False,
         )
-        #: an executor for every thread that calls, so that a slow call holds up no other
+        #: one executor per calling thread: a slow call does not delay the other threads
         self._executors = threading.local()
 
     def compile(self, grammar: Grammar) -> Matcher:
@@ -74,14 +74,14 @@ class GuidanceBackend:
             mask[:] = row
 
     def _text(self, grammar: Grammar) -> str:
-        """llguidance's own form. Raises ValueError."""
+        """The grammar as text for LLMatcher. Raises ValueError."""
         library = self._library.LLMatcher
         text: str
         match grammar.kind:
             case "json_schema":
                 schema = json.loads(grammar.source)
                 if not isinstance(schema, (dict, bool)):
-                    raise ValueError("a schema is an object")
+                    raise ValueError("must be an object")
                 check_depth(schema)
                 text = library.grammar_from_json_schema(grammar.source, JSON_OPTIONS)
             case "json_object":
@@ -91,7 +91,7 @@ class GuidanceBackend:
             case "choice":
                 choices = json.loads(grammar.source)
                 if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
-                    raise ValueError("choices are a non-empty list of non-empty texts")
+                    raise ValueError("must be a non-empty list of non-empty texts")
                 text = library.grammar_from_lark("start: " + " | ".join(map(_lark_literal, choices)))
             case "lark":
                 text = library.grammar_from_lark(_lark(grammar.source) + _NO_FORCING)
@@ -137,7 +137,7 @@ def check_depth(value: Any, depth: int = 0) -> None:
 
 
 def _lark(source: str) -> str:
-    """GBNF, as llama.cpp has it and vLLM and SGLang take it, becomes Lark; Lark stays what it is."""
+    """Translate GBNF (llama.cpp; also accepted by vLLM and SGLang) to Lark; Lark is returned unchanged."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     if not source.strip():
@@ -158,5 +158,5 @@ def _lark_literal(text: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Of llguidance's errors, which go on with the state of the parser."""
+    """The first line of an llguidance error; the other lines dump the parser's state."""
     return message.split("\n", 1)[0][:300]

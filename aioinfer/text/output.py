@@ -1,4 +1,4 @@
-"""OutputText: the text side of one request, from token ids to pieces that may be delivered."""
+"""OutputText: the text of one request, from token ids to final pieces."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ if TYPE_CHECKING:
 
 __all__ = ["UNKNOWN", "OutputText"]
 
-#: what a token that is not known looks like
+#: placeholder of an unknown token
 UNKNOWN = "\N{LIGHT SHADE}"
 
 
 class OutputText:
-    """Detokenizer and stop matcher in a row, on the event loop, once per token.
+    """Detokenizer, then stop matcher; runs on the event loop, once per token.
 
     Attributes:
-        pieces: the released text. It only ever grows, by non-empty pieces, so that readers need no more
-            than a position in it.
-        enabled: there is a detokenizer. Without one (an engine that has no tokenizer) there is no text.
+        pieces: the released text as non-empty pieces. The list only grows: a reader keeps an index into it.
+        enabled: there is a detokenizer. An engine without a tokenizer produces no text.
     """
 
     __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "enabled", "pieces")
@@ -49,10 +48,10 @@ class OutputText:
         return "".join(self.pieces)
 
     def push(self, token_id: int) -> str | None:
-        """One more output token; returns the stop string or pattern that it completed, if it did.
+        """Append an output token; returns the stop string or pattern that it completed, if any.
 
-        The token that ends an output is pushed only if its text is wanted. Raises
-        TimeoutError if a stop pattern takes too long.
+        The token that ends an output is pushed only if its text is included. Raises TimeoutError if a stop
+        pattern takes too long.
         """
         if self._detokenizer is None or self._ended:
             return None
@@ -60,9 +59,9 @@ class OutputText:
         return self._release(text) if text else None
 
     def finish(self) -> None:
-        """No more tokens: release what was held back. Idempotent.
+        """End of the output: release the held text. Idempotent.
 
-        The detokenizer's tail goes the same way, so a stop string that it completes still cuts the text.
+        The detokenizer's held text passes the stop matcher, too, and can complete a stop string.
         """
         if self._detokenizer is None or self._ended:
             return
@@ -72,10 +71,10 @@ class OutputText:
         self._ended = True
 
     def ahead(self, token_ids: Sequence[int | None]) -> str:
-        """What would follow the released text if these tokens came next: what is held back now, and theirs.
+        """The text behind the released text if these tokens came next: the held text and the tokens' text.
 
-        U+2591 stands for each token that is None, and for a character of which there are only parts. Stop
-        strings are not looked for. Changes nothing.
+        U+2591 stands for each token that is None and for an incomplete character. Stop strings are not
+        searched. Does not change the state.
         """
         if self._detokenizer is None:
             return ""
@@ -106,9 +105,11 @@ class OutputText:
 
 
 def _matcher(stop: Sequence[str], stop_regex: Sequence[str]) -> StopMatcher | StopRegex | None:
-    """One that looks for all of them."""
+    """One matcher for all stop strings and patterns; None without any."""
     if stop_regex:
-        from aioinfer.text.stop_regex import StopRegex  # few need it
+        from aioinfer.text.stop_regex import (
+            StopRegex,
+        )  # loads the regex library, which most outputs do not use
 
         return StopRegex(stop_regex, stop)
     return StopMatcher(stop) if stop else None

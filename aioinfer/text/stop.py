@@ -1,4 +1,4 @@
-"""StopMatcher: find stop strings in streamed text, holding back no more than could still become one."""
+"""StopMatcher: finds stop strings in streamed text and holds back possible prefixes only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["StopMatcher"]
 class StopMatcher:
     """An Aho-Corasick automaton (Aho and Corasick, 1975) over the stop strings.
 
-    Linear in the text, and independent of how the text is cut into pieces. The match that ends first
-    wins; of several that end at the same character, the longest, which is the one that begins first.
-    What is held back is the longest end of the text that is a proper beginning of some stop string.
+    Linear in the text, and independent of how the text is split. The match that ends first wins; of several
+    that end at the same character, the longest. The held text is the longest suffix of the text that is a
+    proper prefix of a stop string.
     """
 
     __slots__ = ("_depth", "_edges", "_ended", "_fail", "_first", "_held", "_hit", "_node", "matched")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop string: it would end every text before it begins."""
+        """Raises ValueError for an empty stop string, which would end every text at its start."""
         self._edges: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._hit: list[str | None] = [None]
@@ -40,9 +40,9 @@ class StopMatcher:
         self.matched = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """More text: returns what is safe to release, and the stop string that was completed, if any.
+        """Append text: returns the text to release, and the stop string that it completed, if any.
 
-        After a match nothing more is released and nothing more is found.
+        After a match nothing is released and nothing is found.
         """
         node = self._node
         if not node and self._first.isdisjoint(text):
@@ -64,11 +64,11 @@ class StopMatcher:
 
     @property
     def held(self) -> str:
-        """What is held back, for it may be the beginning of a stop string."""
+        """The held text: a possible prefix of a stop string."""
         return self._held
 
     def flush(self) -> str:
-        """The output has ended: what was held back is text after all. After a match that is nothing."""
+        """End of the output: the held text; empty after a match."""
         held, self._held, self._node = self._held, "", 0
         return held
 
@@ -83,7 +83,7 @@ class StopMatcher:
         return child
 
     def _step(self, node: int, character: str) -> int:
-        """Where the automaton is after ``character``: at the longest beginning of a stop that ends here."""
+        """The node after ``character``: the longest prefix of a stop string that ends here."""
         while character not in self._edges[node]:
             if node == 0:
                 return 0
@@ -91,7 +91,7 @@ class StopMatcher:
         return self._edges[node][character]
 
     def _link_failures(self) -> None:
-        """For each node, the node of its longest proper suffix; hits are inherited along the links."""
+        """Link each node to the node of its longest proper suffix; hits propagate along the links."""
         queue = deque(self._edges[0].values())
         while queue:
             node = queue.popleft()

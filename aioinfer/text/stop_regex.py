@@ -1,4 +1,4 @@
-"""StopRegex: find stop patterns in streamed text, in bounded time and with a bounded look back."""
+"""StopRegex: finds stop patterns in streamed text, in bounded time and with a bounded buffer."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import regex
 
 __all__ = ["StopRegex", "check_pattern"]
 
-#: A match can begin so many characters before the end of the text; what lies further back is released.
+#: A match begins at most this many characters before the end of the text; earlier text is released.
 _WINDOW = 1024
-#: Released characters that lookbehind and ``\b`` still see. More than 0, so that ``^`` is the true start.
+#: Released characters kept for lookbehind and ``\b``. More than 0, so that ``^`` is the start of the output.
 _CONTEXT = 64
-#: seconds of this thread's CPU time that the patterns of one output may take per token
+#: seconds of this thread's CPU time per token for the patterns of one output
 _BUDGET = 0.005
-#: The library unrolls counted repeats, nested ones into one another: nodes that a pattern may grow to.
+#: The library unrolls counted repeats, nested ones multiplicatively: maximum nodes of a pattern.
 _MAX_NODES = 10_000
 _REPEAT = re.compile(r"(.?)(?:\{(\d*)(?:,(\d*))?\}|\+)", re.DOTALL)
-#: Where case may be folded fully (to "SS", say), sets of characters become sets of texts and cost so much.
+#: Cost factor of full case folding (to "SS", for example), which turns character sets into sets of texts.
 _FOLDING_COST = 32
 #: Flags ``f`` or ``V1`` in a group, or a comment before them.
 _FOLDING = re.compile(r"\(\?[^:()<>=!&|P#]*[fV#]")
 
 
 class StopRegex:
-    """Searches for each pattern (and for plain strings beside them) after every piece of text.
+    """Searches for the patterns, and for plain strings next to them, after every piece of text.
 
-    Of several matches the one that ends first wins, of equals the one that begins first. A pattern is
-    judged by the text so far: ``a+`` ends it at the first ``a`` that arrives alone, ``$`` is the end of
-    what has arrived. Held back is what may be the beginning of a match, as the library's partial
-    matching tells, but never more than the last 1,024 characters. (It does not tell of what an approximate
-    pattern may skip before its first character, which may be released before such a match.)
+    Of several matches the one that ends first wins, of equals the one that begins first. A pattern is matched
+    against the text so far: ``a+`` matches a single ``a`` at the end of a piece, ``$`` is the end of that
+    text. A possible prefix of a match, according to the library's partial matching, is held back,
+    up to the last 1,024 characters. (Partial matching ignores the characters that an approximate pattern may
+    skip before its first one, so they can be released before a match.)
     """
 
     __slots__ = ("_buffer", "_ended", "_patterns", "_released", "matched")
@@ -42,7 +42,7 @@ class StopRegex:
         """Raises ValueError as :func:`check_pattern` does."""
         self._patterns = [(source, check_pattern(source)) for source in patterns]
         self._patterns += [(string, _literal(string)) for string in strings]
-        #: the end of the text: some context, then what is held back from ``_released`` on
+        #: the end of the text: released context up to ``_released``, then the held text
         self._buffer = ""
         self._released = 0
         self._ended = False
@@ -50,10 +50,10 @@ class StopRegex:
         self.matched = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """More text: returns what is safe to release, and the pattern or string that matched, if any.
+        """Append text: returns the text to release, and the pattern or string that matched, if any.
 
-        After a match nothing more is released and nothing more is found. Raises TimeoutError if a pattern
-        takes too long; the text is then beyond use.
+        After a match nothing is released and nothing is found. Raises TimeoutError if a pattern takes too
+        long; the object cannot be used any more then.
         """
         if self._ended:
             return "", None
@@ -82,18 +82,18 @@ class StopRegex:
 
     @property
     def held(self) -> str:
-        """What is held back, for it may be the beginning of a match."""
+        """The held text: a possible prefix of a match."""
         return self._buffer[self._released :]
 
     def flush(self) -> str:
-        """The output has ended: what was held back is text after all. After a match that is nothing."""
+        """End of the output: the held text; empty after a match."""
         held = self._buffer[self._released :]
         self._released = len(self._buffer)
         return held
 
 
 class _Budget:
-    """What is left of the time for one piece of text."""
+    """The CPU time left for one piece of text."""
 
     __slots__ = ("_end",)
 
@@ -104,8 +104,8 @@ class _Budget:
         self, source: str, pattern: regex.Pattern[str], text: str, start: int
     ) -> regex.Match[str] | None:
         """A match from ``start`` on; if there is none, a partial one at the end. Raises TimeoutError."""
-        # The library's clock is the CPU time of the whole process. While other threads compute, it runs
-        # out early, and the search is given more of it until this thread has had its share.
+        # The library's timeout counts the CPU time of the whole process. While other threads compute, it
+        # expires early, and the search is repeated with more until this thread has used its budget.
         timeout = _BUDGET
         while True:
             try:
@@ -118,7 +118,7 @@ class _Budget:
 
 @functools.lru_cache(maxsize=256)
 def check_pattern(source: str) -> regex.Pattern[str]:
-    """Compile a pattern of a stranger.
+    """Compile an untrusted pattern.
 
     Raises:
         ValueError: it is malformed, too large once its repeats are unrolled, matches the empty text
@@ -130,10 +130,10 @@ def check_pattern(source: str) -> regex.Pattern[str]:
         pattern = regex.compile(source)
         empty = pattern.search("", timeout=_BUDGET)
     except TimeoutError:
-        raise ValueError("takes too long on no text at all") from None
+        raise ValueError("takes too long on the empty text") from None
     except Exception as error:
-        # A library of this size raises many things on what is no pattern.
-        raise ValueError(f"is no regular expression: {error}") from None
+        # The library raises several types for malformed patterns.
+        raise ValueError(f"is not a regular expression: {error}") from None
     if pattern.flags & regex.REVERSE:
         raise ValueError("searches backwards")
     if empty is not None:
@@ -147,8 +147,10 @@ def _literal(string: str) -> regex.Pattern[str]:
 
 
 def _nodes(source: str) -> int:
-    """An upper bound of what a pattern is unrolled to: repeats of groups count as if nested, wherever
-    they stand. Reading no more of the syntax than that, it cannot be led astray."""
+    """An upper bound of a pattern's nodes after unrolling: all repeats of groups count as nested.
+
+    The bound parses no other syntax, so a pattern cannot be written to evade it.
+    """
     size, factor = len(source), 1
     for before, low, high in _REPEAT.findall(source):
         if len(low) + len(high) > 9:
@@ -157,6 +159,6 @@ def _nodes(source: str) -> int:
         if before.isalnum() or (before and before in "]."):
             size += count
         else:
-            # One more for the part that is repeated no matter how often.
+            # One more for the copy behind the counted ones.
             factor = min(factor * (count + 1), _MAX_NODES + 1)
     return size * factor * (_FOLDING_COST if _FOLDING.search(source) else 1)

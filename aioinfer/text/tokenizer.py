@@ -1,4 +1,4 @@
-"""Tokenizer: what the engine needs of one, and the one over Hugging Face files."""
+"""Tokenizer: the protocol that the engine uses, and its implementation for Hugging Face files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, Offs
 
 __all__ = ["HFTokenizer", "Tokenizer"]
 
-#: What ``apply_chat_template`` takes as arguments of its own, and is not for callers to set.
+#: Parameters of ``apply_chat_template`` itself, which callers cannot set.
 _RESERVED = frozenset(
     {
         "conversation",
@@ -36,9 +36,10 @@ class Tokenizer(Protocol):
     Attributes:
         eos_token_ids: the ids that end an output.
         has_chat_template: ``encode_chat`` can be used.
-        vocab_size: how many tokens there are, special and added ones included.
-        added_tokens: ids of the tokens that stand for a text as a whole, such as tags; special ones included.
-        special_tokens: the texts of those among them that ``skip_special_tokens`` leaves out.
+        vocab_size: number of tokens, special and added ones included.
+        added_tokens: text -> id of the tokens that encode a whole text (tags for example), special ones
+            included.
+        special_tokens: the texts among them that ``skip_special_tokens`` omits.
     """
 
     eos_token_ids: frozenset[int]
@@ -54,7 +55,7 @@ class Tokenizer(Protocol):
         """Ids of a text within another, without special tokens around it. Raises InvalidRequest."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Ids of a conversation through the chat template, ready for the answer. Raises InvalidRequest."""
+        """Ids of a conversation through the chat template, up to the answer. Raises InvalidRequest."""
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -62,29 +63,29 @@ class Tokenizer(Protocol):
         """For an output that continues ``prompt_ids``."""
 
     def for_grammars(self) -> Any:
-        """The vocabulary as llguidance takes it: the JSON of a tokenizers file, or a TokenizerWrapper.
-        Raises InvalidRequest if there is no such thing."""
+        """The vocabulary for llguidance: the JSON of a tokenizers file, or a TokenizerWrapper.
+        Raises InvalidRequest if the tokenizer has neither."""
 
 
-#: end a turn of the chat template, and no config of the checkpoint says so: LLaDA2
+#: Tokens that end a turn of the chat template although the checkpoint's config does not list them: LLaDA2.
 _TURN_ENDS = frozenset({"<|role_end|>"})
 
 
 class HFTokenizer:
     """The tokenizer of a model directory, through transformers. Its methods may be called from any thread.
 
-    Special tokens written out in a prompt or a message are special tokens, as in vLLM and transformers:
-    who renders templates by hand relies on it, who wants to rule it out filters texts before they come
-    here.
+    Special tokens written out in a prompt or a message are encoded as special tokens, as in vLLM and
+    transformers: applications that render templates themselves rely on it. An application that does not
+    trust its texts must filter them first.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """``tokenizer`` is one of transformers'; it must not be used by anybody else from now on."""
+        """``tokenizer`` is a transformers tokenizer, which this object owns from now on."""
         self._tokenizer = tokenizer
         self._fast: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if self._fast is not None:
-            # Threads can share a fast tokenizer as long as nobody changes it, so what transformers would
-            # switch off with every call is switched off here, once.
+            # Threads can share a fast tokenizer as long as it is not modified: truncation and padding are
+            # disabled here, once, instead of by transformers in every call.
             self._fast.no_truncation()
             self._fast.no_padding()
         self.has_chat_template = bool(tokenizer.chat_template)
@@ -98,11 +99,11 @@ class HFTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Load from a local directory; no network, no code from it, no question. Raises ConfigError."""
+        """Load from a local directory, without network, remote code or prompts. Raises ConfigError."""
         from transformers import AutoTokenizer
 
         try:
-            # Without an explicit no, transformers asks on the terminal whether to run the directory's code.
+            # Without trust_remote_code=False, transformers asks on the terminal to run the directory's code.
             config = _unknown_config(path)
             return cls(
                 AutoTokenizer.from_pretrained(
@@ -110,13 +111,13 @@ class HFTokenizer:
                 )
             )
         except Exception as error:
-            # Broken files raise nearly anything, of Rust's making also the bare Exception.
+            # Broken files raise many types; the Rust library raises the bare Exception.
             raise ConfigError(f"the tokenizer of {path.name} could not be loaded: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the model expects around it (such as BOS).
 
-        Raises InvalidRequest for what is no text: half a surrogate pair has no bytes.
+        Raises InvalidRequest for an unpaired surrogate, which has no UTF-8 encoding.
         """
         _check_text("prompt", text)
         return self._encode(text, add_special_tokens=True)
@@ -131,13 +132,13 @@ class HFTokenizer:
 
         Args:
             messages: each with ``role`` and ``content``, which is text or a list of OpenAI's text parts.
-                Other keys are the template's to read.
+                The template may read other keys.
             template_kwargs: variables of the template, besides ``tools``, ``documents``,
                 ``add_generation_prompt`` (default true) and ``continue_final_message``.
 
         Raises:
-            InvalidRequest: of field "messages" or the part of it that is malformed, also where the template
-                refuses them or there is none; of "chat_template_kwargs" for one that is not for callers.
+            InvalidRequest: of field "messages" or its malformed part, also if the template refuses the
+                messages or is missing; of "chat_template_kwargs" for a reserved name.
         """
         given: Any = messages
         if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or not given:
@@ -154,13 +155,13 @@ class HFTokenizer:
         try:
             text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs)
         except Exception as error:
-            # A template is a program: on messages that it was not made for it may raise anything.
+            # A template is a program: unexpected messages can make it raise any exception.
             raise InvalidRequest("messages", f"the chat template refused them: {error}") from error
         _check_text("messages", text)
         return self._encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` as the model's decoder has it, without transformers' clean-up of spaces."""
+        """The text of ``ids`` from the model's decoder, without transformers' clean-up of spaces."""
         text: str
         if self._fast is not None:
             text = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -188,7 +189,7 @@ class HFTokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int]
         if self._fast is not None:
-            # Of the library's ways to encode, only those for batches let other threads run meanwhile.
+            # Of the library's encode methods, only the batch ones release the GIL.
             ids = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -196,8 +197,10 @@ class HFTokenizer:
 
 
 def _unknown_config(path: Path) -> Any:
-    """The config of a model type that transformers does not know; None for others, which it reads by itself.
-    Of one that it does not know it would say so at length, and go on all the same."""
+    """The config of a model type that transformers does not know; None for known types.
+
+    Without it, AutoTokenizer logs a long warning for an unknown type before it loads the tokenizer anyway.
+    """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     file = path / "config.json"
@@ -219,7 +222,7 @@ def _message(field: str, message: Any) -> dict[str, Any]:
     if isinstance(content, (list, tuple)):
         content = "".join(_part(f"{field}.content[{number}]", part) for number, part in enumerate(content))
     if content is None and role == "assistant":
-        # A message that only calls tools has none.
+        # A message with tool calls only has no content.
         content = ""
     if content is None:
         raise InvalidRequest(f"{field}.content", "is missing")
@@ -232,7 +235,7 @@ def _message(field: str, message: Any) -> dict[str, Any]:
 def _part(field: str, part: Any) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequest(field, f"only parts of type 'text' are understood, got {str(kind)[:40]!r}")
+        raise InvalidRequest(field, f"only parts of type 'text' are supported, got {str(kind)[:40]!r}")
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"{field}.text", "must be text")
@@ -245,4 +248,4 @@ def _check_text(field: str, text: Any) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(field, "holds half a surrogate pair, which is not text") from None
+        raise InvalidRequest(field, "has an unpaired surrogate, which is not text") from None

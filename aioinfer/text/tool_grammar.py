@@ -1,7 +1,7 @@
 """Grammars of whole answers: reasoning, then text, tool calls or JSON, in llguidance's dialect of Lark.
 
-Tags are single tokens in some vocabularies and plain text in others. llguidance takes added tokens in angle
-brackets for tokens that no text can spell, so a grammar has to name them by their ids.
+Tags are single tokens in some vocabularies and plain text in others. llguidance does not match an added token
+by its text, so a grammar names it by its id: ``<[id]>``.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from aioinfer.text.tool_calls import ToolCallParser
 
 __all__ = ["AnswerGrammar"]
 
-#: calls that one answer can be made to have
+#: maximum number of calls in an answer that consists of calls only
 _MOST_CALLS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """What an answer may look like.
+    """The form of an answer.
 
     Attributes:
-        parser: the format of calls; None where there can be none.
-        functions: name and JSON schema of the arguments of each function that may be called.
-        parallel: there may be several calls.
-        text: besides calls there may be any text, also none.
-        answer: besides calls there may be this JSON schema's instance, and no other text.
-        reasoning: how the model thinks before all that.
-        tokens: ids of the vocabulary's added tokens.
+        parser: the format of calls; None if calls are not allowed.
+        functions: name -> JSON schema of the arguments, for each function that may be called.
+        parallel: several calls are allowed.
+        text: any text is allowed next to the calls.
+        answer: instead of calls the answer may be an instance of this JSON schema.
+        reasoning: the format of the reasoning before the answer.
+        tokens: text -> id of the vocabulary's added tokens.
     """
 
     parser: type[ToolCallParser] | None
@@ -70,7 +70,7 @@ class AnswerGrammar:
 
     def _start(self) -> str:
         if self.text:
-            # The text before a call ends with its tag; behind a single call there is nothing to say.
+            # The text before a call ends with its tag; nothing follows a single call.
             rest = "(prelude body)* TEXT" if self.parallel else "(prelude body | TEXT)"
         else:
             calls = f'call ("\\n" call){{0,{_MOST_CALLS - 1}}}' if self.parallel else "call"
@@ -83,7 +83,7 @@ class AnswerGrammar:
         return f"({self._tag(self.reasoning.opening)} thought BREAKS?)? {rest}"
 
     def _until(self, rule: str, tag: str) -> str:
-        """Any text and then a tag."""
+        """A rule for any text up to and including a tag."""
         return f"{rule}{'' if self._is_token(tag) else '[lazy]'}: TEXT {self._tag(tag)}"
 
     def _tag(self, tag: str) -> str:

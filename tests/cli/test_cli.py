@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from aioinfer.cli.main import main
+from aioinfer.config import GROUPS, EngineConfig, ServerConfig
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +25,7 @@ def test_generate_streams_an_answer() -> None:
     assert "tokens/s" in done.stderr
 
 
-def test_a_model_that_is_not_there_is_one_clear_line() -> None:
+def test_a_missing_model_is_one_clear_line() -> None:
     done = run("generate", "x", "--model", "/nowhere")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -51,3 +53,29 @@ def test_a_settings_file_with_a_typo_is_refused(tmp_path: Path, capsys: pytest.C
     file.write_text("windw: 1\n")
     assert main(["serve", "--config", str(file)]) == 2
     assert "windw" in capsys.readouterr().err
+
+
+def test_help_shows_every_setting_in_its_group(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    sections = {part.split(":\n", 1)[0]: part for part in shown.split("\n\n")}
+    for item in (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)):
+        flag = f"  --{item.name.replace('_', '-')} "
+        assert shown.count(flag) == 1, flag
+        # drain_timeout belongs to both classes: the flag is in the engine's group.
+        assert flag in sections[GROUPS[item.metadata["group"]]], flag
+    assert list(GROUPS.values()) == [name for name in sections if name in GROUPS.values()]
+    assert len(shown.splitlines()) < 130
+
+
+def test_help_names_values_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(auto|triton|native|sdpa; default: auto)" in shown
+    assert "(default: false)" in shown
+    assert "(default: 64)" in shown

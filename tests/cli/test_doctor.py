@@ -1,4 +1,4 @@
-"""The doctor tells what an engine would do, and what is wrong, without loading a model."""
+"""The doctor reports what an engine would run, and errors, without loading a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import require
 
 
-def test_what_it_says_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     require("native")
     config = EngineConfig(device="cpu")
     found = {finding.subject: finding.text for finding in examine(config)}
@@ -69,7 +69,7 @@ def test_a_fallback_is_named() -> None:
     assert "transformers' code" in found["model"]
 
 
-def test_of_a_diffusion_model_it_says_how_it_writes(tmp_path: Path) -> None:
+def test_the_report_of_a_diffusion_model(tmp_path: Path) -> None:
     stated = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 8, "mask_token_id": 7}
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(stated | sizes))
@@ -81,7 +81,7 @@ def test_of_a_diffusion_model_it_says_how_it_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["no such directory", "cuda without a GPU"])
-def test_what_would_not_start_is_a_problem_and_an_exit_status(
+def test_a_config_that_cannot_start_is_a_problem_and_an_exit_status(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -101,7 +101,7 @@ def test_what_would_not_start_is_a_problem_and_an_exit_status(
         {"deterministic": True, "transformers_fallback": True},
     ],
 )
-def test_promises_that_an_engine_refuses_are_refused_here_too(settings: dict[str, Any]) -> None:
+def test_settings_that_an_engine_refuses_are_refused(settings: dict[str, Any]) -> None:
     config = EngineConfig(device="cpu", **settings)
     problem = examine(config)[-1]
     assert problem.fatal

@@ -1,4 +1,4 @@
-"""The timeline: three lanes that tell the same story, step by step, in bounded memory."""
+"""The timeline: three consistent lanes, step by step, in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from aioinfer.params import Grammar, SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.simulation import settle
 
-#: what each lane tells of, in the order in which its thread does it for one step
+#: event names of each lane, in the order of one step
 LANES = {
     "loop": ["plan", "pack", "resolve", "deliver"],
     "launch": ["launch"],
     "device": ["forward", "mask", "sample", "copy"],
 }
-#: what not every step has: a grammar, and on the toy a result that has to be read
+#: events of some steps: masks of grammars, and the copy of results on the toy device
 SOMETIMES = {"mask", "copy"}
-#: microseconds to which times in a trace are rounded, and a little
+#: rounding of the times in a trace in microseconds, with a margin
 ROUNDING = 0.003
 
 
 def read_trace(text: str) -> dict[str, list[dict[str, Any]]]:
-    """A Chrome trace's events by lane, after looking at its form."""
+    """The events of a Chrome trace by lane, after a check of its form."""
     trace = json.loads(text)
     events = trace["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -61,7 +61,7 @@ def read_trace(text: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def by_step(lanes: dict[str, list[dict[str, Any]]]) -> dict[int, dict[str, dict[str, Any]]]:
-    """Events by step and what they tell; each at most once."""
+    """Events by step and name; each at most once."""
     steps: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for event in (event for events in lanes.values() for event in events):
         step = steps[event["args"]["step"]]
@@ -71,7 +71,7 @@ def by_step(lanes: dict[str, list[dict[str, Any]]]) -> dict[int, dict[str, dict[
 
 
 def check_order(step: dict[str, dict[str, Any]]) -> None:
-    """What happens later in a step's life did not begin earlier, in whatever lane it is."""
+    """A later stage of a step did not begin earlier, across lanes."""
     life = ["plan", "pack", "launch", "forward", "mask", "sample", "copy", "resolve", "deliver"]
     events = [step[what] for what in life if what in step]
     assert [event["cat"] for event in events if event["cat"] not in SOMETIMES] == [
@@ -110,7 +110,7 @@ async def test_every_step_goes_through_all_lanes_in_order(window: Any, mode: Any
     assert 0 <= stats.loop_lag <= stats.loop_lag_worst
 
 
-async def test_old_steps_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_steps_replace_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline_module, "_EVENTS", 40)
     config = EngineConfig(model="toy", page_size=4, num_pages=64)
     device = ToyDevice(num_slots=config.num_slots)
@@ -170,9 +170,9 @@ def test_a_trace_can_be_taken_while_lanes_are_written() -> None:
         writer.join()
 
 
-def test_waiting_for_work_is_no_gap() -> None:
+def test_idle_time_without_work_is_not_a_gap() -> None:
     lane = DeviceLane()
-    lane.step(1, 10.0, 11.0, 11.0, 12.0)  # the first after a rest: who knows since when it could have run
+    lane.step(1, 10.0, 11.0, 11.0, 12.0)  # the first step after idle time: no gap is counted
     lane.step(2, 12.5, 13.0, 13.5, 14.0)
     lane.rest()
     lane.step(3, 50.0, 51.0, 51.0, 52.0)

@@ -1,4 +1,4 @@
-"""Chats through the real openai client: what comes of them, streamed or not."""
+"""Chats through the real openai client, streamed and not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 1
 
 @dataclass
 class Answer:
-    """One choice, whole or put together from its deltas."""
+    """One choice, whole or assembled from its deltas."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -47,7 +47,7 @@ class Answer:
     logprobs: int = 0
 
     def __eq__(self, other: object) -> bool:
-        """The ids of calls are new every time."""
+        """Compare without the ids of calls, which differ in every request."""
         return isinstance(other, Answer) and vars(self) | {"ids": 0} == vars(other) | {"ids": 0}
 
     def check(self) -> None:

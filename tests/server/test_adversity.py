@@ -1,4 +1,4 @@
-"""Clients that vanish, stall, shout or come at the wrong moment."""
+"""Clients that disconnect, stall, send malformed bodies or come while the engine drains or fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
-#: A completion that does not end by itself for a long time.
+#: a long completion without an end token
 ENDLESS: dict[str, Any] = {
     "model": "toy",
     "prompt": [1, 2, 3],
@@ -46,7 +46,7 @@ def gate() -> Any:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait for something that other tasks bring about; fails after ``seconds``."""
+    """Wait for a condition that other tasks establish; fails after ``seconds``."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -91,7 +91,7 @@ async def test_a_client_that_disconnects_is_aborted_within_a_second(
 
 
 @pytest.mark.parametrize("held_back", [False, True])
-async def test_a_client_that_leaves_while_calls_are_looked_for(
+async def test_a_client_that_disconnects_while_calls_are_parsed(
     serving: Serving, gate: Gate, held_back: bool
 ) -> None:
     tokenizer = ToyTokenizer()
@@ -119,7 +119,7 @@ async def test_a_client_that_leaves_while_calls_are_looked_for(
 
 
 def slow(step: Step) -> None:
-    """A device on which a long request takes a while."""
+    """A device with slow steps."""
     time.sleep(0.002)
 
 
@@ -164,7 +164,7 @@ async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Servin
             assert answer.usage is not None
 
 
-async def test_a_client_that_stops_reading_costs_only_itself(serving: Serving) -> None:
+async def test_a_client_that_stops_reading_affects_no_other(serving: Serving) -> None:
     async with serving(server={"send_timeout": 0.5, "ping_interval": 0.1}, num_pages=8192) as served:
         port = int(served.url.rsplit(":", 1)[1])
         # A tiny receive buffer, and a request for far more text than socket buffers hold.
@@ -181,12 +181,12 @@ async def test_a_client_that_stops_reading_costs_only_itself(serving: Serving) -
                     model="toy", prompt="abc", max_tokens=5, temperature=0
                 )
                 assert answer.choices[0].finish_reason
-        # The engine does not wait for it: its requests run on, and then the client is dropped.
+        # The engine does not wait for the client: the requests continue, and the client is dropped.
         await until(lambda: idle(served), 30.0)
         stalled.close()
 
 
-async def test_silence_is_broken_by_pings(serving: Serving, gate: Gate) -> None:
+async def test_pings_are_sent_in_silence(serving: Serving, gate: Gate) -> None:
     async with (
         serving(fault=gate, server={"ping_interval": 0.05}) as served,
         aiohttp.ClientSession() as session,
@@ -245,7 +245,7 @@ async def test_a_step_that_fails_ends_the_stream_with_an_error_and_done(serving:
         assert json.loads(events[-2])["error"]["type"] == "server_error"
         assert sum("error" in event for event in events) == 1
         assert "secret" not in text
-        # openai's client raises it
+        # the openai client raises it
         async with served.client() as client:
             answer = await client.completions.create(model="toy", prompt="a", max_tokens=3)
             assert answer.choices[0].text
@@ -262,7 +262,7 @@ async def test_a_device_that_hangs_turns_health_to_503(serving: Serving, gate: G
             async with session.get(f"{served.url}/health") as response:
                 return response.status, (await response.json())["status"]
 
-        # An engine that has been idle for longer is not stalled, also not by its first request.
+        # An engine that was idle for longer is not stalled, neither before nor after its next request.
         await until(lambda: asyncio.get_running_loop().time() - began > 1.2)
         assert await health() == (200, "ok")
         stream = served.engine.generate([1, 2], None)
@@ -314,7 +314,7 @@ async def test_a_lost_device_turns_health_to_503(serving: Serving) -> None:
         (b" " * 600_000, 413),
     ],
 )
-async def test_malformed_bodies_are_the_clients_fault(serving: Serving, body: bytes, status: int) -> None:
+async def test_malformed_bodies_are_a_400(serving: Serving, body: bytes, status: int) -> None:
     fresh = aiohttp.TCPConnector(force_close=True)
     async with (
         serving(server={"max_body_mib": 0.5}) as served,
@@ -358,7 +358,7 @@ async def test_the_api_key_guards_every_route_but_health(serving: Serving) -> No
 
 
 async def test_the_routes_can_be_mounted_in_an_existing_application() -> None:
-    """Without handler cancellation, too, a client that leaves is noticed."""
+    """Disconnects are detected without handler cancellation, too."""
     config = EngineConfig(model="toy", page_size=4, num_pages=2048)
     device = ToyDevice(num_pages=2048, num_slots=config.num_slots)
     device.fault = slow
@@ -393,7 +393,7 @@ async def test_the_routes_can_be_mounted_in_an_existing_application() -> None:
 
 
 async def test_sigterm_drains_and_exits_cleanly() -> None:
-    """The real command line, the bundled model, a stream under way."""
+    """The real command line with the bundled model, during a stream."""
     command = [sys.executable, "-u", "-m", "aioinfer", "serve", "--port", "0", "--threads", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:

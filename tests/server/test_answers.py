@@ -1,4 +1,4 @@
-"""Answers mean the same, whole or streamed, however they are cut."""
+"""Answers are the same whole and streamed, however they are split."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMATS = [
 
 
 def from_deltas(answer: AnswerFormat, parts: list[str]) -> tuple[dict[str, Any], str]:
-    """The message that a client makes of the deltas, and the finish reason."""
+    """The message that a client assembles from the deltas, and the finish reason."""
     reader = answer.reader()
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     for at, part in enumerate(parts):
@@ -86,7 +86,7 @@ def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     answer = AnswerFormat(Hermes, reasoning)
     text = f"<think>\nI call\n{ROME}\n</think>\n\nOne moment.\n{ROME}"
     message, reason = whole(answer, text)
-    # What is only thought of is not called.
+    # A call within the reasoning is not a call.
     assert message["reasoning_content"] == f"I call\n{ROME}"
     assert message["content"] == "One moment."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
@@ -105,7 +105,7 @@ def test_an_answer_longer_than_a_piece() -> None:
     check(answer, text, [text])
 
 
-def test_who_offers_no_tools_gets_text() -> None:
+def test_without_tools_calls_are_text() -> None:
     parser: type[ToolCallParser] | None = None
     for reasoning in REASONING_PARSERS.values():
         message, reason = whole(AnswerFormat(parser, reasoning), f"</think>{ROME}")

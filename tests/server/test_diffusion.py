@@ -1,4 +1,4 @@
-"""A diffusion model behind the server: what a body may say, drafts and step maps through a real client."""
+"""A diffusion model behind the server: body fields, drafts and step maps through a real client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.loop import factory
 from aioinfer.params import SamplingParams
-from aioinfer.server.protocol import parse_completion
+from aioinfer.server.protocol import Call, Served, parse_completion
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from aioinfer.text.output import UNKNOWN
@@ -67,7 +67,7 @@ async def test_a_strict_client_reads_drafts_between_the_deltas(
         assert 0 <= draft["start"] <= 30 - len(draft["token_ids"])
 
 
-async def test_completions_have_them_too_and_nobody_who_does_not_ask(serving: Serving) -> None:
+async def test_completions_have_drafts_on_request_only(serving: Serving) -> None:
     ask = {**ASK, "prompt": "abc", "extra_body": {**EXTRA, "diffusion": {"draft": True, "step_map": True}}}
     async with serving(device=device()) as served, served.client(strict=False) as client:
         whole = await client.completions.create(**ask)
@@ -115,7 +115,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
-async def test_what_cannot_be_done_is_a_400_that_says_so(serving: Serving) -> None:
+async def test_unsupported_diffusion_fields_are_a_400(serving: Serving) -> None:
     async with serving(device=device()) as served, served.client() as client:
 
         async def refusal(**body: Any) -> Any:
@@ -141,26 +141,28 @@ async def test_what_cannot_be_done_is_a_400_that_says_so(serving: Serving) -> No
             assert len(answer.choices[0].logprobs.content or ()) == 30
 
 
-async def test_a_model_that_writes_token_after_token_takes_no_diffusion(serving: Serving) -> None:
+async def test_an_autoregressive_model_refuses_diffusion_fields(serving: Serving) -> None:
     async with serving() as served, served.client() as client:
         with pytest.raises(openai.BadRequestError, match="not a diffusion model") as caught:
             await client.chat.completions.create(**ASK, messages=CHAT, extra_body={"diffusion": {}})
         assert caught.value.param == "diffusion"
 
 
-def test_a_body_goes_over_the_models_own_parameters() -> None:
-    own = parse_completion(
-        {"prompt": "a", "diffusion": {"algorithm": "factor", "factor": 2}}, SamplingParams(), "toy"
-    ).params
+def test_fields_of_a_body_override_the_models_defaults() -> None:
+    def parsed(diffusion: dict[str, Any] | None, defaults: SamplingParams) -> Call:
+        body = {"prompt": "a", "diffusion": diffusion}
+        return parse_completion(json.dumps(body).encode(), Served("toy", defaults))
+
+    own = parsed({"algorithm": "factor", "factor": 2}, SamplingParams()).params
     assert own.diffusion is not None
-    call = parse_completion({"prompt": "a", "diffusion": {"steps": 3, "step_map": True}}, own, "toy")
+    call = parsed({"steps": 3, "step_map": True}, own)
     assert call.params.diffusion is not None
     assert (call.params.diffusion.algorithm, call.params.diffusion.factor) == ("factor", 2)
     assert (call.params.diffusion.steps, call.step_map) == (3, True)
-    assert parse_completion({"prompt": "a"}, own, "toy").params.diffusion == own.diffusion
+    assert parsed(None, own).params.diffusion == own.diffusion
 
 
-def test_what_a_model_recommends_and_cannot_do_refuses_nothing(tmp_path: Path) -> None:
+def test_unsupported_recommendations_of_a_model_are_dropped(tmp_path: Path) -> None:
     stated = {"repetition_penalty": 1.2, "temperature": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     config = EngineConfig(model=str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from aioinfer.params import SamplingParams
-from aioinfer.server.protocol import parse_completion
+from aioinfer.server.protocol import Served, parse_completion
 from aioinfer.testing import ToyTokenizer, toy_generate
 from aioinfer.testing.toy import toy_logprob
 from tests.server.conftest import Serving
@@ -116,9 +117,10 @@ async def test_n_choices_differ_when_sampled_and_repeat_with_their_seed(serving:
 
 
 def test_the_parameters_of_further_choices_are_not_checked_again() -> None:
-    """Large ones, 128 times, would hold the loop for a second."""
+    """Checking large parameters 128 times would block the event loop."""
     body = {"prompt": "abc", "n": 3, "seed": 2**63 - 1, "logit_bias": {"5": 1}}
-    chosen = [params for _, params in parse_completion(body, SamplingParams(), "toy").choices()]
+    call = parse_completion(json.dumps(body).encode(), Served("toy", SamplingParams()))
+    chosen = [params for _, params in call.choices()]
     assert [params.seed for params in chosen] == [2**63 - 1, 0, 1]
     assert all(params.logit_bias is chosen[0].logit_bias for params in chosen)
 

@@ -17,7 +17,7 @@ from tests.server.conftest import Bundled, Serving
 
 
 class ThinkingTokenizer(ToyTokenizer):
-    """Some of its tokens are tags."""
+    """A tokenizer with tokens for the tags."""
 
     def __init__(self, special: bool) -> None:
         super().__init__()

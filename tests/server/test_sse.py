@@ -1,4 +1,4 @@
-"""EventStream beside a client that does not read."""
+"""EventStream with a client that does not read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from aioinfer.server.sse import ClientGone, EventStream
 
 
 class Stuck:
-    """A response whose writes wait until they are let through."""
+    """A response whose writes wait until the test completes them."""
 
     prepared = True
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
-        #: set: the write of that number is through
+        #: by number of the write: set when it may complete
         self.through: list[asyncio.Event] = []
 
     async def write(self, data: bytes) -> None:
@@ -39,7 +39,7 @@ class Transport:
         return self.aborted
 
     async def looked_at(self) -> None:
-        """Until the watcher has come by, and done what it does."""
+        """Wait for the next check of the watcher."""
         end = self._looks + 2
         while self._looks < end:
             await asyncio.sleep(0)
@@ -57,7 +57,7 @@ def stream(ping_interval: float, send_timeout: float) -> tuple[EventStream, Stuc
 
 
 @pytest.mark.parametrize("last", [False, True])
-async def test_whoever_does_not_read_is_dropped_and_not_pinged(last: bool) -> None:
+async def test_a_client_that_does_not_read_is_dropped_and_not_pinged(last: bool) -> None:
     events, response, transport = stream(0.01, 0.05)
     writing = asyncio.create_task(events.close() if last else events.send("abc"))
     with pytest.raises(ClientGone, match=r"has not read for 0\.05 s"):
@@ -68,7 +68,7 @@ async def test_whoever_does_not_read_is_dropped_and_not_pinged(last: bool) -> No
     await asyncio.wait([writing])
 
 
-async def test_whoever_reads_one_event_in_time_is_given_time_for_the_next() -> None:
+async def test_every_write_has_the_full_timeout() -> None:
     events, response, transport = stream(0.01, 30.0)
     clock = 0.0
     events._time = lambda: clock
@@ -89,7 +89,7 @@ async def test_whoever_reads_one_event_in_time_is_given_time_for_the_next() -> N
     await asyncio.wait(writing)
 
 
-async def test_a_ping_that_nobody_reads_is_the_last_one() -> None:
+async def test_an_unread_ping_is_the_last_one() -> None:
     events, response, transport = stream(0.01, 0.05)
     with pytest.raises(ClientGone):
         await events.watch()

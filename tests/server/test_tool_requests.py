@@ -1,4 +1,4 @@
-"""What requests with tools must look like, and what the model is told of them."""
+"""Requests with tools: their validation, and the prompt that the template renders."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_the_result_of_a_call_goes_into_the_next_turn(bundled: Bundled, di
             )
             message = answer.choices[0].message
             (call,) = message.tool_calls or []
-            # The client's own object is a message of the next request.
+            # The client's object is a message of the next request.
             messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
         last = await client.chat.completions.create(
             model="tiny-chat", messages=messages, tools=TOOLS, temperature=0, max_tokens=4
@@ -161,7 +161,7 @@ def named(name: Any) -> dict[str, Any]:
     ],
     ids=lambda value: str(value)[:60],
 )
-async def test_what_is_refused(serving: Serving, change: dict[str, Any], param: str) -> None:
+async def test_invalid_tools_are_refused(serving: Serving, change: dict[str, Any], param: str) -> None:
     async with serving(server=HERMES) as served, served.client() as client:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as caught:

@@ -28,7 +28,7 @@ async def test_required_calls_are_always_valid(bundled: Bundled) -> None:
 
 
 async def test_several_calls_of_one_answer(bundled: Bundled) -> None:
-    end = {"1": -100}  # never wanted, so it is taken when nothing else is allowed
+    end = {"1": -100}  # sampled only if no other token is allowed
     now = tool("now", {"type": "object", "additionalProperties": False})
     options: Any = {"tools": [now], "tool_choice": "required", "logit_bias": end, "max_tokens": 300}
     async with bundled() as client:
@@ -64,13 +64,13 @@ async def test_a_named_function_is_called_once(bundled: Bundled, name: str) -> N
     ],
     ids=str,
 )
-async def test_who_need_not_call_answers(bundled: Bundled, options: dict[str, Any]) -> None:
+async def test_without_a_required_call_the_model_answers(bundled: Bundled, options: dict[str, Any]) -> None:
     async with bundled() as client:
         (answer,) = await both(client, **{"tools": TOOLS, "temperature": 0, **options})
     assert answer == Answer("20 + 22 = 42", finish_reason="stop")
 
 
-async def test_calls_that_the_model_makes_by_itself(bundled: Bundled) -> None:
+async def test_calls_without_a_grammar(bundled: Bundled) -> None:
     async with bundled() as client:
 
         async def ask(text: str, **options: Any) -> Answer:
@@ -83,7 +83,7 @@ async def test_calls_that_the_model_makes_by_itself(bundled: Bundled) -> None:
         assert await ask(f"{ROME}\n{ROME}") == Answer(calls=[call, call], finish_reason="tool_calls")
         broken = ROME.replace("name", "nom")
         assert await ask(broken) == Answer(broken, finish_reason="stop")
-        # Nobody has offered tools.
+        # The request has no tools.
         assert await ask(ROME, tools=None) == Answer(ROME, finish_reason="stop")
         assert await ask(ROME, tool_choice="none") == Answer(ROME, finish_reason="stop")
 
@@ -111,7 +111,7 @@ async def test_an_answer_that_is_cut_off_loses_nothing(bundled: Bundled) -> None
                 assert text.startswith(answer.content or "")
                 assert len(answer.content or "") >= most
         assert seen == {0, 1}
-        # A stop string within the arguments leaves a call that must not be made, one behind it does not.
+        # A stop string within the arguments leaves an incomplete call, a stop string behind them does not.
         stopped = await ask(stop=["days"])
         assert stopped == Answer("Hm.", calls=[("weather", '{"city": "Rome", "')], finish_reason="stop")
         assert await ask(stop=["</tool_call>"]) == Answer("Hm.", calls=[call], finish_reason="tool_calls")
@@ -147,7 +147,7 @@ async def test_tags_that_are_tokens(bundled: Bundled, directory: Path, special: 
         for answer in await both(client, tools=TOOLS, tool_choice="required", seed=3, n=3, max_tokens=900):
             answer.check()
             assert (answer.content, answer.finish_reason) == (None, "tool_calls")
-        # The model wants to call; what it makes of that is held to the schema of a strict function.
+        # The model calls a strict function: the grammar constrains the arguments to its schema.
         (answer,) = await both(
             client,
             tools=[tool("weather", WEATHER, strict=True)],
@@ -157,11 +157,11 @@ async def test_tags_that_are_tokens(bundled: Bundled, directory: Path, special: 
         )
         answer.check()
         assert (len(answer.calls), answer.content) == (1, None)
-        # The rest of the special tokens stays out of the text.
+        # Other special tokens are omitted from the text.
         assert (await both(client, tools=TOOLS, temperature=0))[0].content == "20 + 22 = 42"
 
 
-async def test_a_response_format_is_for_the_answer_that_calls_nothing(bundled: Bundled) -> None:
+async def test_a_response_format_applies_to_answers_without_calls(bundled: Bundled) -> None:
     answer_schema = {"enum": ["yes", "no"]}
     response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": answer_schema}}
     strict = [tool(name, schema, strict=True) for name, schema in SCHEMAS.items()]

@@ -1,4 +1,4 @@
-"""What a running server did lately: over HTTP, and with ``aioinfer trace``."""
+"""Traces of a running server: over HTTP, and with ``aioinfer trace``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ async def work(served: Served) -> None:
 
 
 async def trace(url: str, *options: str) -> int:
-    """``aioinfer trace``, which runs a loop of its own."""
+    """Run ``aioinfer trace`` in a thread: it has its own event loop."""
     return await asyncio.to_thread(main, ["trace", url, *options])
 
 
-async def test_the_server_tells_what_it_did(serving: Serving) -> None:
+async def test_the_trace_of_a_server(serving: Serving) -> None:
     async with serving() as served, aiohttp.ClientSession() as session:
         await work(served)
         async with session.get(f"{served.url}/debug/trace") as answer:
@@ -38,7 +38,7 @@ async def test_the_server_tells_what_it_did(serving: Serving) -> None:
             check_order(step)
 
 
-async def test_a_server_with_a_key_tells_only_who_has_it(
+async def test_the_trace_requires_the_api_key(
     serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with serving(server={"api_key": "secret"}) as served, aiohttp.ClientSession() as session:
@@ -64,10 +64,10 @@ async def test_the_command_saves_a_trace(
     assert all(lanes.values())
 
 
-async def test_what_goes_wrong_is_one_clear_line(
+async def test_an_error_is_one_clear_line(
     serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody there, no address, something else there, and nowhere to write to."""
+    """No server, no address, another server, and an output file that cannot be written."""
 
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

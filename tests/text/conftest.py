@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot: byte-level BPE, Metaspace with byte fallback as in Llama 2, and Unigram."""
+"""Small tokenizers: byte-level BPE, Metaspace with byte fallback as in Llama 2, and Unigram."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def unigram() -> Tokenizer:
 
 @pytest.fixture
 def directory(byte_level: Tokenizer, tmp_path: Path) -> Path:
-    """A model directory as far as a tokenizer is concerned; its file asks for truncation and padding."""
+    """A model directory with tokenizer files, which set truncation and padding."""
     copy = Tokenizer.from_str(byte_level.to_str())
     copy.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 2)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Letters:
-    """Token n is the n-th letter; a tail comes at the end."""
+    """Token n is the n-th letter; ``finish`` returns a tail."""
 
     def __init__(self, tail: str = "") -> None:
         self.tail = tail

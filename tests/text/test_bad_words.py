@@ -1,4 +1,4 @@
-"""Bad words: what may not follow, against the definition."""
+"""Bad words: banned tokens, against the definition."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_token_is_banned_exactly_where_it_would_complete_a_word(
             assert set(twin.banned()) == expected, "a copy shares nothing that changes"
 
 
-def test_a_text_is_spelled_as_at_the_start_and_as_after_a_space() -> None:
+def test_a_text_is_tokenized_at_the_start_and_behind_a_space() -> None:
     tokenizer = ToyTokenizer()
     words = spell(["ab", " ab", [5, 6]], tokenizer)
     ab, spaced = tokenizer.encode("ab"), tokenizer.encode(" ab")
@@ -51,7 +51,7 @@ def test_without_a_tokenizer_words_are_ids() -> None:
 
 
 @pytest.mark.parametrize("words", ["word", [""], [[]], [3], [None], {"a": 1}, [[-1]], [[1.5]], ["x" * 300]])
-def test_what_are_no_words_is_refused(words: object) -> None:
+def test_malformed_bad_words_are_refused(words: object) -> None:
     with pytest.raises(errors.InvalidRequest, match="bad_words"):
         SamplingParams(bad_words=words)  # type: ignore[arg-type]
 

@@ -95,20 +95,20 @@ def test_a_character_begun_by_the_prompt_belongs_to_the_output(
         assert "".join(pieces(make(tokenizer, prompt, True), output + after)) == (
             "𝄞the" if tokenizer is byte_level else "𝄞 the"
         )
-        # The output does not complete it: one U+FFFD has been shown for it, and that is enough.
+        # The output does not complete it: the prompt's U+FFFD is not repeated.
         assert "".join(pieces(make(tokenizer, prompt, True), after)) in ("the", " the")
         assert pieces(make(tokenizer, prompt, True), []) == [""]
 
 
 @both
-def test_a_replacement_character_in_the_prompt_is_not_said_again(byte_level: Tokenizer, make: Make) -> None:
+def test_a_replacement_character_in_the_prompt_is_not_repeated(byte_level: Tokenizer, make: Make) -> None:
     prompt, output = byte_level.encode("Hello \ufffd").ids, byte_level.encode(" the").ids
     assert "".join(pieces(make(byte_level, prompt, True), output)) == " the"
 
 
 @both
-def test_text_that_changes_in_hindsight_stays_as_it_was_said(metaspace: Tokenizer, make: Make) -> None:
-    """Byte fallback: one wrong byte makes U+FFFD of all its neighbours, delivered ones too."""
+def test_released_text_is_final_even_if_decoding_changes_it(metaspace: Tokenizer, make: Make) -> None:
+    """Byte fallback: one invalid byte turns the whole run into U+FFFD, released characters included."""
     ids = [*byte_tokens("日"), FIRST_BYTE + 0xFF, *metaspace.encode("the fox").ids]
     assert metaspace.decode(ids).startswith(REPLACEMENT * 4)
     found = pieces(make(metaspace, [], True), ids)
@@ -125,7 +125,7 @@ def test_broken_bytes_are_not_held_back_for_ever(byte_level: Tokenizer, make: Ma
     assert released + len(detokenizer.finish()) == 500
 
 
-def test_after_trouble_the_slow_path_hands_back(byte_level: Tokenizer) -> None:
+def test_the_slow_path_returns_to_the_fast_one(byte_level: Tokenizer) -> None:
     decoded: list[int] = []
 
     def decode(ids: list[int]) -> str:
@@ -146,7 +146,7 @@ def test_after_trouble_the_slow_path_hands_back(byte_level: Tokenizer) -> None:
 
 @pytest.mark.parametrize("kind", ["special", "broken", "unknown"])
 def test_the_cost_of_a_token_does_not_grow_with_the_output(byte_level: Tokenizer, kind: str) -> None:
-    """Outputs go on after an end token under ``ignore_eos``: thousands of tokens without any text."""
+    """With ``ignore_eos`` an output can have thousands of tokens without text."""
     token = {"special": 0, "broken": byte_level.token_to_id("ÿ"), "unknown": 10**6}[kind]
     windows = []
 
@@ -167,11 +167,11 @@ def test_the_cost_of_a_token_does_not_grow_with_the_output(byte_level: Tokenizer
     assert time.perf_counter() - started < 3
 
 
-def test_a_decoder_that_leaves_unfinished_bytes_out_loses_no_character() -> None:
+def test_a_decoder_that_omits_incomplete_bytes_loses_no_character() -> None:
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode(errors="ignore")
 
-    # A lone 0x80 is nothing at all here, so are many, and the next character is still whole.
+    # This decoder omits every lone 0x80; the next character is still whole.
     ids = list("a日𝄞é".encode()) + [0x80] * 40 + list("日".encode())
     detokenizer = OffsetDetokenizer(decode, list(b"Hello"))
     assert [text for text in pieces(detokenizer, ids) if text] == ["a", "日", "𝄞", "é", "日"]
@@ -263,7 +263,7 @@ def test_any_characters_through_byte_fallback(metaspace: Tokenizer, make: Make, 
         prompt, output = flat(prompt_items), flat(output_items)
         said = metaspace.decode(prompt, skip_special_tokens=skip)
         if prompt_items and len(prompt_items[-1]) > unfinished > 0:
-            # The prompt's last character moves over to the output with its last bytes.
+            # The prompt's last character belongs to the output if the output completes it.
             prompt, output = prompt[:-unfinished], prompt[-unfinished:] + output
             said = metaspace.decode(flat(prompt_items[:-1]), skip_special_tokens=skip)
         whole = metaspace.decode(prompt + output, skip_special_tokens=skip)
@@ -274,7 +274,7 @@ def test_any_characters_through_byte_fallback(metaspace: Tokenizer, make: Make, 
 
 @both
 def test_any_bytes_through_byte_fallback(metaspace: Tokenizer, make: Make) -> None:
-    """Whatever becomes of a broken run, what stands between such runs comes out, and in its place."""
+    """The text between runs of invalid bytes is released in order, whatever the runs decode to."""
 
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(st.lists(st.one_of(whole_tokens, st.integers(3, 258).map(lambda token: [token])), max_size=25))
@@ -291,7 +291,7 @@ def test_any_bytes_through_byte_fallback(metaspace: Tokenizer, make: Make) -> No
 
 
 def runs(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[bool, str]]:
-    """Runs of byte tokens and of others; of a broken one, the characters that could be read in it."""
+    """Runs of byte tokens and of other tokens; of an invalid run, its valid characters."""
     found: list[tuple[bool, str]] = []
     at = 0
     while at < len(ids):
@@ -311,7 +311,7 @@ def runs(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[bool, str]]:
 
 
 def test_a_decoder_with_clean_up_gives_text_and_no_error() -> None:
-    """WordPiece joins " n" and "'" only when it sees more: the stream's own "Invalid prefix" case."""
+    """WordPiece joins " n" and "'" when the next token arrives: DecodeStream's "Invalid prefix" case."""
     vocab = {piece: at for at, piece in enumerate(["[UNK]", "do", "n", "'", "t", "##x", ".", "it"])}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
@@ -329,7 +329,7 @@ def test_a_decoder_with_clean_up_gives_text_and_no_error() -> None:
 @pytest.mark.parametrize("skip", [True, False])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_peeking_shows_what_would_come_and_changes_nothing(
+def test_peek_returns_the_next_text_without_a_change(
     byte_level: Tokenizer, make: Make, skip: bool, data: st.DataObject
 ) -> None:
     text = st.text("a é日𝄞😀the ", max_size=8)

@@ -1,4 +1,4 @@
-"""The text of one request: what is released, when, and where it stops."""
+"""OutputText: released pieces, held text and stops."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def test_pieces_join_to_the_decoded_text_up_to_the_stop(byte_level: Tokenizer, i
         if hit is None and stop:
             safe = byte_level.decode(ids)
         assert output.text == safe + (hit or "" if include else "")
-        # A stop that only the flush of broken bytes completes cuts the text, but ends no output.
+        # A stop that the flush of invalid bytes completes shortens the text, but does not end the output.
         assert [found for found in hits if found] in ([], [hit])
 
     run()
 
 
-def test_what_may_come_is_shown_behind_what_is_held_back_and_nothing_changes() -> None:
+def test_ahead_returns_held_text_and_next_tokens_without_a_change() -> None:
     output = OutputText(Letters(), ["cd"])
     for token in (1, 2):
         output.push(token)
@@ -109,7 +109,7 @@ def test_what_may_come_is_shown_behind_what_is_held_back_and_nothing_changes() -
     assert OutputText(None).ahead([1, None]) == ""
 
 
-def test_half_a_character_ahead_is_not_known(byte_level: Tokenizer) -> None:
+def test_an_incomplete_character_ahead_is_a_placeholder(byte_level: Tokenizer) -> None:
     first, *rest = byte_level.encode("𝄞").ids
     output = OutputText(DecodeStreamDetokenizer(byte_level, [], skip_special_tokens=True))
     output.push(first)
@@ -126,7 +126,7 @@ def test_words_ahead_keep_their_spaces_behind_a_gap(metaspace: Tokenizer) -> Non
     assert output.ahead([world, None, world, 2]) == f" world{UNKNOWN} world"
 
 
-def test_stop_patterns_show_what_they_hold_back() -> None:
+def test_ahead_includes_text_held_for_stop_patterns() -> None:
     output = OutputText(Letters(), ["bcd"], stop_regex=["c+e"])
     for token in (0, 2, 2):
         output.push(token)

@@ -1,4 +1,4 @@
-"""Reasoning is split from content, however the text is cut."""
+"""The parsers of reasoning: reasoning and content, however the text is split."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tags_of_the_model(name: str, text: str, wanted: tuple[str, str]) -> Non
     assert split(REASONING_PARSERS[name](), [text]) == split(REASONING_PARSERS[name](), list(text)) == wanted
 
 
-def test_where_the_template_has_opened_the_reasoning() -> None:
+def test_reasoning_opened_by_the_template() -> None:
     opened, plain = (REASONING_PARSERS[name] for name in ("deepseek-r1", "qwen3"))
     assert split(opened(), ["hm </thi", "nk>\n", "\n42"]) == ("hm ", "42")
     assert split(plain(), ["hm </thi", "nk>\n", "\n42"]) == ("", "hm </think>\n\n42")
@@ -52,7 +52,7 @@ def test_where_the_template_has_opened_the_reasoning() -> None:
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)
 @given(text=texts, data=st.data())
-def test_the_cuts_do_not_matter(name: str, text: str, data: st.DataObject) -> None:
+def test_the_result_does_not_depend_on_the_split(name: str, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     parts = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert "".join(parts) == text

@@ -22,7 +22,7 @@ def naive(stops: list[str], text: str) -> tuple[str, str | None]:
 
 
 def must_hold(stops: list[str], text: str) -> str:
-    """The longest end of the text that is a proper beginning of a stop string."""
+    """The longest suffix of the text that is a proper prefix of a stop string."""
     for at in range(len(text)):
         if any(stop.startswith(text[at:]) for stop in stops):
             return text[at:]
@@ -34,7 +34,7 @@ def must_hold(stops: list[str], text: str) -> str:
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
     chunks=st.lists(st.text("abc", max_size=5), max_size=10),
 )
-def test_any_chunking_gives_what_the_whole_text_gives(stops: list[str], chunks: list[str]) -> None:
+def test_the_match_does_not_depend_on_the_chunks(stops: list[str], chunks: list[str]) -> None:
     matcher = StopMatcher(stops)
     released, hit, seen = "", None, ""
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Stop patterns: what a search of the whole text after every piece finds, in bounded time and space."""
+"""StopRegex, against a search of the whole text after every piece; bounded time and space."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PATTERNS = [
 
 
 def naive(patterns: list[str], chunks: list[str]) -> tuple[str, str | None]:
-    """Search everything from the beginning after each chunk; who ends first wins, then who begins first."""
+    """Search the whole text after each chunk; the earliest end wins, then the earliest beginning."""
     seen = ""
     for chunk in chunks:
         seen += chunk
@@ -61,9 +61,7 @@ def naive(patterns: list[str], chunks: list[str]) -> tuple[str, str | None]:
     patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3),
     chunks=st.lists(st.text("abc \n", min_size=1, max_size=5), max_size=10),
 )
-def test_pieces_give_what_searching_the_whole_text_each_time_gives(
-    patterns: list[str], chunks: list[str]
-) -> None:
+def test_pieces_match_like_a_search_of_the_whole_text(patterns: list[str], chunks: list[str]) -> None:
     matcher = StopRegex(patterns)
     released, hit, seen = "", None, ""
     for chunk in chunks:
@@ -86,7 +84,7 @@ def test_pieces_give_what_searching_the_whole_text_each_time_gives(
     stops=st.lists(st.text("ab.$", min_size=1, max_size=4), min_size=1, max_size=4),
     chunks=st.lists(st.text("abc.$", min_size=1, max_size=5), max_size=10),
 )
-def test_strings_beside_patterns_are_found_as_without(stops: list[str], chunks: list[str]) -> None:
+def test_stop_strings_match_with_and_without_patterns(stops: list[str], chunks: list[str]) -> None:
     alone, beside = StopMatcher(stops), StopRegex(["zzz"], stops)
     for chunk in chunks:
         found, wanted = beside.push(chunk), alone.push(chunk)
@@ -95,7 +93,7 @@ def test_strings_beside_patterns_are_found_as_without(stops: list[str], chunks: 
     assert alone.flush() == beside.flush()
 
 
-def test_only_what_may_be_the_beginning_of_a_match_is_held_back() -> None:
+def test_only_a_possible_prefix_of_a_match_is_held_back() -> None:
     matcher = StopRegex([r"<end\d+>", "\n\nQ"])
     assert matcher.push("one <") == ("one ", None)
     assert matcher.push("two") == ("<two", None)
@@ -106,15 +104,15 @@ def test_only_what_may_be_the_beginning_of_a_match_is_held_back() -> None:
     assert matcher.matched == "<end17>"
 
 
-def test_what_is_held_back_and_searched_is_bounded() -> None:
+def test_held_and_searched_text_are_bounded() -> None:
     matcher = StopRegex(["a.*b"])
     released = "".join(matcher.push("a" * 10)[0] for _ in range(1000))
     assert len(released) == 10_000 - 1024
     assert len(matcher._buffer) <= 1024 + 64
-    # The text before the window is gone, so the match begins with what is left.
+    # The text before the window is released, so the match begins inside the window.
     assert matcher.push("b")[1] == "a.*b"
     assert len(matcher.matched) == 1025
-    # What has been released still is context, and no text begins in its middle.
+    # Released text is still context: ``^`` does not match behind it.
     matcher = StopRegex(["^x", "(?<=yz)!"])
     for _ in range(100):
         assert matcher.push("yzx" * 10) == ("yzx" * 10, None)
@@ -137,8 +135,8 @@ def test_a_catastrophic_pattern_ends_in_an_error(pattern: str, text: str) -> Non
         StopRegex(["fine", pattern]).push(text)
 
 
-def test_the_time_of_other_threads_fails_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's clock is that of the process: while others compute, it runs out too early."""
+def test_cpu_time_of_other_threads_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library counts the CPU time of the process: other threads make its timeout expire early."""
     given: list[float] = []
 
     class Hasty:
@@ -174,7 +172,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_pattern_or_too_large_a_one_is_refused_at_once(name: str) -> None:
+def test_malformed_and_too_large_patterns_are_refused(name: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (the reasons differ)
         check_pattern(REFUSED[name])
     with pytest.raises(InvalidRequest, match="stop_regex"):

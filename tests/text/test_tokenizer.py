@@ -65,7 +65,7 @@ def test_special_tokens_in_a_prompt_are_special_tokens(tokenizer: HFTokenizer) -
 
 
 @pytest.mark.parametrize("text", ["a\udc80", "\ud83d", None, 3, b"bytes", ["a"]])
-def test_what_is_no_text_is_refused(tokenizer: HFTokenizer, text: Any) -> None:
+def test_invalid_text_is_refused(tokenizer: HFTokenizer, text: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         tokenizer.encode(text)
     assert caught.value.field == "prompt"
@@ -74,7 +74,7 @@ def test_what_is_no_text_is_refused(tokenizer: HFTokenizer, text: Any) -> None:
 # -- chat ---------------------------------------------------------------------------------------------
 
 
-def test_messages_go_through_the_template_and_ask_for_an_answer(tokenizer: HFTokenizer) -> None:
+def test_messages_are_rendered_up_to_the_answer(tokenizer: HFTokenizer) -> None:
     assert rendered(tokenizer, [USER]) == "<|user|>user:the fox<|user|>answer:"
     assert rendered(tokenizer, [USER], add_generation_prompt=False) == "<|user|>user:the fox"
 
@@ -89,7 +89,7 @@ def test_an_answer_can_be_continued(tokenizer: HFTokenizer) -> None:
     assert rendered(tokenizer, messages, continue_final_message=True).endswith("assistant:Hello wo")
 
 
-def test_an_assistant_message_may_be_without_content(tokenizer: HFTokenizer) -> None:
+def test_an_assistant_message_needs_no_content(tokenizer: HFTokenizer) -> None:
     text = rendered(tokenizer, [USER, {"role": "assistant", "content": None, "tool_calls": []}])
     assert "<|user|>assistant:<|user|>" in text
 
@@ -132,7 +132,7 @@ def test_a_template_that_fails_fails_the_request(tokenizer: HFTokenizer, bad: st
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict", "conversation", "padding"])
-def test_callers_cannot_reach_past_the_template(tokenizer: HFTokenizer, name: str) -> None:
+def test_reserved_template_arguments_are_refused(tokenizer: HFTokenizer, name: str) -> None:
     assert refused(tokenizer, [USER], **{name: "{{ 'mine' }}"}).field == "chat_template_kwargs"
 
 
@@ -148,7 +148,7 @@ def test_without_a_template_messages_are_refused(directory: Path) -> None:
     assert "no chat template" in str(error)
 
 
-# -- out again ----------------------------------------------------------------------------------------
+# -- decoding -----------------------------------------------------------------------------------------
 
 
 def test_a_fast_tokenizer_streams_what_it_decodes(tokenizer: HFTokenizer) -> None:
@@ -160,7 +160,7 @@ def test_a_fast_tokenizer_streams_what_it_decodes(tokenizer: HFTokenizer) -> Non
 
 
 def test_a_tokenizer_in_python_works_too() -> None:
-    """ByT5 has no fast version, and leaves unfinished characters out instead of writing U+FFFD."""
+    """ByT5 has no fast tokenizer; its decoder omits incomplete characters instead of writing U+FFFD."""
     tokenizer = HFTokenizer(ByT5Tokenizer())
     prompt, output = tokenizer.encode("Hello"), tokenizer.encode(" naïve 😀 日本 .")
     detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=True)
@@ -174,8 +174,8 @@ def test_a_tokenizer_in_python_works_too() -> None:
 # -- threads and files --------------------------------------------------------------------------------
 
 
-def test_threads_share_it_and_nobody_is_cut_short(tokenizer: HFTokenizer) -> None:
-    """The file asks for truncation to 4 and padding to 16; both are state that calls would fight over."""
+def test_threads_share_a_tokenizer_without_truncation(tokenizer: HFTokenizer) -> None:
+    """The file sets truncation to 4 and padding to 16: shared state that concurrent calls would change."""
     texts = [f"the quick brown fox {number} " * 50 for number in range(200)]
     alone = [tokenizer.encode(text) for text in texts]
     assert all(tokenizer.decode(ids) == text for ids, text in zip(alone, texts, strict=True))
@@ -186,7 +186,7 @@ def test_threads_share_it_and_nobody_is_cut_short(tokenizer: HFTokenizer) -> Non
 
 
 def test_other_threads_run_while_a_long_prompt_is_encoded(tokenizer: HFTokenizer) -> None:
-    """An event loop among them: encoding that keeps the interpreter lock would stop it for all that time."""
+    """The event loop is one of them: encoding with the GIL held would stop it."""
     text = "the quick brown fox jumps over the lazy dog. " * 10_000
     encoding = threading.Thread(target=tokenizer.encode, args=(text,))
     encoding.start()
@@ -197,7 +197,7 @@ def test_other_threads_run_while_a_long_prompt_is_encoded(tokenizer: HFTokenizer
     assert turns > 10
 
 
-def test_special_tokens_can_be_plain_text_if_the_model_says_so(directory: Path) -> None:
+def test_special_tokens_are_plain_text_if_the_model_defines_so(directory: Path) -> None:
     configuration = json.loads((directory / "tokenizer_config.json").read_text())
     configuration["split_special_tokens"] = True
     (directory / "tokenizer_config.json").write_text(json.dumps(configuration))
@@ -212,7 +212,7 @@ def test_a_broken_directory_is_a_config_error(tmp_path: Path, content: str | Non
         HFTokenizer.load(tmp_path)
 
 
-def test_code_in_the_directory_is_neither_run_nor_asked_about(
+def test_code_in_the_directory_is_not_run_and_no_question_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configuration = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"}
@@ -236,7 +236,7 @@ def test_importing_the_room_loads_no_library() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_a_model_type_that_transformers_does_not_know_is_no_news(directory: Path) -> None:
+def test_a_model_type_unknown_to_transformers_logs_no_warning(directory: Path) -> None:
     (directory / "config.json").write_text('{"model_type": "llada2_moe", "architectures": ["X"]}')
     said: list[logging.LogRecord] = []
     listener = logging.Handler()
@@ -251,7 +251,7 @@ def test_a_model_type_that_transformers_does_not_know_is_no_news(directory: Path
     assert tokenizer.decode(tokenizer.encode_part("the fox")) == "the fox"
 
 
-def test_what_ends_a_turn_of_llada2_ends_an_output(directory: Path) -> None:
+def test_the_turn_end_of_llada2_ends_an_output(directory: Path) -> None:
     from transformers import AutoTokenizer
 
     plain = AutoTokenizer.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Tool calls are found, however the text is cut, and what is none is content."""
+"""The parser of tool calls: calls and content, however the text is split."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Calls = list[tuple[str, str]]
 
 
 def collect(deltas: list[Parsed]) -> tuple[str, Calls]:
-    """What a client makes of the deltas; they obey OpenAI's order."""
+    """The calls that a client assembles from the deltas, which follow OpenAI's order."""
     content, calls, ids = "", [], set()
     for delta in deltas:
         content += delta.content
@@ -87,7 +87,7 @@ def call(arguments: str, name: str = "f") -> str:
         ),
         ('<tool_call>{"arguments":{"a":{}} , "name":"f"}</tool_call>', "", [("f", '{"a":{}}')]),
         ('<tool_call>{"name":"\\u00fc\\n","arguments":{}}</tool_call>', "", [("ü\n", "{}")]),
-        # forgotten, or cut off, parts of the closing
+        # missing or truncated parts of the closing tag
         ('<tool_call>{"name":"f","arguments":{"a":1}</tool_call>', "", [("f", '{"a":1}')]),
         (call('{"a":1}')[:-4], "", [("f", '{"a":1}')]),
         (call('{"a":1}')[:-14], "", [("f", '{"a":1}')]),
@@ -102,12 +102,12 @@ def call(arguments: str, name: str = "f") -> str:
         ("<tool_call>" + call("{}"), "<tool_call>", [("f", "{}")]),
         ('<tool_call>{"name": ' + call("{}"), '<tool_call>{"name": ', [("f", "{}")]),
         ('<tool_call>{"arguments":{ ' + call("{}"), '<tool_call>{"arguments":{ ', [("f", "{}")]),
-        # what does not belong behind the arguments
+        # unexpected text behind the arguments
         ('<tool_call>{"name":"f","arguments":{},"id":1}</tool_call>', ',"id":1}</tool_call>', [("f", "{}")]),
         ('<tool_call>{"name":"f","arguments":{"a": x</tool_call>b', "b", [("f", '{"a": x')]),
     ],
 )
-def test_calls_and_what_only_looks_like_them(text: str, content: str, calls: Calls) -> None:
+def test_calls_and_text_similar_to_calls(text: str, content: str, calls: Calls) -> None:
     assert parse([text]) == parse(list(text)) == (content, calls)
 
 
@@ -150,7 +150,7 @@ def test_whatever_comes_nothing_is_lost_and_the_cuts_do_not_matter(
     content, calls = got = parse(cut(text, data))
     assert got == parse(list(text)) == parse([text])
     seen = Counter(content + "".join(name + arguments for name, arguments in calls))
-    # Everything but the frame of a call comes out, and nothing comes out twice.
+    # All text but the frame of a call is returned, and exactly once.
     frame = Counter(text) - seen
     assert seen <= Counter(text)
     assert set(frame) <= set('<tool_call>/{"name": , "arguments": }\n')
@@ -191,7 +191,7 @@ def test_space_behind_arguments_is_not_held_back_for_ever(space: int) -> None:
     assert parse(list(text)) == parse([text]) == (content, [("f", "{}")])
 
 
-def test_long_arguments_are_no_trouble() -> None:
+def test_long_arguments_are_parsed() -> None:
     arguments = json.dumps({"a": LONG * 50})
     text = call(arguments)
     parts = [text[at : at + 7] for at in range(0, len(text), 7)]
@@ -224,7 +224,7 @@ def test_a_call_is_unfinished_until_its_arguments_are() -> None:
         assert parser.unfinished == (bool(calls) and not whole)
 
 
-def test_arguments_are_passed_on_as_they_come() -> None:
+def test_arguments_are_passed_on_as_they_arrive() -> None:
     parser = PARSERS["hermes"]()
     text = call('{"city": "Rome"}')
     at = text.index("Ro")

@@ -1,4 +1,4 @@
-"""Grammars of answers with calls, over vocabularies that have tokens for the tags, and one that has not."""
+"""Grammars of answers with calls, over vocabularies with and without tokens for the tags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BERN = ROME.replace("Rome", "Bern")
 
 
 class Vocabulary:
-    """The bundled model's, with the tags as tokens or without."""
+    """The bundled model's tokenizer, with or without tokens for the tags."""
 
     def __init__(self, special: bool | None) -> None:
         text = (EngineConfig().model_path / "tokenizer.json").read_text()

@@ -1,7 +1,7 @@
-"""Reasoning: what a model thinks aloud between tags before it answers, split off while it streams.
+"""Parsers that split the reasoning between tags off a streamed answer.
 
-One small class and file each; :data:`REASONING_PARSERS` finds them by name. To add one, write it and list it
-here.
+Each format has a file with one class; :data:`REASONING_PARSERS` maps names to classes. To add a format, add
+its class to the tuple below.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Splits an answer into what comes before and what comes behind the closing tag."""
+"""Splits an answer into the reasoning before and the content behind the closing tag."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from aioinfer.text.tags import partial_length, without_breaks
 
 __all__ = ["ReasoningParser"]
 
-#: before the opening tag
+#: maximum white space before the opening tag
 _MOST_SPACE = 64
 #: reasoning and content
 _Split = tuple[str, str]
 
 
 class ReasoningParser:
-    """Text in, (reasoning, content) out. The sum of what comes out does not depend on how the text was cut.
+    """Text in, (reasoning, content) out; the concatenation does not depend on how the text is split.
 
-    Reasoning can only be at the beginning: a tag that is written later on is content. Line breaks next
-    to a tag belong to it. Held back is only what may be the beginning of a tag.
+    Reasoning can only be at the beginning: a later tag is content. Line breaks next to a tag belong to it.
+    Only a possible prefix of a tag is held back.
     """
 
     name: ClassVar[str]
     opening: ClassVar[str] = "<think>"
     closing: ClassVar[str] = "</think>"
-    #: the chat template has written the opening tag, so the output begins with reasoning
+    #: the prompt ends with the opening tag, so the output begins with reasoning
     opened: ClassVar[bool]
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class ReasoningParser:
         self._state: Callable[[], _Split] = self._begin
 
     def push(self, text: str) -> _Split:
-        """More of the output."""
+        """Split the next piece of output."""
         self._held += text
         return self._state()
 
     def finish(self) -> _Split:
-        """The output has ended: what was held back."""
+        """End of the output: the held text."""
         held, self._held = self._held, ""
         thinking = self._state == self._think or (self.opened and self._state == self._begin)
         return (held, "") if thinking else ("", held)

@@ -1,4 +1,4 @@
-"""Reasoning of DeepSeek R1 and of others whose template writes the opening tag."""
+"""Reasoning of DeepSeek R1 and of other models whose chat template contains the opening tag."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["DeepSeekR1"]
 
 
 class DeepSeekR1(ReasoningParser):
-    """The template has opened the reasoning; an opening tag that the model writes as well is left out."""
+    """The prompt opens the reasoning; a repeated opening tag at the start of the output is omitted."""
 
     name = "deepseek-r1"
     opened = True

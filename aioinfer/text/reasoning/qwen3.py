@@ -1,4 +1,4 @@
-"""Reasoning of Qwen 3 and of others whose template leaves both tags to the model."""
+"""Reasoning of Qwen 3 and of other models that generate both tags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Qwen3"]
 
 
 class Qwen3(ReasoningParser):
-    """The model writes both tags, or none when it does not think."""
+    """The output contains both tags, or neither if it has no reasoning."""
 
     name = "qwen3"
     opened = False

@@ -1,6 +1,7 @@
-"""Tool calls: found in a model's output while it streams.
+"""Parsers of tool calls in streamed output.
 
-One class and file per format; :data:`PARSERS` finds them by name. To add one, write it and list it here.
+Each format has a file with one class; :data:`PARSERS` maps names to classes. To add a format, add its class
+to the tuple below.
 """
 
 from __future__ import annotations

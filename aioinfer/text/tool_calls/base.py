@@ -1,4 +1,4 @@
-"""What every parser of tool calls takes and gives."""
+"""The interface of the parsers of tool calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Parsed", "ToolCallDelta", "ToolCallParser", "WrittenCall", "new_id"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of a call. The first delta of a call has its id and its name, the others have arguments."""
+    """A part of a call. The first delta of a call has its id and its name, the others have arguments."""
 
     index: int
     id: str | None = None
@@ -21,15 +21,15 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class Parsed:
-    """What a piece of output turned out to be."""
+    """Content and calls of a piece of output."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 class WrittenCall(NamedTuple):
-    """A call as text: all but its arguments, which go between ``before`` and ``after``. The tags are apart,
-    because a tokenizer may have tokens for them."""
+    """The text of a call around its arguments, which belong between ``before`` and ``after``. The tags are
+    separate because a tokenizer may have tokens for them."""
 
     opening: str
     before: str
@@ -38,16 +38,16 @@ class WrittenCall(NamedTuple):
 
 
 def new_id() -> str:
-    """Of a call: no two are alike, also in the next turns of a conversation."""
+    """An id of a call, unique across the turns of a conversation."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class ToolCallParser(Protocol):
-    """Text in, content and calls out; the sum of it does not depend on how the text was cut.
+    """Text in, content and calls out; the concatenation does not depend on how the text is split.
 
-    Never raises and loses nothing: what is no call is content. Arguments are passed on as they come, so a
-    call that has begun stays one, also if its arguments turn out not to be JSON: as with OpenAI's own API,
-    who receives them checks them.
+    Never raises, and every character of the text is either content or part of a call. Arguments are passed on
+    as they arrive, so a call remains one even if its arguments are not valid JSON: as with OpenAI's API, the
+    receiver validates them.
     """
 
     name: ClassVar[str]
@@ -55,15 +55,15 @@ class ToolCallParser(Protocol):
     def __init__(self) -> None: ...
 
     def push(self, text: str) -> Parsed:
-        """More of the output."""
+        """Parse the next piece of output."""
 
     def finish(self) -> Parsed:
-        """The output has ended: what was held back."""
+        """End of the output: the held text."""
 
     @property
     def unfinished(self) -> bool:
-        """The newest call still lacks some of its arguments."""
+        """The arguments of the newest call are incomplete."""
 
     @staticmethod
     def write(function: str) -> WrittenCall:
-        """How the model is to write a call of a function."""
+        """The text of a call of ``function``."""

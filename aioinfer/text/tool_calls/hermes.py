@@ -1,4 +1,4 @@
-"""Calls as JSON between tags, as the Hermes and Qwen models write them."""
+"""Calls as JSON between tags: the format of the Hermes and Qwen models."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["Hermes"]
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _NAME = r'"name"\s*+:\s*+(?P<name>"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})++")\s*+'
 _ARGUMENTS = r'"arguments"\s*+:\s*+(?=\{)'
-#: the usual order: the arguments can be passed on as they come
+#: the usual order: arguments are passed on as they arrive
 _NAME_FIRST = regex.compile(rf"\s*+\{{\s*+{_NAME},\s*+{_ARGUMENTS}")
-#: the order of the first Hermes models: whose arguments they are is known at the end
+#: the order of the first Hermes models: the function is known behind its arguments
 _ARGUMENTS_FIRST = regex.compile(rf"\s*+\{{\s*+{_ARGUMENTS}")
 _NAME_LAST = regex.compile(rf"\s*+,\s*+{_NAME}\}}\s*+{_CLOSING}")
-#: models forget the brace
+#: the brace is optional: models omit it
 _END = regex.compile(rf"\s*+(?:\}}\s*+)?{_CLOSING}")
-#: What may turn out to be no call is read twice, so there is a limit to it: characters before arguments
-#: or behind them, and of arguments that come before the name.
+#: A text that turns out not to be a call is parsed again. Limits in characters: before and behind the
+#: arguments, and of arguments before the name.
 _LONGEST_HEAD, _LONGEST_EARLY = 1024, 16_384
 
 
 class Hermes:
     r"""``<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>``: Hermes, Qwen 2.5, Qwen 3.
 
-    Line breaks around a call belong to it. An output that ends inside the closing of a call completes it.
+    Line breaks around a call belong to it. An output that ends inside the closing tag completes the call.
     """
 
     name: ClassVar[str] = "hermes"
@@ -39,14 +39,14 @@ class Hermes:
     def __init__(self) -> None:
         self._count = 0
         self._out = Parsed()
-        #: not read yet
+        #: not parsed yet
         self._held = ""
-        #: of what may be a call: read, and content if it is none
+        #: the parsed part of a possible call; content if it is not one
         self._tentative = ""
-        #: of a call whose name comes last: where its arguments begin in ``_tentative``
+        #: where the arguments begin in ``_tentative``, if the name follows them
         self._from = 0
         self._value = _JsonObject()
-        #: reads some of what is held; false if that takes more of it
+        #: parses a part of ``_held``; returns False if it needs more text
         self._state: Callable[[], bool] = self._text
 
     @staticmethod
@@ -63,7 +63,7 @@ class Hermes:
 
     def finish(self) -> Parsed:
         while self._state in (self._head, self._early_arguments, self._late_name):
-            # Not a call after all, but there may be one in what follows its tag.
+            # Not a call, but the text behind its tag can contain one.
             self._no_call()
             while self._state():
                 pass
@@ -89,7 +89,7 @@ class Hermes:
         return self._go(at + len(_OPENING), self._head)
 
     def _head(self) -> bool:
-        """Behind the opening tag."""
+        """Behind the opening tag: the name, or the arguments before it."""
         usual = _NAME_FIRST.match(self._held, partial=True)
         match = usual or _ARGUMENTS_FIRST.match(self._held, partial=True)
         if match is None or match.end() > _LONGEST_HEAD:
@@ -112,7 +112,7 @@ class Hermes:
         return self._go(upto, self._arguments if end is None else self._tail) and end is not None
 
     def _tail(self) -> bool:
-        """Behind the arguments. Whatever does not belong there is content."""
+        """Behind the arguments. Text that is not the end of the call is content."""
         match = _END.match(self._held, partial=True)
         if match is None or match.end() > _LONGEST_HEAD:
             return self._go(0, self._text)
@@ -150,7 +150,7 @@ class Hermes:
         self._value = _JsonObject()
 
     def _no_call(self) -> bool:
-        """The tag is content, and what follows it is read anew."""
+        """The tag is content, and the text behind it is parsed again."""
         tag = self._tentative.index(_OPENING) + len(_OPENING)
         self._out.content += self._tentative[:tag]
         self._held = self._tentative[tag:] + self._held
@@ -163,7 +163,7 @@ class Hermes:
 
 
 class _JsonObject:
-    """Finds the end of a JSON object that comes in pieces, without checking what is in it."""
+    """Finds the end of a JSON object that arrives in pieces, without validating it."""
 
     _IN_STRING = regex.compile(r'["\\]')
     _OUTSIDE = regex.compile(r'["{}\[\]<]')
@@ -174,8 +174,8 @@ class _JsonObject:
         self._escaped = False
 
     def end(self, text: str) -> int | None:
-        """Where it ends in this next piece, or None if it does not. A ``<`` outside strings, which is no
-        JSON, ends it too: it may be a closing tag."""
+        """Where the object ends in the next piece, or None if it continues. A ``<`` outside strings, which is
+        not JSON, also ends it: it can be a closing tag."""
         at = 1 if self._escaped and text else 0
         self._escaped = self._escaped and not text
         while found := (self._IN_STRING if self._in_string else self._OUTSIDE).search(text, at):

@@ -1,0 +1,43 @@
+"""EngineStats: every counter of the scheduler is published, every gauge is read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from aioinfer import EngineConfig, EngineStats, SamplingParams
+from aioinfer.engine import Engine
+from aioinfer.execution.launcher import InlineLauncher
+from aioinfer.scheduling.counters import SchedulerCounters
+from aioinfer.testing import ToyDevice, ToyTokenizer
+from tests.engine.simulation import settle
+
+
+def test_every_counter_of_the_scheduler_is_published() -> None:
+    published = {item.name: item.type for item in dataclasses.fields(EngineStats)}
+    for counter in dataclasses.fields(SchedulerCounters):
+        assert published[counter.name] == counter.type
+        gauge = EngineStats.__dataclass_fields__[counter.name].metadata
+        assert not gauge, f"{counter.name} is a counter and a gauge"
+
+
+async def test_a_snapshot_is_complete_and_frozen() -> None:
+    config = EngineConfig(model="toy", page_size=4, num_pages=64)
+    device = ToyDevice(num_slots=config.num_slots)
+    async with Engine(
+        config, launcher=lambda _: InlineLauncher(device), tokenizer=lambda _: ToyTokenizer()
+    ) as engine:
+        before = engine.stats()
+        await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        await settle(engine)
+        after = engine.stats()
+    assert (before.admitted, before.output_tokens, before.state) == (0, 0, "running")
+    assert (after.admitted, after.finished, after.output_tokens) == (1, 1, 4)
+    assert after.steps >= 4
+    assert after.pages_in_use == 0
+    pages = (after.pages_free, after.pages_fenced, after.pages_private, after.pages_cached)
+    assert sum(pages) == after.pages_total > 0
+    assert set(dataclasses.asdict(after)) == {item.name for item in dataclasses.fields(EngineStats)}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        after.steps = 0  # type: ignore[misc]

@@ -1,0 +1,177 @@
+"""The import graph of the package: rooms in layers, imports only downwards, no circles.
+
+The graph is read from the source, so imports in functions and under ``TYPE_CHECKING`` count, too. A room is a
+folder of the package or one of its public modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "aioinfer"
+
+#: From the top down. A room may import rooms of the layers below its own, and nothing of its own layer.
+LAYERS: list[set[str]] = [
+    # ``python -m aioinfer``
+    {"__main__"},
+    # the command line and the doctor
+    {"cli"},
+    # the HTTP API over an engine
+    {"server"},
+    # what an application holds: the engine in its event loop, and the one without a loop
+    {"engine", "llm"},
+    # the loop: admission of requests, driver of steps; the toy device, simulated launchers and clocks
+    {"loop", "testing"},
+    # everything that touches a device: launch thread, packing, graphs, runner
+    {"execution"},
+    # what a caller reads: streams; statistics and traces
+    {"stream", "observe"},
+    # which rows a step computes; pure Python
+    {"scheduling"},
+    # how the blocks of diffusion models are denoised
+    {"diffusion"},
+    # from logits to tokens
+    {"sampling"},
+    # layers, weights and attention backends
+    {"model"},
+    # what a caller gives: parameters and configuration
+    {"params", "config"},
+    # tokenizers and grammars; pages and the prefix tree; compiled kernels
+    {"text", "cache", "native"},
+    # leaves
+    {"errors", "outputs", "plugins"},
+]
+
+#: rooms in pure Python: neither they nor what they import load these at module level
+PURE = ("scheduling", "cache")
+HEAVY = {"torch", "asyncio"}
+
+
+class Import(NamedTuple):
+    """An import statement: its module, what it imports, and whether the import runs with the module."""
+
+    module: str
+    line: int
+    target: str
+    eager: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def room(module: str) -> str:
+    """The room of a module of the package; of the package itself: "aioinfer"."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else module
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Source files by module name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    """Every import statement of the package, by one entry per imported module."""
+    return tuple(
+        each for name, path in modules().items() for each in _imports(name, ast.parse(path.read_text()), True)
+    )
+
+
+def _imports(module: str, tree: ast.AST, eager: bool) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, node.lineno, alias.name, eager)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno} is a relative import"
+            assert node.module is not None
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                named = whole in modules() or node.module == "aioinfer"
+                yield Import(module, node.lineno, whole if named else node.module, eager)
+        deferred = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            assert not node.orelse
+            deferred = True
+        yield from _imports(module, node, eager and not deferred)
+
+
+def inside() -> list[Import]:
+    """The imports from room to room, without those of the package itself: it exports names lazily."""
+    return [
+        each
+        for each in imports()
+        if each.module != "aioinfer"
+        and each.target.split(".")[0] == "aioinfer"
+        and each.target != "aioinfer.__version__"
+        and room(each.module) != room(each.target)
+    ]
+
+
+def test_no_room_imports_the_exports_of_the_package() -> None:
+    wrong = [str(each) for each in inside() if each.target not in modules()]
+    assert "aioinfer" not in {each.target for each in inside()}
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_room_has_one_layer() -> None:
+    named = sorted(name for layer in LAYERS for name in layer)
+    assert named == sorted({room(module) for module in modules()} - {"aioinfer"})
+
+
+def test_rooms_import_no_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for each in inside():
+        graph.setdefault(room(each.module), set()).add(room(each.target))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_imports_point_downwards() -> None:
+    layer = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    wrong = [str(each) for each in inside() if layer[room(each.module)] >= layer.get(room(each.target), -1)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("pure", PURE)
+def test_pure_rooms_load_no_torch_and_no_asyncio(pure: str) -> None:
+    """Importing a module runs its parent packages, too."""
+    loaded: dict[str, str] = {module: module for module in modules() if room(module) == pure}
+    waiting = list(loaded)
+    while waiting:
+        module = waiting.pop()
+        for each in imports():
+            if each.module != module or not each.eager:
+                continue
+            assert each.target.split(".")[0] not in HEAVY, f"{loaded[module]}: {each}"
+            parts = each.target.split(".")
+            for target in (".".join(parts[: end + 1]) for end in range(len(parts))):
+                if target in modules() and target not in loaded:
+                    loaded[target] = f"{loaded[module]} -> {target}"
+                    waiting.append(target)
+
+
+@pytest.mark.parametrize("pure", PURE)
+def test_pure_rooms_import_without_torch(pure: str) -> None:
+    """Third-party libraries do not load it either."""
+    names = [module for module in modules() if room(module) == pure]
+    code = f"import sys, {', '.join(names)}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
