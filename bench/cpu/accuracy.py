@@ -9,19 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
 from bench.report import environment, write_line
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from demo_tasks import TASKS, held_out
+from examples.training.tasks import TASKS, held_out
 
 __all__ = ["main"]
 

@@ -45,10 +45,7 @@ from aioinfer.text.tokenizer import Tokenizer
 from bench.diffusion.scripted import SHAPES, ScriptedDevice, write_shape
 from bench.diffusion.ways import WAYS, configs, make_restless, scheduler_of
 from bench.report import environment, percentiles, write_line
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from demo_tasks import Item, held_out
+from examples.training.tasks import Item, held_out
 
 TASKS = ("add", "copy", "reverse", "key_value", "json", "story", "letters", "dice")
 

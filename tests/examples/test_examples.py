@@ -19,7 +19,7 @@ from tests.server.conftest import Serving, serving
 
 __all__ = ["serving"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_embedding_example_runs() -> None:

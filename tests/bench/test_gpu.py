@@ -31,7 +31,7 @@ from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
 from bench.gpu.windows import covered, device_seconds
 from bench.gpu.workload import offline_workload
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 #: of the H200 that the table below was made for
 H200 = Peaks(bandwidth=4.3e12, flops=790e12)
 PLAN = Plan(REHEARSAL, "cpu", "float32", "tiny", rehearsal=True)
@@ -183,7 +183,7 @@ def test_one_that_fails_stops_no_other(
     """Whatever happens to a bench, its rows so far are kept, and the next one runs."""
     monkeypatch.setattr(isolation, "_GRACE", 0.5)
     ways = ("raises", "dies", "hangs", "guards")
-    fakes = {way: Bench("tests.gpu_bench_fakes", way, 0, 0, (way,)) for way in ways}
+    fakes = {way: Bench("tests.bench.gpu_fakes", way, 0, 0, (way,)) for way in ways}
     fakes["missing"] = Bench("tests.no_such_bench", "cannot be imported", 0, 0)
     file = tmp_path / "lines.jsonl"
     options = argparse.Namespace(json=file, rehearse=True, quick=False, commit=None)

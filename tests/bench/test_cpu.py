@@ -21,12 +21,12 @@ from bench.cpu.serving import Server, contest, free_port, measure, pooled, repor
 from bench.cpu.tables import print_results, summary
 from bench.load import make_load
 from bench.serving import summarise
-from tests.fake_peer import SETTINGS, command_of
+from tests.bench.fake_peer import SETTINGS, command_of
 from tests.server.conftest import Serving, serving
 
 __all__ = ["serving"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CELLS = [Cell(1, 5, 8), Cell(2, 5, 8), Cell(1, 30, 1)]
 
 

@@ -1,7 +1,7 @@
 """Train and evaluate the bundled tiny-diffusion: a small LLaDA2 that does the demo model's tasks in blocks.
 
-    python examples/train_diffusion_model.py            # starts from the bundled tiny-chat
-    python examples/train_diffusion_model.py --eval     # exact match and steps per block, by task
+    python -m examples.training.train_diffusion         # starts from the bundled tiny-chat
+    python -m examples.training.train_diffusion --eval  # exact match and steps per block, by task
 
 A conversation is cut into blocks of 16 tokens. A row of the training holds its clean blocks and, beside
 them, blocks of its answers in which some tokens are masked; a block sees itself and the clean blocks before
@@ -40,8 +40,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_tasks import OPEN_TASKS, TASKS, Item, conversation, held_out
-from demo_training import (
+from tokenizers import Tokenizer
+from torch import Tensor, distributed
+
+from examples.training.common import (
     END,
     IGNORE,
     MASK,
@@ -53,11 +55,10 @@ from demo_training import (
     save_text_files,
     take_step,
 )
-from diffusion_model import DiffusionModel, load, save, upcycle
-from tokenizers import Tokenizer
-from torch import Tensor, distributed
+from examples.training.diffusion_model import DiffusionModel, load, save, upcycle
+from examples.training.tasks import OPEN_TASKS, TASKS, Item, conversation, held_out
 
-BUNDLED = Path(__file__).resolve().parent.parent / "aioinfer" / "bundled"
+BUNDLED = Path(__file__).resolve().parents[2] / "aioinfer" / "bundled"
 ROW = 288
 COPIES = 2
 MOST_BLOCKS = 6

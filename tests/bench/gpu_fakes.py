@@ -1,4 +1,4 @@
-"""Benches that go wrong in every way; run by tests/test_gpu_bench.py in processes of their own."""
+"""Benches that go wrong in every way; run by tests/bench/test_gpu.py in processes of their own."""
 
 from __future__ import annotations
 
