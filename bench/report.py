@@ -105,8 +105,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON line has of it; nothing for what is empty, except for rows without sections."""
-        parts = {"facts": self.facts, "notes": self.notes, "errors": self.errors}
-        found = {"rows": self.rows} if self.rows or not self.sections else {}
+        parts: dict[str, Any] = {"facts": self.facts, "notes": self.notes, "errors": self.errors}
+        found: dict[str, Any] = {"rows": self.rows} if self.rows or not self.sections else {}
         found |= {name: part for name, part in parts.items() if part}
         if self.sections:
             found["sections"] = {name: section.as_dict() for name, section in self.sections.items()}

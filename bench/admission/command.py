@@ -103,7 +103,7 @@ async def run_virtual(options: argparse.Namespace, way: str) -> list[Result]:
     )
 
     def seconds(step: Step) -> float:
-        return 1e-3 * options.step_ms + 1e-6 * options.token_us * step.num_tokens
+        return float(1e-3 * options.step_ms + 1e-6 * options.token_us * step.num_tokens)
 
     launcher = TimedLauncher(device, seconds)
     async with Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: None) as engine:

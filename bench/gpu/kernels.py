@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -166,15 +167,15 @@ def _decode(
 
     def paged(tables: list[torch.Tensor]) -> list[Callable[[], object]]:
         return [
-            lambda table=table: paged_decode(q, pool.keys, pool.values, table, kv_len, scale=scale)
-            for table in tables
+            partial(paged_decode, q, pool.keys, pool.values, table, kv_len, scale=scale) for table in tables
         ]
 
     ways: dict[str, list[Callable[[], object]]] = {
         "triton": paged(tables),
         "wide": paged(wide),
         "sdpa": [
-            lambda kv=kv: F.scaled_dot_product_attention(grouped, *kv, scale=scale) for kv in contiguous
+            partial(F.scaled_dot_product_attention, grouped, keys, values, scale=scale)
+            for keys, values in contiguous
         ],
     }
     moved = 2 * rows * context * shape.kv_heads * shape.head_dim * q.element_size()

@@ -79,7 +79,7 @@ def _elapsed(run: Callable[[], None], times: int) -> float:
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def measure_peaks(plan: Plan, device: torch.device, report: PartReport) -> Peaks:

@@ -27,7 +27,6 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceInfo, Flight
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
-from aioinfer.execution.packing import Packed
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.params import Grammar, SamplingParams
@@ -104,10 +103,10 @@ class SharedDevice:
     def open(self, progress: Any = None) -> DeviceInfo:
         return self._info
 
-    def prepare(self, step: Step) -> Packed:
+    def prepare(self, step: Step) -> Any:
         return self._device.prepare(step)
 
-    def launch(self, prepared: Packed) -> Flight:
+    def launch(self, prepared: Any) -> Flight:
         self._lane.current = self.lane
         return self._device.launch(prepared)
 
@@ -140,9 +139,13 @@ class Floor:
             self._packed.append(self._device.prepare(step))
             scheduler.resolve(step, [5] * step.num_rows)
 
-    def shared(self) -> SharedDevice:
-        """Its device, for an engine."""
-        return SharedDevice(self._device, self._info, self._lane)
+    def thread(self, config: EngineConfig) -> ThreadLauncher:
+        """A launcher for an engine, on the floor's device."""
+        return ThreadLauncher(SharedDevice(self._device, self._info, self._lane))
+
+    def inline(self, config: EngineConfig) -> InlineLauncher:
+        """The same without a thread."""
+        return InlineLauncher(SharedDevice(self._device, self._info, self._lane))
 
     def run(self) -> float:
         """Seconds."""
@@ -199,9 +202,8 @@ async def bench_batch(options: argparse.Namespace, path: str, batch: int, report
     async with AsyncExitStack() as stack:
         ways = []
         for steps, mode, grammar in WAYS:
-            kind = ThreadLauncher if mode == "thread" else InlineLauncher
             config = make_config(options, path, batch, steps, mode)
-            engine = Engine(config, launcher=lambda _, kind=kind: kind(floor.shared()))
+            engine = Engine(config, launcher=floor.thread if mode == "thread" else floor.inline)
             ways.append(Way(steps, mode, grammar, await stack.enter_async_context(engine)))
             await stream_all(engine, options, batch, grammar=grammar)
         before = await asyncio.to_thread(floor.run)

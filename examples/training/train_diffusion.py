@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, distributed
+from torch.multiprocessing.spawn import spawn
 
 from examples.training.common import (
     END,
@@ -55,7 +56,7 @@ from examples.training.common import (
     save_text_files,
     take_step,
 )
-from examples.training.diffusion_model import DiffusionModel, load, save, upcycle
+from examples.training.diffusion_model import DiffusionModel, Experts, layers_of, load, save, upcycle
 from examples.training.tasks import OPEN_TASKS, TASKS, Item, conversation, held_out
 
 BUNDLED = Path(__file__).resolve().parents[2] / "aioinfer" / "bundled"
@@ -177,9 +178,9 @@ def batches(tokenizer: Tokenizer, size: int, rows: int, seed: int) -> Iterator[d
 @torch.no_grad()
 def balance(model: DiffusionModel, loads: Tensor, rate: float) -> None:
     """Make busy experts less likely to be picked, without a loss (Wang et al., 2024)."""
-    layers = model.layers[model.config.first_k_dense_replace :]
-    for layer, load_of in zip(layers, loads, strict=True):
-        bias = layer.mlp.gate.expert_bias
+    experts = [layer.mlp for layer in layers_of(model) if isinstance(layer.mlp, Experts)]
+    for mlp, load_of in zip(experts, loads, strict=True):
+        bias = mlp.gate.expert_bias
         bias += rate * torch.sign(load_of.mean() - load_of)
 
 
@@ -200,7 +201,7 @@ def train(options: argparse.Namespace) -> None:
         if options.processes == 1:
             train_in(0, options, meeting)
         else:
-            torch.multiprocessing.spawn(train_in, (options, meeting), nprocs=options.processes)
+            spawn(train_in, (options, meeting), nprocs=options.processes)
 
 
 def train_in(rank: int, options: argparse.Namespace, meeting: str) -> None:
@@ -240,7 +241,14 @@ def run(rank: int, options: argparse.Namespace) -> None:
         loss, loads = compiled(next(data))
         loss.backward()
         loss = loss.detach()
-        average([loss, loads, progress, *(parameter.grad for parameter in model.parameters())])
+        average(
+            [
+                loss,
+                loads,
+                progress,
+                *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+            ]
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rate = learning_rate(progress.item(), options.peak)
         take_step(optimizers, rate)
