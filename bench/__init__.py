@@ -1,1 +1,4 @@
-"""Benches: ``python -m bench NAME``. Each prints a table and writes one JSON line."""
+"""Benches: ``python -m bench NAME``. Each prints a table and one JSON line with versions and hardware.
+
+A bench is a package ``bench.NAME`` whose module ``command`` is a :class:`~bench.command.Bench`.
+"""

@@ -52,7 +52,9 @@ async def main(options: argparse.Namespace) -> None:
     diffusion = DiffusionParams(algorithm=options.algorithm, threshold=options.threshold, draft=True)
     async with Engine(EngineConfig(model=options.model)) as engine:
         params = dataclasses.replace(engine.default_params, max_tokens=200, diffusion=diffusion)
-        screen = Screen(lambda token: engine.tokenizer.decode([token]))
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None  # an engine has none only if the model's files have none
+        screen = Screen(lambda token: tokenizer.decode([token]))
         async for chunk in engine.generate([{"role": "user", "content": options.prompt}], params):
             screen.show(chunk)
         stats = engine.stats()

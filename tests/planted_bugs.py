@@ -23,4 +23,4 @@ _SYMPTOMS = (AssertionError, IndexError, KeyError, RuntimeError, ValueError, pyt
 def assert_found(machine: type[RuleBasedStateMachine]) -> None:
     """The machine's rules come upon what is wrong with its subject."""
     with pytest.raises(_SYMPTOMS):
-        run_state_machine_as_test(machine, settings=_HUNT)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(machine, settings=_HUNT)

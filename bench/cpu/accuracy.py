@@ -9,21 +9,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
-from bench.report import environment, write_line
+from bench.report import Report
+from examples.training.tasks import TASKS, held_out
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from demo_tasks import TASKS, held_out
-
-__all__ = ["main"]
+__all__ = ["measure_accuracy"]
 
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -52,16 +47,10 @@ def distance(some: Sequence[float], others: Sequence[float]) -> float:
     return statistics.mean(abs(one - other) for one, other in zip(some, others, strict=True))
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure and report; returns the exit status."""
-    found: dict[str, Any] = {}
+def measure_accuracy(options: argparse.Namespace, report: Report) -> None:
+    """A row per kind of weights: the share of right answers by task, and the distance of logprobs."""
     reference: list[float] | None = None
     for name, settings in WAYS.items():
         right, logprobs = asyncio.run(answers(settings, options.requests, options.seed))
         reference = reference or logprobs
-        found[name] = {"right": right, "logprobs_apart": distance(logprobs, reference)}
-        shares = ", ".join(f"{task} {share:.3f}" for task, share in right.items())
-        print(f"{name:9s} {shares}; prompt logprobs {found[name]['logprobs_apart']:.4f} from bfloat16's")
-    result = {"bench": "cpu accuracy", "questions": options.requests, "found": found}
-    write_line({**result, "environment": environment()}, options.json)
-    return 0
+        report.row(weights=name, **right, logprobs_apart=distance(logprobs, reference))

@@ -17,9 +17,9 @@ from typing import Any
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
-from bench.report import environment, write_line
+from bench.report import Report
 
-__all__ = ["main", "measure"]
+__all__ = ["measure", "measure_busy"]
 
 #: seconds of work, and of rest behind it
 BURST = 0.002
@@ -70,12 +70,9 @@ async def measure(config: EngineConfig, batch: int, prompt: int, tokens: int, ro
     return {"idle_ms": idle, "busy_ms": busy_ms, "slower": busy_ms / idle - 1, "runs": times}
 
 
-def main(options: argparse.Namespace, model: Path) -> int:
-    """Measure and report; returns the exit status."""
+def measure_busy(options: argparse.Namespace, model: Path, report: Report) -> None:
+    """A row per kernels and number of threads."""
     batch = options.concurrency[0] if len(options.concurrency) == 1 else 8
-    found = {}
-    print(f"\nforward of {batch} decodes, loop idle and half busy")
-    print(f"{'':22s}{'idle':>9s}{'busy':>9s}{'slower':>9s}")
     for kernels in ("native", "sdpa"):
         for threads in range(1, options.threads + 1):
             config = EngineConfig(
@@ -84,9 +81,4 @@ def main(options: argparse.Namespace, model: Path) -> int:
             line = asyncio.run(
                 measure(config, batch, options.prompt_tokens, options.output_tokens, options.rounds)
             )
-            found[f"{kernels} {threads}"] = line
-            name = f"{kernels}, {threads} thread{'s' * (threads > 1)}"
-            print(f"{name:22s}{line['idle_ms']:9.1f}{line['busy_ms']:9.1f}{100 * line['slower']:8.1f}%")
-    result = {"bench": "cpu busy", "batch": batch, "found": found, "environment": environment()}
-    write_line(result, options.json)
-    return 0
+            report.row(kernels=kernels, threads=threads, batch=batch, **line)

@@ -1,40 +1,58 @@
-"""The command line of ``python -m bench cpu``."""
+"""``python -m bench cpu``: this engine and its peers on a CPU, side by side in one run.
+
+    python -m bench.peers install openvino vllm     once
+    python -m bench cpu                             decode at 1, 8 and 32 at a time, one long prefill
+    python -m bench cpu --peers aioinfer --rounds 1 --set aioinfer.overlap_steps=0
+    python -m bench cpu --serve                     through the servers: staggered arrivals, TTFT and ITL
+    python -m bench cpu --busy                      this engine's forward beside a loop that has other work
+    python -m bench cpu --accuracy                  8-bit weights beside bfloat16 and float32
+
+Every engine computes the same random prompts (never the same twice, no prefix caches) with the same number
+of threads and the same KV budget, greedily, whatever the end token is. A cell is run twice a round, for 1
+and for N new tokens: with T1 and TN seconds, C sequences decode C * (N - 1) / (TN - T1) tokens/s, end to end
+it is C * N / TN, and prefill C * prompt / T1. The decode rate is what a disturbed T1 moves most: look at the
+end-to-end rate, too.
+
+Engines take turns, cell by cell, so that whatever else goes on meets all of them; who begins changes from
+round to round. All are loaded and warm from the start, and whoever is not measured is stopped (SIGSTOP),
+with all its processes: an idle engine costs no CPU then, whatever its threads wait on, and loading is not
+repeated. Where memory does not suffice for that, each is loaded for its turn and ended behind it. A peer
+that is not installed is left out; one that fails or hangs is ended, the others go on, and the status is 1.
+A sample during which others used more than --noise of a core is taken again; of --attempts that are all
+disturbed the least disturbed counts.
+Memory is the resident set summed over an engine's processes, ten times a second; private is without mapped
+files. Some touch their whole KV budget at the start, others take of it what they need.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from bench.command import BadOptions
+from bench.cpu.accuracy import measure_accuracy
+from bench.cpu.busy import measure_busy
 from bench.cpu.cells import Cell
 from bench.cpu.contest import Contest, Contestant, Limits, needed_gib
-from bench.cpu.tables import print_results, settings_of, summary
+from bench.cpu.serving import measure_servers
+from bench.cpu.tables import tell
 from bench.peers.checkpoint import find_model, prepared
 from bench.peers.command import add_place
 from bench.peers.install import installed
 from bench.peers.registry import PEERS, ROOT, Peer, python_of
-from bench.report import environment, write_line
+from bench.report import Report
 
-__all__ = ["main"]
+__all__ = ["add_arguments", "run"]
 
 #: who is measured unless told otherwise, as far as installed
 _DEFAULT = ["aioinfer", "openvino", "vllm", "llamacpp"]
 _SERVERS = ["aioinfer", "vllm"]
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    from bench import cpu
-
-    parser = argparse.ArgumentParser(
-        description=cpu.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers", nargs="+", choices=[*PEERS], metavar="NAME",
         help=f"who is measured, the one that is compared first: {', '.join(PEERS)}",
@@ -58,7 +76,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attempts", type=int, default=3, help="samples taken until one is that quiet")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and arrivals")
     parser.add_argument("--lock", type=Path, help="hold this file's lock (flock) during every turn")
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     add_place(parser)
     parser.add_argument("--busy", action="store_true", help="this engine alone, beside a loop that is busy")
     parser.add_argument("--accuracy", action="store_true", help="what 8-bit weights cost the bundled model")
@@ -71,16 +88,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=48,
         help="requests per rate and round; with --accuracy, questions per task",
     )
-    options = parser.parse_args(arguments)
+
+
+def complete(options: argparse.Namespace) -> None:
+    """Check options and derive others from them. Raises BadOptions."""
     options.max_batch = max([1, *options.concurrency])
     options.peers = options.peers or (_SERVERS if options.serve else _DEFAULT)
     if options.rounds < 1 or options.attempts < 1 or options.threads < 1 or options.output_tokens < 2:
-        parser.error("--rounds, --attempts and --threads must be at least 1, --output-tokens at least 2")
+        raise BadOptions("--rounds, --attempts and --threads must be at least 1, --output-tokens at least 2")
     try:
         options.own = own_settings(options.set)
     except ValueError as error:
-        parser.error(str(error))
-    return options
+        raise BadOptions(str(error)) from None
 
 
 def own_settings(texts: list[str]) -> dict[str, dict[str, str]]:
@@ -95,13 +114,13 @@ def own_settings(texts: list[str]) -> dict[str, dict[str, str]]:
     return own
 
 
-def available(names: list[str], place: Path) -> list[Peer]:
-    """The peers that can be run; a line says which are left out."""
+def available(names: list[str], place: Path, report: Report) -> list[Peer]:
+    """The peers that can be run; notes say which are left out."""
     found = []
     for name in dict.fromkeys(names):
         peer = PEERS[name]
         if peer.environment is not None and installed(peer.environment, place) is None:
-            print(f"{name}: left out, not installed (python -m bench peers install {peer.environment})")
+            report.note(f"{name} is not installed (python -m bench.peers install {peer.environment})")
         else:
             found.append(peer)
     return found
@@ -112,8 +131,10 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     return cells + ([Cell(1, options.prefill_tokens, 1)] if options.prefill_tokens else [])
 
 
-def contestants(options: argparse.Namespace, peers: list[Peer], model: Path) -> list[Contestant]:
-    """Those whose checkpoint could be made; a line says what was wrong with others."""
+def contestants(
+    options: argparse.Namespace, peers: list[Peer], model: Path, report: Report
+) -> list[Contestant]:
+    """Those whose checkpoint could be made; notes say what was wrong with others."""
     found = []
     size = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**30
     longest = max(options.prompt_tokens + options.output_tokens, options.prefill_tokens + 1)
@@ -135,68 +156,38 @@ def contestants(options: argparse.Namespace, peers: list[Peer], model: Path) -> 
         try:
             one.settings["model"] = str(prepared(peer, model, options.place))
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            print(f"{peer.name}: left out, no checkpoint: {error}")
+            report.note(f"{peer.name}: no checkpoint: {error}")
             continue
         found.append(one)
     return found
 
 
-@contextmanager
-def ended_in_order() -> Iterator[None]:
-    """SIGTERM unwinds, as Ctrl-C does, so that no process is left behind."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def main() -> int:
-    with ended_in_order():
-        return run(parse())
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure and report; returns the exit status."""
+def run(options: argparse.Namespace, report: Report) -> None:
+    """Measure what the options choose: engines, servers, a busy loop, or rounded weights."""
+    complete(options)
     if options.accuracy:
-        from bench.cpu.accuracy import main as accuracy
-
-        return accuracy(options)
+        measure_accuracy(options, report)
+        return
     try:
         model = find_model(options.model, options.place)
     except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 1
+        raise BadOptions(str(error)) from None
     if options.busy:
-        from bench.cpu.busy import main as beside
-
-        return beside(options, model)
-    peers = available(options.peers, options.place)
+        measure_busy(options, model, report)
+        return
+    peers = available(options.peers, options.place, report)
     if options.serve:
-        from bench.cpu.serving import main as serve
-
-        return serve(options, peers, model)
-    engines, cells = contestants(options, peers, model), cells_of(options)
+        measure_servers(options, peers, model, report)
+        return
+    engines, cells = contestants(options, peers, model, report), cells_of(options)
     if not engines or not cells:
-        print("nothing to measure", file=sys.stderr)
-        return 1
+        report.error("nothing to measure")
+        return
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     limits = Limits(run=options.patience, noise=options.noise, attempts=options.attempts)
     contest = Contest(engines, cells, vocab, limits, seed=options.seed, lock=options.lock)
-    together = contest.run(options.rounds, False if options.one_at_a_time else None)
-    found = summary(engines, cells)
-    print_results(engines, cells, found)
-    result = {
-        "bench": "cpu",
-        **found,
-        "together": together,
-        "engines": {engine.name: engine.result() for engine in engines},
-        "options": settings_of(options),
-        "environment": environment(),
-    }
-    write_line(result, options.json)
-    return int(any(engine.failed or engine.errors for engine in engines))
+    try:
+        together = contest.run(options.rounds, False if options.one_at_a_time else None)
+        report.add(together=together)
+    finally:
+        tell(engines, cells, report)

@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import json
 import socket
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,16 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.client import Record, run_load, summarise, url_target
 from bench.cpu.cells import spread
-from bench.cpu.tables import settings_of
 from bench.load import Load, make_load
 from bench.peers.process import Process, end_of
 from bench.peers.registry import ROOT, Peer, python_of
 from bench.peers.watch import Memory, Watch, locked
-from bench.report import environment, write_line
-from bench.serving import Record, run_load, summarise, url_target
+from bench.report import Report
 
-__all__ = ["Server", "contest", "free_port", "main", "measure", "report", "server_command"]
+__all__ = ["Server", "contest", "free_port", "measure", "measure_servers", "server_command", "tell"]
 
 #: seconds that a server may take to start
 _START = 900.0
@@ -232,41 +230,8 @@ def pooled(server: Server, rate: float) -> dict[str, Any]:
     return {**result, "tokens_per_s_by_round": spread([found["output_tokens_per_s"] for found in rounds])}
 
 
-def print_results(servers: Sequence[Server], rates: Sequence[float], found: dict[str, Any]) -> None:
-    columns = [(name, metric, key) for name, metric in _TIMES.items() for key in ("p50", "p95", "p99")]
-    heads = [f"{name} {key}" for name, _, key in columns] + ["tokens/s"]
-    keys = [(metric, key) for _, metric, key in columns]
-    for rate in rates:
-        print(f"\n{rate:g} requests/s; ms\n{'':12s}" + "".join(f"{head:>12s}" for head in heads))
-        for server in servers:
-            values = found[server.name][f"{rate:g}"]
-            cells = [f"{values.get(metric, {}).get(key, float('nan')):.1f}" for metric, key in keys]
-            cells.append(f"{values.get('output_tokens_per_s', float('nan')):.1f}")
-            print(f"{server.name:12s}" + "".join(f"{cell:>12s}" for cell in cells))
-        if len(servers) > 1:
-            _print_ratios(servers, keys, {server.name: found[server.name][f"{rate:g}"] for server in servers})
-    for server in servers:
-        print(f"{server.name:12s} peak RSS {server.peak.resident:,.0f} MiB" + _why(server))
-
-
-def _print_ratios(servers: Sequence[Server], keys: list[tuple[str, str]], values: dict[str, Any]) -> None:
-    """Times of the first over the best of the others'."""
-    ours, *others = (values[server.name] for server in servers)
-    cells = []
-    for metric, key in keys:
-        best = [other[metric][key] for other in others if other.get(metric)]
-        cells.append(f"x {ours[metric][key] / min(best):.2f}" if best and ours.get(metric) else "-")
-    best = [other["output_tokens_per_s"] for other in others if "output_tokens_per_s" in other]
-    ratio = ours.get("output_tokens_per_s", 0.0) / max(best) if best and max(best) else None
-    cells.append("-" if ratio is None else f"x {ratio:.2f}")
-    print(f"{'  to the best':12s}" + "".join(f"{cell:>12s}" for cell in cells))
-
-
-def _why(server: Server) -> str:
-    return f", out: {server.failed[:300]}" if server.failed else ""
-
-
-def main(options: argparse.Namespace, peers: Sequence[Peer], model: Path) -> int:
+def measure_servers(options: argparse.Namespace, peers: Sequence[Peer], model: Path, report: Report) -> None:
+    """A row per rate and server."""
     import uvloop
 
     max_len = -(-(options.prompt_tokens + options.output_tokens + 1) // 256) * 256
@@ -277,12 +242,12 @@ def main(options: argparse.Namespace, peers: Sequence[Peer], model: Path) -> int
         try:
             command, variables = server_command(peer, model, port, options, max_len)
         except ValueError as error:
-            print(f"{peer.name}: left out, {error}")
+            report.note(f"{peer.name} is left out: {error}")
             continue
         servers.append(Server(peer.name, command, variables, f"http://127.0.0.1:{port}"))
     if not servers:
-        print("nothing to measure", file=sys.stderr)
-        return 1
+        report.error("nothing to measure")
+        return
     try:
         for server in servers:
             start(server, options.place / "logs" / f"{server.name}.server.log")
@@ -292,24 +257,51 @@ def main(options: argparse.Namespace, peers: Sequence[Peer], model: Path) -> int
         for server in servers:
             if server.process is not None:
                 server.process.kill()
-    return report(servers, options)
+        tell(servers, options.rates, report)
 
 
-def report(servers: Sequence[Server], options: argparse.Namespace) -> int:
-    """Tables and the JSON line; returns the exit status."""
-    found = {server.name: {f"{rate:g}": pooled(server, rate) for rate in options.rates} for server in servers}
-    print_results(servers, options.rates, found)
-    result = {
-        "bench": "cpu serving",
-        "servers": found,
-        "rounds": {
+def tell(servers: Sequence[Server], rates: Sequence[float], report: Report) -> None:
+    """Percentiles over all rounds; then times of the first server over the best of the others'."""
+    keys = [(metric, key) for metric in _TIMES.values() for key in ("p50", "p95", "p99")]
+    found = {server.name: {f"{rate:g}": pooled(server, rate) for rate in rates} for server in servers}
+    for rate in rates:
+        for server in servers:
+            values = found[server.name][f"{rate:g}"]
+            report.row(
+                rate=rate,
+                server=server.name,
+                **{f"{metric}_{key}": values.get(metric, {}).get(key) for metric, key in keys},
+                tokens_per_s=values.get("output_tokens_per_s"),
+                failed=values.get("failed"),
+                peak_rss_mib=server.peak.resident,
+            )
+    if len(servers) > 1:
+        for rate in rates:
+            by_name = {name: by_rate[f"{rate:g}"] for name, by_rate in found.items()}
+            ratios = _ratios([by_name[server.name] for server in servers], keys)
+            report.row(rate=rate, server=servers[0].name, over="best other", **ratios)
+    for server in servers:
+        if server.failed:
+            report.error(f"{server.name} is out: {server.failed[:300]}")
+        if failed := sum(row["failed"] for rows in server.rounds.values() for row in rows):
+            report.error(f"{server.name}: {failed} requests failed")
+    report.add(
+        servers=found,
+        rounds={
             server.name: {f"{rate:g}": rows for rate, rows in server.rounds.items()} for server in servers
         },
-        "peaks": {server.name: dataclasses.asdict(server.peak) for server in servers},
-        "failed": {server.name: server.failed for server in servers if server.failed},
-        "options": settings_of(options),
-        "environment": environment(),
-    }
-    write_line(result, options.json)
-    failures = any(row["failed"] for server in servers for rows in server.rounds.values() for row in rows)
-    return int(failures or any(server.failed for server in servers))
+        peaks={server.name: dataclasses.asdict(server.peak) for server in servers},
+    )
+
+
+def _ratios(values: Sequence[dict[str, Any]], keys: list[tuple[str, str]]) -> dict[str, float | None]:
+    """The first server's figures as multiples of the best of the others'."""
+    ours, *others = values
+    ratios: dict[str, float | None] = {}
+    for metric, key in keys:
+        best = [other[metric][key] for other in others if other.get(metric)]
+        ratios[f"{metric}_{key}"] = ours[metric][key] / min(best) if best and ours.get(metric) else None
+    best = [other["output_tokens_per_s"] for other in others if "output_tokens_per_s" in other]
+    rate = ours.get("output_tokens_per_s", 0.0)
+    ratios["tokens_per_s"] = rate / max(best) if best and max(best) else None
+    return ratios

@@ -1,5 +1,1 @@
 """``python -m bench diffusion``; see :mod:`bench.diffusion.command`."""
-
-from bench.diffusion.command import main
-
-__all__ = ["main"]

@@ -29,7 +29,6 @@ import argparse
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
@@ -44,11 +43,8 @@ from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.text.tokenizer import Tokenizer
 from bench.diffusion.scripted import SHAPES, ScriptedDevice, write_shape
 from bench.diffusion.ways import WAYS, configs, make_restless, scheduler_of
-from bench.report import environment, percentiles, write_line
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from demo_tasks import Item, held_out
+from bench.report import Report, percentiles
+from examples.training.tasks import Item, held_out
 
 TASKS = ("add", "copy", "reverse", "key_value", "json", "story", "letters", "dice")
 
@@ -127,7 +123,7 @@ async def measure(
     }
 
 
-async def run(options: argparse.Namespace) -> None:
+async def compare(options: argparse.Namespace, report: Report) -> None:
     """Every way at every concurrency and number of fresh blocks, in turns."""
     params = SamplingParams(
         temperature=0,
@@ -136,7 +132,6 @@ async def run(options: argparse.Namespace) -> None:
         diffusion=DiffusionParams(algorithm=options.algorithm, threshold=options.threshold),
     )
     async with AsyncExitStack() as stack:
-        result: dict[str, Any] = {}
         engines: dict[str, Engine] = {}
         model, block = options.model, options.block
         if options.shape:
@@ -154,14 +149,9 @@ async def run(options: argparse.Namespace) -> None:
             make_restless(engines["fdfo"])
         for fresh in options.fresh:
             for concurrency in options.concurrency:
-                key = f"{concurrency}x{fresh}"
-                result[key] = await _cell(engines, options, params, concurrency, fresh)
-                _print_cell(concurrency, fresh, result[key])
-            # A line for each: who ends a long run has what was measured so far.
-            cells = {key: cell for key, cell in result.items() if key.endswith(f"x{fresh}")}
-            settings = {key: value for key, value in vars(options).items() if key != "json"}
-            line = {"bench": "diffusion", "fresh": fresh, "cells": cells, "options": settings}
-            write_line({**line, "environment": environment()}, options.json)
+                cell = await _cell(engines, options, params, concurrency, fresh)
+                for way, line in cell.items():
+                    report.row(way=way, concurrency=concurrency, fresh=fresh, **line)
 
 
 async def _cell(
@@ -188,6 +178,7 @@ async def _cell(
     cell: dict[str, Any] = {}
     for way, runs in lines.items():
         tasks = {task: [ok for each in runs for ok in each["right"].get(task, ())] for task in TASKS}
+        answers = [ok for right in tasks.values() for ok in right]
         cell[way] = {
             **{
                 name: statistics.median(each[name] for each in runs)
@@ -196,30 +187,14 @@ async def _cell(
             "over_first": statistics.median(
                 one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(runs, base, strict=True)
             ),
-            "accuracy": {task: sum(right) / len(right) for task, right in tasks.items() if right},
+            "accuracy": statistics.mean(answers) if answers else None,
+            "accuracy_by_task": {task: sum(right) / len(right) for task, right in tasks.items() if right},
             "runs": [each["tokens_per_s"] for each in runs],
         }
     return cell
 
 
-def _print_cell(concurrency: int, fresh: int, cell: dict[str, Any]) -> None:
-    print(f"\nconcurrency {concurrency}, {fresh} fresh prompt blocks")
-    print(f"{'':10s}{'tokens/s':>10s}{'ratio':>8s}{'forwards/token':>16s}{'TTFT p50':>10s}  accuracy")
-    for way, line in cell.items():
-        accuracy = " ".join(f"{task} {value:.2f}" for task, value in line["accuracy"].items())
-        print(
-            f"{way:10s}{line['tokens_per_s']:10.0f}{line['over_first']:8.2f}"
-            f"{line['forwards_per_token']:16.3f}{line['ttft_ms']:10.1f}  {accuracy}",
-            flush=True,
-        )
-
-
-def main() -> int:
-    import uvloop
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny-diffusion")
     parser.add_argument("--block", type=int, default=16, help="positions per block of the model")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -236,12 +211,11 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load-seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """A row per number of fresh blocks, concurrency and way."""
+    import uvloop
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run(options))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        runner.run(compare(options, report))

@@ -7,6 +7,7 @@ The forward is computed in full; then a script, and not its logits, says which p
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class _Scripted:
 
     def __init__(self, model: CausalLM, device: torch.device, mean_steps: float, variation: float) -> None:
         self.spec = model.spec
+        self.invariant = model.invariant
         self._model = model
         assert model.spec.block_size is not None
         assert model.spec.mask_token_id is not None
@@ -119,6 +121,10 @@ class _Scripted:
             variation=variation,
             device=device,
         )
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return self._model.seconds
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         logits = self._model.forward(batch, attention)

@@ -19,18 +19,18 @@ from aioinfer.engine import Engine
 from bench.gpu.engines import run_async, started, stream
 from bench.gpu.offline import workload
 from bench.gpu.plan import Plan
-from bench.gpu.report import Report
+from bench.gpu.report import PartReport
 from bench.report import percentiles
 
 __all__ = ["run"]
 
 
-def run(plan: Plan, report: Report) -> None:
+def run(plan: Plan, report: PartReport) -> None:
     """A row each."""
     run_async(_run(plan, report))
 
 
-async def _run(plan: Plan, report: Report) -> None:
+async def _run(plan: Plan, report: PartReport) -> None:
     load = workload(plan).first(plan.size.endpoint_requests, plan.size.endpoint_output)
     tokens = sum(load.outputs)
     async with started(plan, plan.shape, tokenizer=True) as engine:

@@ -1,4 +1,4 @@
-"""Isolation: each bench in a process of its own, so that a fault of the device or a hang costs one bench.
+"""Isolation: each part in a process of its own, so that a fault of the device or a hang costs one part.
 
 A fault leaves a CUDA context unusable for the rest of its process, and a kernel that hangs can only be
 ended with it. Processes are started one ahead: the next one imports while this one measures.
@@ -17,32 +17,32 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from bench.gpu.plan import Bench, Plan
-from bench.gpu.report import Report
+from bench.gpu.plan import Part, Plan
+from bench.gpu.report import PartReport
 from bench.report import environment
 
 __all__ = ["Isolated"]
 
-#: seconds that a bench whose time is up has to notice it
+#: seconds that a part whose time is up has to notice it
 _GRACE = 5.0
 #: seconds that importing and finding the device may take before a start counts as failed
 _START = 120.0
 
 
 class Isolated:
-    """A bench in a process that has been started and waits for :meth:`run`."""
+    """A part in a process that has been started and waits for :meth:`run`."""
 
-    def __init__(self, bench: Bench, plan: Plan) -> None:
+    def __init__(self, part: Part, plan: Plan) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_child, args=(theirs, bench, plan))
+        self._process = context.Process(target=_child, args=(theirs, part, plan))
         self._process.start()
         theirs.close()
 
     def run(self, seconds: float) -> Iterator[tuple[str, Any]]:
-        """Let it go, and hear what it says: (kind, value) as :class:`~bench.gpu.report.Report` has them.
+        """Let it go, and hear what it says: (kind, value) as :class:`~bench.gpu.report.PartReport` has them.
 
-        First comes an "environment". An "error" is the last that is heard of a bench that dies, or that takes
+        First comes an "environment". An "error" is the last that is heard of a part that dies, or that takes
         much longer than ``seconds`` from then on.
         """
         end = time.monotonic() + _START
@@ -77,18 +77,18 @@ class Isolated:
         self._pipe.close()
 
 
-def _child(pipe: Any, bench: Bench, plan: Plan) -> None:
+def _child(pipe: Any, part: Part, plan: Plan) -> None:
     """The process: import, say so, wait, run."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     try:
-        module = importlib.import_module(bench.module)
+        module = importlib.import_module(part.module)
         pipe.send(("ready", None))
         seconds = pipe.recv()
-        # Only now, for it looks at the device, which another bench has had so far.
+        # Only now, for it looks at the device, which another part has had so far.
         pipe.send(("environment", environment()))
-        report = Report(lambda kind, value: pipe.send((kind, value)), seconds)
-        module.run(plan, report, *bench.arguments)
+        report = PartReport(lambda kind, value: pipe.send((kind, value)), seconds)
+        module.run(plan, report, *part.arguments)
     except EOFError:
         pass  # nobody waits for it any more
     except BaseException:
@@ -96,5 +96,5 @@ def _child(pipe: Any, bench: Bench, plan: Plan) -> None:
     with contextlib.suppress(OSError):
         pipe.send(("done", None))
     sys.stdout.flush()
-    # Threads that a failed bench has left behind must not keep its process.
+    # Threads that a failed part has left behind must not keep its process.
     os._exit(0)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from bench.gpu.measure import measure_peaks, seconds_per_call
 from bench.gpu.plan import Plan
-from bench.gpu.report import Report
+from bench.gpu.report import PartReport
 from bench.gpu.roofline import Peaks, Shape
 from bench.gpu.shapes import SHAPES
 
@@ -76,7 +77,7 @@ def prefill_flops(shape: Shape, rows: int, queries: int, context: int) -> int:
     return 4 * shape.heads * shape.head_dim * rows * seen
 
 
-def run(plan: Plan, report: Report) -> None:
+def run(plan: Plan, report: PartReport) -> None:
     """A row per kernel, heads and case."""
     from aioinfer.execution.torch_device import pick_device
 
@@ -110,7 +111,7 @@ def _lengths(pool: Pool, rows: int, context: int) -> torch.Tensor:
     return torch.full((rows,), context, device=pool.keys.device)
 
 
-def _check(plan: Plan, shape: Shape, pool: Pool, report: Report) -> None:
+def _check(plan: Plan, shape: Shape, pool: Pool, report: PartReport) -> None:
     """Raises ArithmeticError if what a kernel makes of rows of random lengths is not what it should be."""
     from aioinfer.model.attention.triton_decode import paged_decode
     from aioinfer.model.attention.triton_prefill import paged_prefill
@@ -153,7 +154,7 @@ def _reference(pool: Pool, q: torch.Tensor, pages: torch.Tensor, length: int, sc
 
 
 def _decode(
-    plan: Plan, pool: Pool, peaks: Peaks, report: Report, shape: Shape, rows: int, context: int
+    plan: Plan, pool: Pool, peaks: Peaks, report: PartReport, shape: Shape, rows: int, context: int
 ) -> None:
     from aioinfer.model.attention.triton_decode import paged_decode
 
@@ -166,15 +167,15 @@ def _decode(
 
     def paged(tables: list[torch.Tensor]) -> list[Callable[[], object]]:
         return [
-            lambda table=table: paged_decode(q, pool.keys, pool.values, table, kv_len, scale=scale)
-            for table in tables
+            partial(paged_decode, q, pool.keys, pool.values, table, kv_len, scale=scale) for table in tables
         ]
 
     ways: dict[str, list[Callable[[], object]]] = {
         "triton": paged(tables),
         "wide": paged(wide),
         "sdpa": [
-            lambda kv=kv: F.scaled_dot_product_attention(grouped, *kv, scale=scale) for kv in contiguous
+            partial(F.scaled_dot_product_attention, grouped, keys, values, scale=scale)
+            for keys, values in contiguous
         ],
     }
     moved = 2 * rows * context * shape.kv_heads * shape.head_dim * q.element_size()
@@ -188,7 +189,7 @@ def _decode(
 
 
 def _prefill(
-    pool: Pool, peaks: Peaks, report: Report, shape: Shape, rows: int, queries: int, context: int
+    pool: Pool, peaks: Peaks, report: PartReport, shape: Shape, rows: int, queries: int, context: int
 ) -> None:
     from aioinfer.model.attention.triton_prefill import paged_prefill
 

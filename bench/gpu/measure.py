@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bench.gpu.plan import Plan
-from bench.gpu.report import Report
+from bench.gpu.report import PartReport
 from bench.gpu.roofline import Peaks
 
 __all__ = ["measure_peaks", "seconds_per_call", "synchronize"]
@@ -79,10 +79,10 @@ def _elapsed(run: Callable[[], None], times: int) -> float:
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
-def measure_peaks(plan: Plan, device: torch.device, report: Report) -> Peaks:
+def measure_peaks(plan: Plan, device: torch.device, report: PartReport) -> Peaks:
     """Bytes per second that a copy reads and writes, and FLOP per second of a bf16 product of random data;
     both are told as facts."""
     peaks = Peaks(_copy_bandwidth(plan.size.copy_bytes, device), _matmul_rate(plan.size.matmul, device))

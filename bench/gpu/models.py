@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.gpu.engines import decoding_rate, run_async, started
 from bench.gpu.measure import measure_peaks
 from bench.gpu.plan import Plan
-from bench.gpu.report import Report
+from bench.gpu.report import PartReport
 from bench.gpu.roofline import decode_step
 from bench.gpu.shapes import SHAPES
 from bench.gpu.workload import prompts_of
@@ -13,12 +13,12 @@ from bench.gpu.workload import prompts_of
 __all__ = ["run"]
 
 
-def run(plan: Plan, report: Report, shape: str) -> None:
+def run(plan: Plan, report: PartReport, shape: str) -> None:
     """A row per batch: tokens per second of the steps in which the whole batch decodes."""
     run_async(_run(plan, report, plan.shape if plan.rehearsal else shape))
 
 
-async def _run(plan: Plan, report: Report, name: str) -> None:
+async def _run(plan: Plan, report: PartReport, name: str) -> None:
     from aioinfer.execution.torch_device import pick_device
 
     shape, size = SHAPES[name], plan.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.gpu.engines import generate, run_async, started
 from bench.gpu.measure import measure_peaks
 from bench.gpu.plan import Plan
-from bench.gpu.report import Report
+from bench.gpu.report import PartReport
 from bench.gpu.roofline import offline
 from bench.gpu.shapes import SHAPES
 from bench.gpu.workload import Workload, offline_workload
@@ -18,12 +18,12 @@ def workload(plan: Plan) -> Workload:
     return offline_workload(size.requests, *size.lengths, size.largest_id)
 
 
-def run(plan: Plan, report: Report) -> None:
+def run(plan: Plan, report: PartReport) -> None:
     """A row per temperature: 0.6 as published, and greedy."""
     run_async(_run(plan, report))
 
 
-async def _run(plan: Plan, report: Report) -> None:
+async def _run(plan: Plan, report: PartReport) -> None:
     from aioinfer.execution.torch_device import pick_device
 
     load = workload(plan)

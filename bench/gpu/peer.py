@@ -18,7 +18,7 @@ from typing import Any
 from bench.gpu.engines import generate, run_async, started
 from bench.gpu.offline import workload
 from bench.gpu.plan import Plan
-from bench.gpu.report import Report
+from bench.gpu.report import PartReport
 from bench.gpu.shapes import SHAPES, write_model
 from bench.gpu.workload import Workload
 
@@ -42,13 +42,13 @@ class Outcome:
     complete: bool
 
 
-def run(plan: Plan, report: Report) -> None:
+def run(plan: Plan, report: PartReport) -> None:
     """A row each, and the ratio."""
     load = workload(plan).first(plan.size.peer_requests, plan.size.peer_output)
     run_async(_engine(plan, report, load))
 
 
-async def _engine(plan: Plan, report: Report, load: Workload) -> None:
+async def _engine(plan: Plan, report: PartReport, load: Workload) -> None:
     async with started(plan, plan.shape) as engine:
         seconds, ours = await generate(engine, load, 0.0)
         rate = sum(load.outputs) / seconds

@@ -1,11 +1,11 @@
-"""Plan: which benches run, at which size, and what each of them may take."""
+"""Plan: which parts run, at which size, and what each of them may take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["BENCHES", "Bench", "Plan", "Size"]
+__all__ = ["PARTS", "Part", "Plan", "Size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Size:
     #: its first requests for the peer, which may be slow, and their longest output
     peer_requests: int
     peer_output: int
-    #: windows: batch and output of each load, and the prompts
-    window_loads: tuple[tuple[int, int], ...]
-    window_prompt: int
+    #: overlap: batch and output of each load, and the prompts
+    overlap_loads: tuple[tuple[int, int], ...]
+    overlap_prompt: int
     ways: tuple[tuple[int, str], ...]
     #: its first requests for the endpoint, and their longest output
     endpoint_requests: int
@@ -62,8 +62,8 @@ FULL = Size(
     largest_id=10_000,
     peer_requests=64,
     peer_output=512,
-    window_loads=((256, 96), (8, 256)),
-    window_prompt=64,
+    overlap_loads=((256, 96), (8, 256)),
+    overlap_prompt=64,
     ways=_WAYS,
     endpoint_requests=256,
     endpoint_output=1024,
@@ -78,7 +78,7 @@ QUICK = replace(
     output=64,
     peer_requests=16,
     peer_output=128,
-    window_loads=((256, 48), (8, 128)),
+    overlap_loads=((256, 48), (8, 128)),
     ways=_WAYS[:4],
     endpoint_requests=96,
     endpoint_output=128,
@@ -99,8 +99,8 @@ REHEARSAL = Size(
     largest_id=500,
     peer_requests=4,
     peer_output=20,
-    window_loads=((4, 8),),
-    window_prompt=8,
+    overlap_loads=((4, 8),),
+    overlap_prompt=8,
     ways=((1, "thread"), (2, "thread"), (0, "inline")),
     endpoint_requests=6,
     endpoint_output=20,
@@ -109,21 +109,21 @@ REHEARSAL = Size(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the benches need to know of the command line."""
+    """What the parts need to know of the command line."""
 
     size: Size
     device: str
     dtype: str
-    #: the shape of all benches but those of a model, and in a rehearsal of these too
+    #: the shape of all parts but those of a model, and in a rehearsal of these too
     shape: str
     #: settings of the engine, as flags give them
     settings: dict[str, str] = field(default_factory=dict)
-    #: it is the bench that is tried out, not the device
+    #: the bench itself is tried out, not the device
     rehearsal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Part:
     """One that can run alone. ``module`` has ``run(plan, report, *arguments)``."""
 
     module: str
@@ -134,18 +134,18 @@ class Bench:
     arguments: tuple[Any, ...] = ()
 
 
-def _model(name: str, full: float, quick: float) -> Bench:
-    return Bench("bench.gpu.models", f"Qwen3-{name} against the roofline", full, quick, (name,))
+def _model(name: str, full: float, quick: float) -> Part:
+    return Part("bench.gpu.models", f"Qwen3-{name} against the roofline", full, quick, (name,))
 
 
 #: In the order in which they run. The bounds of those on 0.6B add up to less than six and three minutes.
-BENCHES: dict[str, Bench] = {
-    "kernels": Bench("bench.gpu.kernels", "attention kernels against copy and matmul", 45, 25),
+PARTS: dict[str, Part] = {
+    "kernels": Part("bench.gpu.kernels", "attention kernels against copy and matmul", 45, 25),
     "model": _model("0.6b", 45, 25),
     "model-8b": _model("8b", 75, 50),
     "model-14b": _model("14b", 100, 70),
-    "offline": Bench("bench.gpu.offline", "nano-vllm's offline workload", 55, 30),
-    "peer": Bench("bench.gpu.peer", "transformers' continuous batching on the same requests", 65, 25),
-    "windows": Bench("bench.gpu.windows", "windows and launch modes", 55, 25),
-    "endpoint": Bench("bench.gpu.endpoint", "the same load through HTTP from another process", 50, 20),
+    "offline": Part("bench.gpu.offline", "nano-vllm's offline workload", 55, 30),
+    "peer": Part("bench.gpu.peer", "transformers' continuous batching on the same requests", 65, 25),
+    "overlap": Part("bench.gpu.overlap", "overlapped steps and launch modes", 55, 25),
+    "endpoint": Part("bench.gpu.endpoint", "the same load through HTTP from another process", 50, 20),
 }

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-__all__ = ["LiveTable", "Report"]
-
-#: least widths of columns
-_TEXT, _NUMBER = 14, 8
+__all__ = ["PartReport"]
 
 
-class Report:
-    """The bench's end; ``send(kind, value)`` is the other."""
+class PartReport:
+    """The part's end of the pipe to :class:`bench.report.Report`; ``send(kind, value)`` is the other."""
 
     def __init__(self, send: Callable[[str, Any], None], seconds: float) -> None:
         self._send = send
@@ -71,33 +68,3 @@ class Report:
 
     def _took(self, start: float) -> None:
         self._longest = max(self._longest, time.monotonic() - start)
-
-
-class LiveTable:
-    """Prints rows as they come, under their names; a row with other names begins another table."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-
-    def print(self, row: Mapping[str, Any]) -> None:
-        cells = [
-            (max(len(name), _TEXT), name, str(value))
-            if isinstance(value, str)
-            else (-max(len(name), _NUMBER), name, _number(value))
-            for name, value in row.items()
-        ]
-        if self._names != [*row]:
-            self._names = [*row]
-            print("  ".join(_padded(name, width) for width, name, _ in cells).rstrip())
-        print("  ".join(_padded(text, width) for width, _, text in cells).rstrip(), flush=True)
-
-
-def _padded(text: str, width: int) -> str:
-    """To the left, or to the right if the width is negative."""
-    return text.ljust(width) if width > 0 else text.rjust(-width)
-
-
-def _number(value: float | None) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-    return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""The command line of ``python -m bench peers``."""
+"""The command line of ``python -m bench.peers``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     from bench import peers
 
     parser = argparse.ArgumentParser(
-        description=peers.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.peers",
+        description=peers.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="what there is, and what is installed")

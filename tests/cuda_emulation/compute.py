@@ -24,10 +24,10 @@ from torch import library
 import aioinfer.model.triton_support
 
 # Nothing of ours may have asked yet whether Triton can run on the device.
-aioinfer.model.triton_support.triton_obstacle = lambda device: None
+aioinfer.model.triton_support.triton_unsupported = lambda device: None
 
 from aioinfer.model.attention import triton_attention  # noqa: E402
-from aioinfer.model.attention.base import Scoring  # noqa: E402
+from aioinfer.model.attention.base import AttentionParams  # noqa: E402
 from aioinfer.model.attention.sdpa import visible  # noqa: E402
 from aioinfer.model.heads import HeadNorm, split_heads  # noqa: E402
 from aioinfer.model.operations import triton_operations  # noqa: E402
@@ -42,8 +42,7 @@ _numbers = itertools.count(1)
 _work: dict[int, tuple[Callable[[], object], bool]] = {}
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_long)
-def _run(number: int) -> None:
+def _execute(number: int) -> None:
     call, again = _work[number]
     try:
         with torch.inference_mode():
@@ -55,7 +54,9 @@ def _run(number: int) -> None:
         del _work[number]
 
 
-_runtime.emulated_python(_run)
+#: kept, for the runtime calls it as long as the process lives
+_callback = ctypes.CFUNCTYPE(None, ctypes.c_long)(_execute)
+_runtime.emulated_python(_callback)
 
 
 def enqueue(call: Callable[[], object], name: str, *, late: bool = False) -> None:
@@ -73,10 +74,10 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     if storage.nbytes() == 0:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    bytes_ = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).untyped_storage()
+    bytes_ = torch.from_numpy(np.ctypeslib.as_array(memory)).untyped_storage()
     offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
     with torch.inference_mode():
-        return torch.empty(0, dtype=tensor.dtype).set_(bytes_, offset, size, stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=tensor.dtype).set_(bytes_, offset, size, stride)
 
 
 # -- torch's operations --------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ _override()
 _interpret = triton.runtime.interpreter.GridExecutor.__call__
 
 
-def _launch(self: Any, *args: Any, **kwargs: Any) -> None:
+def _launch(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in (*args, *kwargs.values())):
         return _interpret(self, *args, **kwargs)
     inputs = [_each(arg, _on_cpu) for arg in args]
@@ -220,7 +221,7 @@ def _launch(self: Any, *args: Any, **kwargs: Any) -> None:
     return enqueue(lambda: _interpret(self, *inputs, **named), self.fn.__name__)
 
 
-triton.runtime.interpreter.GridExecutor.__call__ = _launch  # type: ignore[method-assign]
+triton.runtime.interpreter.GridExecutor.__call__ = _launch
 
 
 # -- twins of our kernels, which are quicker than the interpreter ----------------------------------------
@@ -235,7 +236,7 @@ def _attend(
     scores = torch.einsum("qhd,khd->hqk", q.float() * scale, k)
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    seen = visible(len(q), 0, len(k), Scoring(scale, window, block=block), q.device)
+    seen = visible(len(q), 0, len(k), AttentionParams(scale, window, block=block), q.device)
     weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
@@ -261,7 +262,7 @@ def paged_prefill(
     out: torch.Tensor, num_tokens: int, tuning: object,
 ) -> torch.Tensor:  # fmt: skip
     tensors = [alias(tensor) for tensor in (q, keys, values, block_table, cu_q, kv_len, out)]
-    scoring = {"scale": scale, "window": window, "soft_cap": soft_cap, "block": block}
+    scoring: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "block": block}
     enqueue(lambda: _paged(*tensors, **scoring), "paged_prefill")
     return out
 
@@ -290,10 +291,9 @@ def rotate_and_store(
     return q
 
 
-triton_attention.paged_decode = paged_decode  # type: ignore[assignment]
-triton_attention.paged_prefill = paged_prefill  # type: ignore[assignment]
-triton_attention.rotate_and_store = rotate_and_store
-triton_attention.store_kv = store_kv
+# The names that the attention's module looks its kernels up by.
+for twin in (paged_decode, paged_prefill, rotate_and_store, store_kv):
+    setattr(triton_attention, twin.__name__, twin)
 triton_operations.TritonOperations.add_rms_norm = TorchOperations.add_rms_norm  # type: ignore[assignment]
 triton_operations.TritonOperations.silu_mul = TorchOperations.silu_mul  # type: ignore[assignment]
 _choose = choice.choose_sampling

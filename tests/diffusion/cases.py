@@ -80,7 +80,7 @@ def scripted(number: int, round: int, size: int) -> torch.Tensor:
     if rng.random() < 0.3:
         logits[:, MASK] = 20
     if rng.random() < 0.02:
-        at = rng.integers(0, size)
+        at = int(rng.integers(0, size))
         logits[at, rng.integers(0, VOCAB)] = rng.choice([np.nan, np.inf])
         logits[at, rng.integers(0, VOCAB)] = -np.inf
     if rng.random() < 0.01:

@@ -121,7 +121,8 @@ class Row:
     def due(self, masked: list[int]) -> int:
         if self.params.get("steps") is None:
             return 1
-        return math.ceil(len(masked) / max(1, self.params["steps"] - self.rounds))
+        steps: int = self.params["steps"]
+        return math.ceil(len(masked) / max(1, steps - self.rounds))
 
     def low_confidence(self, proposals: dict[int, Proposed], masked: list[int]) -> list[int]:
         surest = sorted(masked, key=lambda at: (-proposals[at].confidence, at))

@@ -36,7 +36,7 @@ async def lifetime(world: World, number: int) -> None:
     text = "".join(chr(97 + token % 26) for token in ids)
     if as_text:
         ids = ToyTokenizer(VOCAB).encode(text)
-    timeouts = {
+    timeouts: dict[str, Any] = {
         "waiting_timeout": rng.choice([None, None, 0.005, 0.5]),
         "running_timeout": rng.choice([None, None, 0.01, 0.5]),
     }
@@ -76,7 +76,8 @@ async def lifetime(world: World, number: int) -> None:
     world.outcomes.append((number, behaviour, *outcome))
     if outcome[0] in ("finished", "left"):
         result = stream.result() if behaviour == "await" else None
-        world.claims.append(Claim(number, behaviour, ids, params, *outcome[1:], result))
+        tokens, answer, reason = outcome[1:]
+        world.claims.append(Claim(number, behaviour, ids, params, tokens, answer, reason, result))
 
 
 async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, ...]:

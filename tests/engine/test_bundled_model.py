@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from demo_tasks import TASKS, held_out
+from examples.training.tasks import TASKS, held_out
 
 BUNDLED = EngineConfig().model_path
 

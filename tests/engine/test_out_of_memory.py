@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,14 +23,12 @@ from aioinfer.scheduling.step import Step
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.testing.toy import toy_logprob
 from aioinfer.text.grammar import GrammarState
+from examples.training.tasks import held_out
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_launchers import AsynchronousToy
 from tests.engine.test_transparency import MODES, toy_requests
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from demo_tasks import held_out
 
 
 class RunsOut:

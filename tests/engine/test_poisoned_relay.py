@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,11 +29,9 @@ from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.step import Step
+from examples.training.tasks import held_out
 from tests.engine.simulation import settle
 from tests.engine.test_forced_and_late import SCHEMA
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from demo_tasks import held_out
 
 #: no token, and not negative, so that nothing on the way makes a token of it
 POISON = 1 << 40

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from examples.training.tasks import held_out
 from tests.engine.conftest import MakeEngine
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from demo_tasks import held_out
 
 ALLOWED = range(60, 400)
 MODES = [(window, mode) for window in (0, 1, 2) for mode in ("thread", "inline")]

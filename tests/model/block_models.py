@@ -41,8 +41,8 @@ Tensors = dict[str, torch.Tensor]
 
 def block_config(family: str = "llada2", **changes: Any) -> dict[str, Any]:
     """The config.json of a small model; what is None in ``changes`` is left out."""
-    own = {"llada2": _LLADA2, "sdar": _SDAR, "sdar_moe": _SDAR_MOE}[family]
-    both = {**_SHAPE, **own, **changes}
+    families: dict[str, dict[str, Any]] = {"llada2": _LLADA2, "sdar": _SDAR, "sdar_moe": _SDAR_MOE}
+    both = {**_SHAPE, **families[family], **changes}
     return {name: value for name, value in both.items() if value is not None}
 
 
@@ -145,10 +145,12 @@ class Plain:
             x = x + self._attention(at, self._norm(x, get[f"{at}.input_layernorm.weight"]))
             x = x + self._mlp(at, index, self._norm(x, get[f"{at}.post_attention_layernorm.weight"]))
         x = self._norm(x, get["model.norm.weight"])
-        return x @ (words if self.config["tie_word_embeddings"] else get["lm_head.weight"]).T
+        head: torch.Tensor = words if self.config["tie_word_embeddings"] else get["lm_head.weight"]
+        return x @ head.T
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt() * weight
+        scale: torch.Tensor = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+        return x / scale * weight
 
     def _attention(self, at: str, x: torch.Tensor) -> torch.Tensor:
         get, config = self._tensors, self.config

@@ -135,8 +135,9 @@ class Problem:
         q = torch.randn(sum(q_lens), heads, head_dim, generator=generator)
         ends = torch.tensor([0, *q_lens]).cumsum(0)
         kv_len = torch.tensor(kv_lens, dtype=torch.int64)
-        kv = [tensor.to(dtype).to(device) for tensor in (q, keys, values)]
-        return cls(*kv, *(tensor.to(device) for tensor in (table, ends, kv_len)), q_lens, kv_lens)
+        q, keys, values = (tensor.to(dtype).to(device) for tensor in (q, keys, values))
+        table, ends, kv_len = (tensor.to(device) for tensor in (table, ends, kv_len))
+        return cls(q, keys, values, table, ends, kv_len, q_lens, kv_lens)
 
     def expected(
         self, scale: float, *, window: int | None = None, soft_cap: float | None = None, block: int = 1

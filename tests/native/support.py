@@ -130,7 +130,8 @@ class Bench:
             got = self.attention.fused(0, qkv.clone(), heads.norm, rotary, batch, heads.scoring)
         else:
             kv, scoring = heads.kv_heads, heads.scoring
-            got = self.attention(0, *qkv.split((heads.heads, kv, kv), 1), batch, scoring)
+            q, k, v = qkv.split((heads.heads, kv, kv), 1)
+            got = self.attention(0, q, k, v, batch, scoring)
         return list(got.split([stop - start for _, start, stop in parts]))
 
     def past(self, rows: Sequence[Row], *, fused: bool = True) -> None:

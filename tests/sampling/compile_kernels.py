@@ -15,6 +15,7 @@ import triton
 from aioinfer.sampling import sampler, triton_logits
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.choice import SamplingChoice
+from aioinfer.sampling.penalties import Penalties
 from aioinfer.sampling.triton_sampler import sample_tokens
 from tests.model.compile_kernels import Driver, Recorder, ints
 
@@ -25,9 +26,9 @@ def batch(rows: int, rng: random.Random) -> SamplingBatch:
     def floats() -> torch.Tensor:
         return torch.ones(rows + 1)[rng.randrange(2) :][:rows]
 
-    whole = [ints([0] * rows, rng.randrange(2)) for _ in range(4)]
+    slots, positions, seeds, top_k = (ints([0] * rows, rng.randrange(2)) for _ in range(4))
     return SamplingBatch(
-        *whole[:3], floats(), floats(), floats(), whole[3], floats(), floats(), floats(),
+        slots, positions, seeds, floats(), floats(), floats(), top_k, floats(), floats(), floats(),
         all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, any_penalty=False,
     )  # fmt: skip
 
@@ -54,9 +55,9 @@ def compile_sampling(name: str, vocab: int) -> None:
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
-    sampler.choose_sampling = lambda *_: SamplingChoice("triton", "for its kernels")
+    sampler.choose_sampling = lambda *_: SamplingChoice("triton", "for its kernels")  # type: ignore[attr-defined]
     # There are no tokens to count, for nothing was launched.
-    sampler.Penalties.record = lambda *_: None
+    Penalties.record = lambda *_: None  # type: ignore[method-assign]
     compile_sampling("qwen3", 151_936)
     compile_sampling("gpt2", 50_257)
 

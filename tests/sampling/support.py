@@ -59,7 +59,12 @@ def make_batch(rows: list[dict[str, Any]], device: torch.device = CPU, **extra: 
         positions=column("position", torch.int64).to(device),
         seeds=column("seed", torch.int64).to(device),
         top_k=top_k.to(device),
-        **{name: values.to(device) for name, values in floats.items()},
+        temperature=floats["temperature"].to(device),
+        top_p=floats["top_p"].to(device),
+        min_p=floats["min_p"].to(device),
+        repetition_penalty=floats["repetition_penalty"].to(device),
+        presence_penalty=floats["presence_penalty"].to(device),
+        frequency_penalty=floats["frequency_penalty"].to(device),
         all_greedy=not floats["temperature"].any(),
         any_top_k=bool(top_k.any()),
         any_top_p=bool((floats["top_p"] < 1).any()),
@@ -160,7 +165,7 @@ def chi_square(counts: torch.Tensor, wanted: torch.Tensor) -> float:
         return 0.0
     statistic = float(((counts - wanted)[possible] ** 2 / wanted[possible]).sum())
     spread = 2 / (9 * degrees)
-    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    return (math.cbrt(statistic / degrees) - (1 - spread)) / math.sqrt(spread)
 
 
 LINE = np.random.default_rng(5).normal(0, 2, 100).astype(np.float32)

@@ -120,4 +120,5 @@ def add_tags(directory: Path, *tags: str, special: bool) -> dict[str, int]:
     tokenizer = Tokenizer.from_file(file)
     tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
     tokenizer.save(file)
-    return {tag: tokenizer.token_to_id(tag) for tag in tags}
+    ids = {tag: tokenizer.token_to_id(tag) for tag in tags}
+    return {tag: number for tag, number in ids.items() if number is not None}

@@ -76,7 +76,8 @@ def serving() -> Serving:
         stop = asyncio.Event()
         server_config = ServerConfig(port=0, **{"drain_timeout": 5.0, **(server or {})})
         task = loop.create_task(serve(engine, server_config, stop=stop, ready=started.set_result))
-        await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
+        first: list[asyncio.Future[Any]] = [task, started]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
         try:

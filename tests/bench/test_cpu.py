@@ -5,28 +5,29 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import bench.cpu
 import bench.cpu.contest
+import bench.cpu.serving
+from bench.client import summarise
+from bench.command import execute, main, parse
 from bench.cpu.cells import Cell, agreement, figures, prompts, ratio, schedule
-from bench.cpu.command import ended_in_order, own_settings, parse
+from bench.cpu.command import own_settings
 from bench.cpu.contest import Contest, Contestant, Limits
-from bench.cpu.serving import Server, contest, free_port, measure, pooled, report
-from bench.cpu.tables import print_results, summary
+from bench.cpu.serving import Server, contest, free_port, measure, pooled
+from bench.cpu.tables import summary, tell
 from bench.load import make_load
-from bench.serving import summarise
-from tests.fake_peer import SETTINGS, command_of
+from bench.report import Report
+from tests.bench.fake_peer import SETTINGS, command_of
 from tests.server.conftest import Serving, serving
 
 __all__ = ["serving"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CELLS = [Cell(1, 5, 8), Cell(2, 5, 8), Cell(1, 30, 1)]
 
 
@@ -75,8 +76,11 @@ def test_a_contest_goes_on_without_those_that_fail(
     assert told["medians"]["missing"] == {cell.name: {} for cell in CELLS}
     assert list(told["ratios"]) == ["c=1", "c=2", "prefill 1x30", "c=1 end to end", "c=2 end to end"]
     assert (told["ratios"]["prefill 1x30"] is None) == (not together)
-    print_results(engines, CELLS, told)
-    assert "missing: out: cannot be started" in capsys.readouterr().out
+    report = Report()
+    tell(engines, CELLS, report)
+    assert "missing is out: cannot be started" in capsys.readouterr().out
+    assert report.failed
+    assert {row["engine"] for row in report.rows} == {engine.name for engine in engines}
 
 
 def test_turns_alternate_and_everybody_begins_once() -> None:
@@ -131,11 +135,11 @@ def test_agreement_counts_up_to_the_first_difference() -> None:
 
 
 def test_settings_belong_to_a_peer() -> None:
-    assert own_settings(["vllm.enforce_eager=true", "aioinfer.window=0", "aioinfer.seed="]) == {
+    assert own_settings(["vllm.enforce_eager=true", "aioinfer.overlap_steps=0", "aioinfer.seed="]) == {
         "vllm": {"enforce_eager": "true"},
         "aioinfer": {"overlap_steps": "0", "seed": ""},
     }
-    for text in ("window=0", "nobody.window=0", "vllm.eager"):
+    for text in ("overlap_steps=0", "nobody.overlap_steps=0", "vllm.eager"):
         with pytest.raises(ValueError, match=r"PEER\.NAME=VALUE"):
             own_settings([text])
 
@@ -160,8 +164,10 @@ def test_a_bench_that_is_terminated_ends_its_peers(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     engine = contestant("terminates", tmp_path)
     contest = Contest([engine], CELLS, 50, Limits(load=60, run=60))
-    with pytest.raises(SystemExit) as leaving, ended_in_order():
-        contest.run(1, together=True)
+    run = SimpleNamespace(run=lambda options, report: contest.run(1, together=True))
+    monkeypatch.setattr(bench.command, "load", lambda name: run)
+    with pytest.raises(SystemExit) as leaving:
+        execute("cpu", SimpleNamespace(json=None, commit=None))  # type: ignore[arg-type]
     assert leaving.value.code == 128 + signal.SIGTERM
     assert engine.process is not None
     assert engine.process.exit_code == -signal.SIGKILL
@@ -173,16 +179,15 @@ def test_the_bench_runs_with_what_is_there(
     options = "cpu --peers aioinfer vllm --model tiny --rounds 1 --attempts 1 --concurrency 1 2 --kv-gib 0.01"
     options += f" --prompt-tokens 9 --output-tokens 4 --prefill-tokens 9 --threads 1 --place {tmp_path}/place"
     file = tmp_path / "lines.jsonl"
-    monkeypatch.setattr(sys, "argv", [*options.split(), "--json", str(file)])
-    assert bench.cpu.main() == 0
+    assert main([*options.split(), "--json", str(file)]) == 0
     (line,) = map(json.loads, file.read_text().splitlines())
     assert list(line["engines"]) == ["aioinfer"]
     assert list(line["engines"]["aioinfer"]["samples"]) == ["c=1", "c=2", "prefill 1x9"]
     assert line["medians"]["aioinfer"]["prefill 1x9"]["prefill_tokens_per_s"]["median"] > 0
     assert str(tmp_path) not in json.dumps(line["options"])
     said = capsys.readouterr().out
-    assert "vllm: left out, not installed (python -m bench peers install vllm)" in said
-    assert "end to end tokens/s" in said
+    assert "vllm is not installed (python -m bench.peers install vllm)" in said
+    assert "end_to_end" in said
 
 
 # -- servers -------------------------------------------------------------------------------------------
@@ -213,8 +218,9 @@ async def test_servers_take_turns_and_one_that_is_gone_is_out(
     serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = parse(
+        "cpu",
         f"--serve --model tiny --rounds 2 --rates 50 200 --requests 5 --prompt-tokens 5 --output-tokens 7 "
-        f"--json {tmp_path / 'lines.jsonl'} --lock {tmp_path / 'lock'}".split()
+        f"--json {tmp_path / 'lines.jsonl'} --lock {tmp_path / 'lock'}".split(),
     )
     turns: list[str] = []
     async with serving() as served:
@@ -229,12 +235,14 @@ async def test_servers_take_turns_and_one_that_is_gone_is_out(
     assert turns == ["resume", "pause", "resume"] + ["resume", "pause"] * 4
     assert "Cannot connect" in str(gone.failed)
     assert gone.process is None
-    assert report([toy, gone], options) == 1
-    (line,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
+    report = Report()
+    bench.cpu.serving.tell([toy, gone], options.rates, report)
+    assert report.failed
+    line = report.as_dict()
     assert [row["output_tokens"] for row in line["rounds"]["toy"]["200"]] == [35, 35]
     assert line["servers"]["toy"]["50"]["requests"] == 10
     assert line["servers"]["gone"]["50"] == {"tokens_per_s_by_round": {}}
-    assert "gone         peak RSS 0 MiB, out: Client" in capsys.readouterr().out
+    assert "gone is out: Client" in capsys.readouterr().out
 
 
 def test_a_busy_loop_is_measured_beside_an_idle_one(
@@ -245,19 +253,18 @@ def test_a_busy_loop_is_measured_beside_an_idle_one(
     options = (
         f"--busy --model {model} --threads 1 --rounds 1 --concurrency 2 --prompt-tokens 4 --output-tokens 9"
     )
-    assert bench.cpu.command.run(parse([*options.split(), "--json", str(line)])) == 0
-    found = json.loads(line.read_text())["found"]
-    assert set(found) == {"native 1", "sdpa 1"}
-    for times in found.values():
+    assert main(["cpu", *options.split(), "--json", str(line)]) == 0
+    rows = json.loads(line.read_text())["rows"]
+    assert [(row["kernels"], row["threads"]) for row in rows] == [("native", 1), ("sdpa", 1)]
+    for times in rows:
         assert times["slower"] == times["busy_ms"] / times["idle_ms"] - 1
-    assert "native, 1 thread " in capsys.readouterr().out
 
 
 @pytest.mark.native
 def test_rounded_weights_are_compared_with_others_on_the_same_questions(tmp_path: Path) -> None:
     line = tmp_path / "line.json"
-    assert bench.cpu.command.run(parse(["--accuracy", "--requests", "2", "--json", str(line)])) == 0
-    found = json.loads(line.read_text())["found"]
+    assert main(["cpu", "--accuracy", "--requests", "2", "--json", str(line)]) == 0
+    found = {row["weights"]: row for row in json.loads(line.read_text())["rows"]}
     assert set(found) == {"bfloat16", "int8", "float32"}
     assert found["bfloat16"]["logprobs_apart"] == 0 < found["float32"]["logprobs_apart"]
-    assert found["int8"]["right"]["copy"] == 1.0
+    assert found["int8"]["copy"] == 1.0

@@ -49,7 +49,9 @@ def make_optimizers(
     model: torch.nn.Module, lr: float, adam: tuple[str, ...] = ("embed",)
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for norms and for the matrices whose names hold one of ``adam``."""
-    matrices, others, norms = [], [], []
+    matrices: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         named = any(part in name for part in adam)
         group = norms if parameter.dim() < 2 else others if named else matrices

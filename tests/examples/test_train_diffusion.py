@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,13 +16,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+import examples.training.train_diffusion as script
 from aioinfer.config import EngineConfig, bundled_models
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import train_diffusion_model as script
-from demo_tasks import OPEN_TASKS, conversation, held_out
-from demo_training import END, IGNORE, MASK, ROLES
-from diffusion_model import DiffusionConfig, DiffusionModel, Experts, load, save, upcycle
+from examples.training.common import END, IGNORE, MASK, ROLES
+from examples.training.diffusion_model import DiffusionConfig, DiffusionModel, Experts, load, save, upcycle
+from examples.training.tasks import OPEN_TASKS, conversation, held_out
 
 BUNDLED = EngineConfig(model="tiny-diffusion").model_path
 SIZES = {

@@ -1,10 +1,10 @@
-"""``python -m bench overlap``: how much of the time the device works, by window and launch mode.
+"""``python -m bench overlap``: how much of the time the device works, by overlapped steps and launch mode.
 
 The floor is the same forwards, sampling and reading of tokens in a bare loop: the steps are planned and
 packed beforehand by the same scheduler, and nothing else runs. Every way to run the engine takes the same
 load through real streams; floor and ways take turns. ``grammar`` has one on every row.
 
-With ``--toy``, a step takes the device as long as it takes the host; a window of one then hides the one
+With ``--toy``, a step takes the device as long as it takes the host; one overlapped step then hides the one
 behind the other, and the best that can be is twice the speed. With ``--stall`` the event loop stands still
 for 50 ms now and then. ``--prefills`` compares TTFT with and without ``max_overlapped_prefill``.
 """
@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
@@ -28,7 +27,6 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceInfo, Flight
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
-from aioinfer.execution.packing import PackedStep
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.params import Grammar, SamplingParams
@@ -37,13 +35,13 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome, Step
-from bench.drawing import draw
-from bench.fixed_step import bench_stall, bench_toy
-from bench.prefill_overlap import bench_prefills
-from bench.report import environment, write_line
+from bench.overlap.drawing import draw
+from bench.overlap.fixed_step import OverlapSteps, bench_stall, bench_toy
+from bench.overlap.prefills import bench_prefills
+from bench.report import Report
 
-#: window, launch mode, a grammar on every row
-WAYS = [
+#: overlapped steps, launch mode, a grammar on every row
+WAYS: list[tuple[OverlapSteps, Literal["thread", "inline"], bool]] = [
     (0, "thread", False),
     (1, "thread", False),
     (2, "thread", False),
@@ -56,13 +54,17 @@ GRAMMAR = Grammar("regex", "[a-z ]{4000}")
 
 
 def make_config(
-    options: argparse.Namespace, batch: int, window: int = 1, mode: str = "thread"
+    options: argparse.Namespace,
+    path: str,
+    batch: int,
+    overlap_steps: OverlapSteps = 1,
+    mode: Literal["thread", "inline"] = "thread",
 ) -> EngineConfig:
     return EngineConfig(
-        model=options.path,
+        model=path,
         threads=options.threads,
-        overlap_steps=window,  # type: ignore[arg-type]
-        launch_mode=mode,  # type: ignore[arg-type]
+        overlap_steps=overlap_steps,
+        launch_mode=mode,
         max_running_requests=batch,
         prefix_cache=False,
         page_size=16,
@@ -74,7 +76,7 @@ def prompts(options: argparse.Namespace, batch: int) -> list[list[int]]:
 
 
 class SharedLane(DeviceLane):
-    """Tells the lane of whoever has the device at the time."""
+    """Passes steps on to the lane of the engine whose turn it is."""
 
     __slots__ = ("current",)
 
@@ -101,10 +103,10 @@ class SharedDevice:
     def open(self, progress: Any = None) -> DeviceInfo:
         return self._info
 
-    def prepare(self, step: Step) -> PackedStep:
+    def prepare(self, step: Step) -> Any:
         return self._device.prepare(step)
 
-    def launch(self, prepared: PackedStep) -> Flight:
+    def launch(self, prepared: Any) -> Flight:
         self._lane.current = self.lane
         return self._device.launch(prepared)
 
@@ -112,14 +114,14 @@ class SharedDevice:
         self._device.check()
 
     def close(self) -> None:
-        """Others have it still."""
+        """The floor closes the device."""
 
 
 class Floor:
     """The bare loop: the steps of a load, planned and packed beforehand."""
 
-    def __init__(self, options: argparse.Namespace, batch: int) -> None:
-        config = make_config(options, batch)
+    def __init__(self, options: argparse.Namespace, path: str, batch: int) -> None:
+        config = make_config(options, path, batch)
         self._device = TorchDevice(config)
         self._lane = self._device.lane = SharedLane()
         self._info = info = self._device.open()
@@ -137,9 +139,13 @@ class Floor:
             self._packed.append(self._device.prepare(step))
             scheduler.resolve(step, Outcome([5] * step.num_rows))
 
-    def shared(self) -> SharedDevice:
-        """Its device, for an engine."""
-        return SharedDevice(self._device, self._info, self._lane)
+    def thread(self, config: EngineConfig) -> ThreadLauncher:
+        """A launcher for an engine, on the floor's device."""
+        return ThreadLauncher(SharedDevice(self._device, self._info, self._lane))
+
+    def inline(self, config: EngineConfig) -> InlineLauncher:
+        """The same without a thread."""
+        return InlineLauncher(SharedDevice(self._device, self._info, self._lane))
 
     def run(self) -> float:
         """Seconds."""
@@ -153,7 +159,7 @@ class Floor:
         self._device.close()
 
 
-async def run(engine: Engine, options: argparse.Namespace, batch: int, *, grammar: bool) -> float:
+async def stream_all(engine: Engine, options: argparse.Namespace, batch: int, *, grammar: bool) -> float:
     """Seconds from the first request to the last token, with a reader for every stream."""
     params = SamplingParams(
         temperature=0, max_tokens=options.output, ignore_eos=True, grammar=GRAMMAR if grammar else None
@@ -175,9 +181,9 @@ async def run(engine: Engine, options: argparse.Namespace, batch: int, *, gramma
 
 @dataclass
 class Way:
-    """One way to run the load, and what came of it, round by round."""
+    """One way to run the load, and its results, round by round."""
 
-    window: int
+    overlap_steps: OverlapSteps
     mode: str
     grammar: bool
     engine: Engine
@@ -187,35 +193,33 @@ class Way:
 
     @property
     def name(self) -> str:
-        return f"window {self.window}, {self.mode}" + (", grammar" if self.grammar else "")
+        return f"overlap {self.overlap_steps}, {self.mode}" + (", grammar" if self.grammar else "")
 
 
-async def bench_batch(options: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
-    """Floor and ways take turns, so that the machine's moods touch all of them."""
-    floor, floors = Floor(options, batch), []
+async def bench_batch(options: argparse.Namespace, path: str, batch: int, report: Report) -> None:
+    """Floor and ways take turns, so that what disturbs the machine disturbs all of them."""
+    floor, floors = Floor(options, path, batch), []
     async with AsyncExitStack() as stack:
         ways = []
-        for window, mode, grammar in WAYS:
-            kind = ThreadLauncher if mode == "thread" else InlineLauncher
-            config = make_config(options, batch, window, mode)
-            engine = Engine(config, launcher=lambda _, kind=kind: kind(floor.shared()))
-            ways.append(Way(window, mode, grammar, await stack.enter_async_context(engine)))
-            await run(engine, options, batch, grammar=grammar)
+        for steps, mode, grammar in WAYS:
+            config = make_config(options, path, batch, steps, mode)
+            engine = Engine(config, launcher=floor.thread if mode == "thread" else floor.inline)
+            ways.append(Way(steps, mode, grammar, await stack.enter_async_context(engine)))
+            await stream_all(engine, options, batch, grammar=grammar)
         before = await asyncio.to_thread(floor.run)
         for _ in range(options.rounds):
             for way in ways:
-                seconds = await run(way.engine, options, batch, grammar=way.grammar)
+                seconds = await stream_all(way.engine, options, batch, grammar=way.grammar)
                 after = await asyncio.to_thread(floor.run)
                 way.ratios.append((before + after) / 2 / seconds)
                 way.seconds.append(seconds)
                 floors.append(after)
                 before = after
-        lines = report(options, batch, ways, floors)
+        tell(options, batch, ways, floors, report)
         if options.trace:
-            timeline = next(way.engine.timeline for way in ways if way.window == 1)
+            timeline = next(way.engine.timeline for way in ways if way.overlap_steps == 1)
             save(timeline, f"{options.trace}-{batch}")
     floor.close()
-    return lines
 
 
 def save(timeline: Timeline, name: str) -> None:
@@ -223,42 +227,30 @@ def save(timeline: Timeline, name: str) -> None:
     draw(timeline, Path(f"{name}.png"))
 
 
-def report(
-    options: argparse.Namespace, batch: int, ways: list[Way], floors: list[float]
-) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
+def tell(
+    options: argparse.Namespace, batch: int, ways: list[Way], floors: list[float], report: Report
+) -> None:
     tokens = batch * options.output
-    speed = tokens / statistics.median(floors)
-    print(f"{batch:6d}  {'floor':26s}{speed:10.0f}")
     for way in ways:
         stats = way.engine.stats()
-        line = {
-            "batch": batch,
-            "way": way.name,
-            "tokens_per_s": tokens / statistics.median(way.seconds),
-            "of_floor": statistics.median(way.ratios),
-            "of_floor_rounds": way.ratios,
-            "busy": stats.overlap_ratio,
-            "gap_us": 1e6 * stats.host_gap,
-            "loop_lag_us": 1e6 * stats.loop_lag,
-            "floor_tokens_per_s": speed,
-        }
-        lines.append(line)
-        low, high = min(way.ratios), max(way.ratios)
-        print(
-            f"{'':6s}  {way.name:26s}{line['tokens_per_s']:10.0f}{100 * line['of_floor']:9.1f}%"
-            f"{f'{100 * low:.0f}-{100 * high:.0f}':>10s}"
-            f"{100 * stats.overlap_ratio:7.1f}%{line['gap_us']:9.0f}{line['loop_lag_us']:13.0f}"
+        report.row(
+            batch=batch,
+            way=way.name,
+            tokens_per_s=tokens / statistics.median(way.seconds),
+            of_floor=statistics.median(way.ratios),
+            of_floor_min=min(way.ratios),
+            of_floor_max=max(way.ratios),
+            of_floor_rounds=way.ratios,
+            busy=stats.overlap_ratio,
+            gap_us=1e6 * stats.host_gap,
+            loop_lag_us=1e6 * stats.loop_lag,
+            floor_tokens_per_s=tokens / statistics.median(floors),
         )
-    return lines
 
 
-async def bench_model(options: argparse.Namespace) -> list[dict[str, Any]]:
-    print(
-        f"{'batch':>6s}  {'way':26s}{'tokens/s':>10s}{'of floor':>10s}{'range':>10s}"
-        f"{'busy':>8s}{'gap us':>9s}{'loop lag us':>13s}"
-    )
-    return [line for batch in options.batch for line in await bench_batch(options, batch)]
+async def bench_model(options: argparse.Namespace, path: str, report: Report) -> None:
+    for batch in options.batch:
+        await bench_batch(options, path, batch, report)
 
 
 def make_model(layers: int, hidden: int, folder: str) -> str:
@@ -281,17 +273,7 @@ def make_model(layers: int, hidden: int, folder: str) -> str:
     return folder
 
 
-def _run(work: Any) -> Any:
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny-chat", help="a model, or random:LAYERSxHIDDEN")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--prompt", type=int, default=32)
@@ -302,25 +284,25 @@ def main() -> int:
     parser.add_argument("--stall", action="store_true", help="what a loop that stands still costs the device")
     parser.add_argument("--prefills", action="store_true", help="with and without max_overlapped_prefill")
     parser.add_argument("--most", type=int, default=256, help="the max_overlapped_prefill of --prefills")
-    parser.add_argument("--trace", help="write PREFIX-BATCH.json and .png of window 1")
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file")
-    options = parser.parse_args()
+    parser.add_argument("--trace", help="write PREFIX-BATCH.json and .png of one overlapped step")
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """A row per batch and way, or of what ``--toy``, ``--stall`` or ``--prefills`` measures."""
+    import uvloop
+
     with tempfile.TemporaryDirectory() as folder:
-        options.path = options.model
-        if options.model.startswith("random:"):
-            layers, hidden = map(int, options.model.removeprefix("random:").split("x"))
-            options.path = make_model(layers, hidden, folder)
+        path = options.model
+        if path.startswith("random:"):
+            layers, hidden = map(int, path.removeprefix("random:").split("x"))
+            path = make_model(layers, hidden, folder)
         if options.prefills:
-            bench: Any = bench_prefills
+            work = bench_prefills(options, path, report)
+        elif options.toy:
+            work = bench_toy(options, report)
+        elif options.stall:
+            work = bench_stall(options, report)
         else:
-            bench = bench_toy if options.toy else bench_stall if options.stall else bench_model
-        lines = _run(bench(options))
-    settings = {key: value for key, value in vars(options).items() if key not in ("json", "path", "trace")}
-    write_line(
-        {"bench": "overlap", "cases": lines, "options": settings, "environment": environment()}, options.json
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            work = bench_model(options, path, report)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(work)

@@ -16,19 +16,18 @@ import argparse
 import asyncio
 import random
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
-from bench.report import environment, percentiles, write_line
+from bench.report import Report, percentiles
 
 VOCAB = (100, 800)
+#: figures whose ratio says something
+RATIOS = ("ttft_p50_ms", "ttft_p99_ms", "tokens_per_s", "cpu_us_per_token")
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -83,7 +82,7 @@ LOADS: dict[str, Callable[[Load], Awaitable[None]]] = {
 }
 
 
-async def run(options: argparse.Namespace, name: str, cache: bool) -> dict[str, float]:
+async def measure(options: argparse.Namespace, name: str, cache: bool) -> dict[str, float]:
     config = EngineConfig(
         model=options.model,
         threads=options.threads,
@@ -109,12 +108,7 @@ async def run(options: argparse.Namespace, name: str, cache: bool) -> dict[str, 
     }
 
 
-def main() -> int:
-    import uvloop
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny-chat")
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--concurrency", type=int, default=16)
@@ -127,43 +121,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--load-seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file")
-    options = parser.parse_args()
-    result: dict[str, Any] = {}
-    print(
-        f"{'load':8s}{'cache':>6s}{'hit rate':>10s}{'TTFT p50':>10s}{'p99':>9s}{'tokens/s':>10s}"
-        f"{'cpu us/token':>14s}"
-    )
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """Medians with the cache off and on, and the median of the ratios of neighbouring runs, by load."""
+    import uvloop
+
     for name in options.loads:
         runs: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
         for number in range(options.rounds):
             for cache in ("off", "on") if number % 2 else ("on", "off"):
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    runs[cache].append(runner.run(run(options, name, cache == "on")))
-        medians = {
-            cache: {key: statistics.median(each[key] for each in lines) for key in lines[0]}
-            for cache, lines in runs.items()
-        }
-        for cache, line in medians.items():
-            print(
-                f"{name:8s}{cache:>6s}{100 * line['hit_rate']:9.1f}%{line['ttft_p50_ms']:10.1f}"
-                f"{line['ttft_p99_ms']:9.1f}{line['tokens_per_s']:10.0f}{line['cpu_us_per_token']:14.2f}"
-            )
-        # Neighbouring runs are compared with each other: the machine's moods touch both.
+                    runs[cache].append(runner.run(measure(options, name, cache == "on")))
+        for cache, lines in runs.items():
+            median = {key: statistics.median(line[key] for line in lines) for key in lines[0]}
+            report.row(load=name, cache=cache, **{key: median[key] for key in ("hit_rate", *RATIOS)})
+        # Neighbouring runs are compared with each other: what disturbs the machine disturbs both.
         pairs = list(zip(runs["on"], runs["off"], strict=True))
-        ratios = {
-            key: statistics.median(on[key] / off[key] for on, off in pairs)
-            for key in ("ttft_p50_ms", "ttft_p99_ms", "tokens_per_s", "cpu_us_per_token")
-        }
-        print(
-            f"{'':8s}{'ratio':>6s}{'':10s}{ratios['ttft_p50_ms']:10.3f}{ratios['ttft_p99_ms']:9.3f}"
-            f"{ratios['tokens_per_s']:10.3f}{ratios['cpu_us_per_token']:14.3f}"
-        )
-        result[name] = {"median": medians, "on_over_off": ratios, "runs": runs}
-    settings = {key: value for key, value in vars(options).items() if key != "json"}
-    write_line({"bench": "prefix", **result, "options": settings, "environment": environment()}, options.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        ratios = {key: statistics.median(on[key] / off[key] for on, off in pairs) for key in RATIOS}
+        report.row(load=name, cache="on / off", hit_rate=None, **ratios)
+        report.add(**{name: runs})

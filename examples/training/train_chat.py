@@ -1,9 +1,9 @@
 """Train and evaluate the bundled demo model: a 2.8 M parameter Qwen3 that does a handful of small tasks.
 
-    python examples/train_demo_model.py                 # about 20 minutes on two cores
-    python examples/train_demo_model.py --eval          # exact match per task on held-out questions
+    python -m examples.training.train_chat              # about 20 minutes on two cores
+    python -m examples.training.train_chat --eval       # exact match per task on held-out questions
 
-Everything is made here: the text (demo_tasks.py), the byte-level BPE tokenizer, the weights. The result
+Everything is made here: the text (tasks.py), the byte-level BPE tokenizer, the weights. The result
 is an ordinary Hugging Face directory. The optimiser is Muon (Jordan et al., 2024) for the matrices and
 AdamW for the rest.
 """
@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_tasks import TASKS, Item, conversation, held_out, lexicon_text
-from demo_training import (
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from examples.training.common import (
     END,
     IGNORE,
     PAD,
@@ -31,10 +33,9 @@ from demo_training import (
     save_text_files,
     take_step,
 )
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from examples.training.tasks import TASKS, Item, conversation, held_out, lexicon_text
 
-DEFAULT_OUT = Path(__file__).resolve().parent.parent / "aioinfer" / "bundled" / "tiny-chat"
+DEFAULT_OUT = Path(__file__).resolve().parents[2] / "aioinfer" / "bundled" / "tiny-chat"
 
 ROW = 256
 BATCH = 16

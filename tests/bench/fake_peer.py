@@ -1,4 +1,4 @@
-"""A peer without a library: ``python tests/fake_peer.py MODE``, where the mode says what goes wrong.
+"""A peer without a library: ``python tests/bench/fake_peer.py MODE``, where the mode says what goes wrong.
 
 Continues a prompt by counting from its sum.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -21,17 +20,19 @@ import bench.gpu.isolation as isolation
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.loader import load_model
 from aioinfer.text.tokenizer import HFTokenizer
-from bench.gpu.command import listen, parse, run_all
+from bench.command import main
+from bench.gpu.command import listen, run_all
 from bench.gpu.kernels import prefill_flops
+from bench.gpu.overlap import covered, device_seconds
 from bench.gpu.peer import _collect
-from bench.gpu.plan import BENCHES, FULL, QUICK, REHEARSAL, Bench, Plan
-from bench.gpu.report import LiveTable, Report
+from bench.gpu.plan import FULL, PARTS, QUICK, REHEARSAL, Part, Plan
+from bench.gpu.report import PartReport
 from bench.gpu.roofline import Peaks, Shape, decode_step, offline
 from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
-from bench.gpu.windows import covered, device_seconds
 from bench.gpu.workload import offline_workload
+from bench.report import Report
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 #: of the H200 that the table below was made for
 H200 = Peaks(bandwidth=4.3e12, flops=790e12)
 PLAN = Plan(REHEARSAL, "cpu", "float32", "tiny", rehearsal=True)
@@ -44,13 +45,15 @@ def test_a_rehearsal_runs_everything(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = {line["part"]: line for line in map(json.loads, file.read_text().splitlines())}
-    assert list(lines) == ["kernels", "model", "offline", "peer", "windows", "endpoint"]
+    (line,) = map(json.loads, file.read_text().splitlines())
+    lines = line["sections"]
+    assert line["environment"]["versions"]["torch"]
+    assert line["environment"]["commit"] == "abc"
+    assert line["size"] == "rehearsal"
+    assert list(lines) == ["kernels", "model", "offline", "peer", "overlap", "endpoint"]
     for line in lines.values():
         assert line["rows"]
-        assert not line["errors"]
-        assert line["environment"]["versions"]["torch"]
-        assert line["environment"]["commit"] == "abc"
+        assert "errors" not in line
     assert all(row["error"] < 1e-5 for row in lines["kernels"]["rows"] if "error" in row)
     decodes = [row["case"] for row in lines["kernels"]["rows"] if "gb_per_s" in row]
     assert decodes == ["decode triton", "decode wide", "decode sdpa"] * len(REHEARSAL.decodes)
@@ -61,7 +64,7 @@ def test_a_rehearsal_runs_everything(tmp_path: Path) -> None:
     ours, theirs = lines["peer"]["rows"]
     assert ours["tokens"] == theirs["tokens"] == sum(load.first(REHEARSAL.peer_requests, 20).outputs)
     assert theirs["equal_tokens"] == 1
-    assert [(row["window"], row["mode"]) for row in lines["windows"]["rows"]] == list(REHEARSAL.ways)
+    assert [(row["overlap_steps"], row["mode"]) for row in lines["overlap"]["rows"]] == list(REHEARSAL.ways)
     assert [row["way"] for row in lines["endpoint"]["rows"]] == ["in process", "HTTP"]
 
 
@@ -157,7 +160,7 @@ def test_time_under_overlapping_spans_counts_once() -> None:
 
 
 def test_the_bounds_add_up_to_what_is_promised() -> None:
-    basic = [bench for name, bench in BENCHES.items() if name not in ("model-8b", "model-14b")]
+    basic = [bench for name, bench in PARTS.items() if name not in ("model-8b", "model-14b")]
     assert sum(bench.full for bench in basic) < 6 * 60 - 40
     assert sum(bench.quick for bench in basic) < 3 * 60 - 25
     for size in (FULL, QUICK):
@@ -178,26 +181,26 @@ def test_the_made_up_tokenizer_spells_every_token(tmp_path: Path) -> None:
 
 
 def test_one_that_fails_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever happens to a bench, its rows so far are kept, and the next one runs."""
     monkeypatch.setattr(isolation, "_GRACE", 0.5)
     ways = ("raises", "dies", "hangs", "guards")
-    fakes = {way: Bench("tests.gpu_bench_fakes", way, 0, 0, (way,)) for way in ways}
-    fakes["missing"] = Bench("tests.no_such_bench", "cannot be imported", 0, 0)
-    file = tmp_path / "lines.jsonl"
-    options = argparse.Namespace(json=file, rehearse=True, quick=False, commit=None)
+    fakes = {way: Part("tests.bench.gpu_fakes", way, 0, 0, (way,)) for way in ways}
+    fakes["missing"] = Part("tests.no_such_bench", "cannot be imported", 0, 0)
     jobs = [(name, fake, 2.0 if name == "hangs" else 60.0) for name, fake in fakes.items()]
-    assert run_all(jobs, PLAN, options) == ["raises", "dies", "hangs", "guards", "missing"]
-    lines = {line["part"]: line for line in map(json.loads, file.read_text().splitlines())}
-    errors = {name: " ".join(line["errors"]) for name, line in lines.items()}
+    report = Report()
+    run_all(jobs, PLAN, report)
+    assert report.failed
+    assert list(report.sections) == ["raises", "dies", "hangs", "guards", "missing"]
+    errors = {name: " ".join(section.errors) for name, section in report.sections.items()}
     assert "ValueError: on purpose" in errors["raises"]
     assert "exit code -9" in errors["dies"]
     assert "cut off" in errors["hangs"]
     assert "one case" in errors["guards"]
     assert "invalid literal" in errors["guards"]
     assert "no_such_bench" in errors["missing"]
-    assert {name: len(line["rows"]) for name, line in lines.items()} == {
+    assert {name: len(section.rows) for name, section in report.sections.items()} == {
         "raises": 1, "dies": 1, "hangs": 1, "guards": 2, "missing": 0,
     }  # fmt: skip
     assert "on purpose" in capsys.readouterr().out
@@ -209,7 +212,7 @@ async def test_a_case_that_would_take_too_long_is_left_out(monkeypatch: pytest.M
     clock = [0.0]
     monkeypatch.setattr("bench.gpu.report.time.monotonic", lambda: clock[0])
     said: list[tuple[str, Any]] = []
-    report = Report(lambda kind, value: said.append((kind, value)), seconds=11)
+    report = PartReport(lambda kind, value: said.append((kind, value)), seconds=11)
 
     def case(seconds: float) -> None:
         clock[0] += seconds
@@ -229,17 +232,6 @@ async def test_a_case_that_would_take_too_long_is_left_out(monkeypatch: pytest.M
     assert report.remaining == 4
 
 
-def test_a_table_has_a_head_for_every_kind_of_row(capsys: pytest.CaptureFixture[str]) -> None:
-    table = LiveTable()
-    for row in ({"case": "a", "us": 1.25}, {"case": "b", "us": 12_345.6}, {"case": "c", "error": None}):
-        table.print(row)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [
-        ["case", "us"], ["a", "1.25"], ["b", "12,346"], ["case", "error"], ["c"],
-    ]  # fmt: skip
-    assert lines[0].index("us") + 2 == len(lines[1]) == len(lines[2])
-
-
 def test_listening_keeps_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
     said = [
         ("environment", {"gpu": None}),
@@ -248,22 +240,25 @@ def test_listening_keeps_what_was_said(capsys: pytest.CaptureFixture[str]) -> No
         ("row", {"x": 1}),
         ("error", "e"),
     ]
-    result = listen(SimpleNamespace(run=lambda seconds: iter(said)), 1.0)  # type: ignore[arg-type]
-    assert result.pop("seconds") >= 0
-    assert result == {
-        "environment": {"gpu": None}, "facts": {"a": 1}, "notes": ["n"], "rows": [{"x": 1}], "errors": ["e"],
-    }  # fmt: skip
+    report = Report()
+    listen(SimpleNamespace(run=lambda seconds: iter(said)), 1.0, report)  # type: ignore[arg-type]
+    assert report.facts.pop("seconds") >= 0
+    assert report.environment == {"gpu": None}
+    assert report.as_dict() == {"facts": {"a": 1}, "notes": ["n"], "rows": [{"x": 1}], "errors": ["e"]}
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nothing"], ["--set", "windw=1"], ["--set", "window=9"], ["--set", "window"]]
+    "arguments", [["nothing"], ["--set", "windw=1"], ["--set", "overlap_steps=9"], ["--set", "overlap_steps"]]
 )
 def test_a_typo_is_found_before_anything_starts(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        parse(arguments)
-    assert "error" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as leaving:
+        main(["gpu", *arguments])
+    assert leaving.value.code == 2
+    said = capsys.readouterr()
+    assert "error: " in said.err
+    assert not said.out
 
 
 def test_a_setting_holds_unless_the_bench_is_about_it(tmp_path: Path) -> None:

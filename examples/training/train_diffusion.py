@@ -1,7 +1,7 @@
 """Train and evaluate the bundled tiny-diffusion: a small LLaDA2 that does the demo model's tasks in blocks.
 
-    python examples/train_diffusion_model.py            # starts from the bundled tiny-chat
-    python examples/train_diffusion_model.py --eval     # exact match and steps per block, by task
+    python -m examples.training.train_diffusion         # starts from the bundled tiny-chat
+    python -m examples.training.train_diffusion --eval  # exact match and steps per block, by task
 
 A conversation is cut into blocks of 16 tokens. A row of the training holds its clean blocks and, beside
 them, blocks of its answers in which some tokens are masked; a block sees itself and the clean blocks before
@@ -40,8 +40,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_tasks import OPEN_TASKS, TASKS, Item, conversation, held_out
-from demo_training import (
+from tokenizers import Tokenizer
+from torch import Tensor, distributed
+from torch.multiprocessing.spawn import spawn
+
+from examples.training.common import (
     END,
     IGNORE,
     MASK,
@@ -53,11 +56,10 @@ from demo_training import (
     save_text_files,
     take_step,
 )
-from diffusion_model import DiffusionModel, load, save, upcycle
-from tokenizers import Tokenizer
-from torch import Tensor, distributed
+from examples.training.diffusion_model import DiffusionModel, Experts, layers_of, load, save, upcycle
+from examples.training.tasks import OPEN_TASKS, TASKS, Item, conversation, held_out
 
-BUNDLED = Path(__file__).resolve().parent.parent / "aioinfer" / "bundled"
+BUNDLED = Path(__file__).resolve().parents[2] / "aioinfer" / "bundled"
 ROW = 288
 COPIES = 2
 MOST_BLOCKS = 6
@@ -176,9 +178,9 @@ def batches(tokenizer: Tokenizer, size: int, rows: int, seed: int) -> Iterator[d
 @torch.no_grad()
 def balance(model: DiffusionModel, loads: Tensor, rate: float) -> None:
     """Make busy experts less likely to be picked, without a loss (Wang et al., 2024)."""
-    layers = model.layers[model.config.first_k_dense_replace :]
-    for layer, load_of in zip(layers, loads, strict=True):
-        bias = layer.mlp.gate.expert_bias
+    experts = [layer.mlp for layer in layers_of(model) if isinstance(layer.mlp, Experts)]
+    for mlp, load_of in zip(experts, loads, strict=True):
+        bias = mlp.gate.expert_bias
         bias += rate * torch.sign(load_of.mean() - load_of)
 
 
@@ -199,7 +201,7 @@ def train(options: argparse.Namespace) -> None:
         if options.processes == 1:
             train_in(0, options, meeting)
         else:
-            torch.multiprocessing.spawn(train_in, (options, meeting), nprocs=options.processes)
+            spawn(train_in, (options, meeting), nprocs=options.processes)
 
 
 def train_in(rank: int, options: argparse.Namespace, meeting: str) -> None:
@@ -239,7 +241,14 @@ def run(rank: int, options: argparse.Namespace) -> None:
         loss, loads = compiled(next(data))
         loss.backward()
         loss = loss.detach()
-        average([loss, loads, progress, *(parameter.grad for parameter in model.parameters())])
+        average(
+            [
+                loss,
+                loads,
+                progress,
+                *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+            ]
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rate = learning_rate(progress.item(), options.peak)
         take_step(optimizers, rate)

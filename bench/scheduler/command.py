@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
-from pathlib import Path
-from typing import Any
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
@@ -25,7 +22,7 @@ from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome
-from bench.report import environment, write_line
+from bench.report import Report
 
 PAGE_SIZE = 16
 PROMPT, OUTPUT = 32, 4000
@@ -99,10 +96,7 @@ def measure(scheduler: Scheduler, steps: int, rounds: int) -> tuple[float, float
     return samples[len(samples) // 2]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--waiting", type=int, nargs="*", default=[0, 1_000, 100_000])
     parser.add_argument("--cached-pages", type=int, nargs="*", default=[0, 100_000])
@@ -110,13 +104,10 @@ def main() -> int:
     parser.add_argument("--admission", choices=["fifo", "pack"], default="pack")
     parser.add_argument("--steps", type=int, default=200, help="steps per round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file")
-    options = parser.parse_args()
-    cases: list[dict[str, Any]] = []
-    print(
-        f"{'running':>8s} {'waiting':>8s} {'cached':>8s} {'wait for':>8s} "
-        f"{'plan us':>9s} {'resolve us':>11s} {'us per row':>11s}"
-    )
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """A row per number of running, waiting and cached."""
     shapes = [(waiting, 0, "slots") for waiting in options.waiting]
     shapes += [(waiting, 0, "pages") for waiting in options.waiting if waiting]
     shapes += [(0, cached, "slots") for cached in options.cached_pages if cached]
@@ -124,29 +115,12 @@ def main() -> int:
         for waiting, cached, short in shapes:
             scheduler = make_scheduler(running, waiting, cached, short, options)
             plan, resolve = measure(scheduler, options.steps, options.rounds)
-            per_row = 1e6 * (plan + resolve) / running
-            cases.append(
-                {
-                    "running": running,
-                    "waiting": waiting,
-                    "cached_pages": cached,
-                    "wait_for": short,
-                    "plan_us": 1e6 * plan,
-                    "resolve_us": 1e6 * resolve,
-                    "us_per_row": per_row,
-                }
+            report.row(
+                wait_for=short,
+                running=running,
+                waiting=waiting,
+                cached_pages=cached,
+                plan_us=1e6 * plan,
+                resolve_us=1e6 * resolve,
+                us_per_row=1e6 * (plan + resolve) / running,
             )
-            print(
-                f"{running:8d} {waiting:8d} {cached:8d} {short:>8s} "
-                f"{1e6 * plan:9.1f} {1e6 * resolve:11.1f} {per_row:11.3f}"
-            )
-    settings = {key: str(value) for key, value in vars(options).items() if key != "json"}
-    write_line(
-        {"bench": "scheduler", "cases": cases, "options": settings, "environment": environment()},
-        options.json,
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,13 +8,12 @@ import random
 import statistics
 import time
 from contextlib import AsyncExitStack
-from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
-from bench.report import percentiles
+from bench.report import Report, percentiles
 
 __all__ = ["bench_prefills"]
 
@@ -23,16 +22,15 @@ PROMPT = (64, 512)
 OUTPUT = 16
 
 
-async def bench_prefills(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """With and without ``max_overlapped_prefill``: all requests at once, and at 70 % of that rate."""
-    lines = []
-    print(
-        f"{'steps':14s}{'load':10s}{'TTFT p50':>10s}{'p99':>8s}{'tokens/s':>10s}   (limited over unlimited)"
-    )
+async def bench_prefills(options: argparse.Namespace, path: str, report: Report) -> None:
+    """With and without ``max_overlapped_prefill``: all requests at once, and at 70 % of that rate.
+
+    Figures are those with the limit over those without it.
+    """
     for mixed in (True, False):
         async with AsyncExitStack() as stack:
             engines = [
-                await stack.enter_async_context(Engine(_config(options, mixed, overlap)))
+                await stack.enter_async_context(Engine(_config(options, path, mixed, overlap)))
                 for overlap in (True, False)
             ]
             seconds = min([(await _run(engine, 0, None))["seconds"] for engine in engines])
@@ -45,17 +43,12 @@ async def bench_prefills(options: argparse.Namespace) -> list[dict[str, Any]]:
                     name: statistics.median(without[name] / with_[name] for with_, without in rounds)
                     for name in ("ttft_p50", "ttft_p99", "tokens_per_s")
                 }
-                lines.append({"mixed": mixed, "load": load, "ratios": ratios, "rounds": rounds})
-                print(
-                    f"{'mixed' if mixed else 'not mixed':14s}{load:10s}"
-                    f"{ratios['ttft_p50']:9.3f}x{ratios['ttft_p99']:7.3f}x{ratios['tokens_per_s']:9.3f}x"
-                )
-    return lines
+                report.row(steps="mixed" if mixed else "not mixed", load=load, **ratios, rounds=rounds)
 
 
-def _config(options: argparse.Namespace, mixed: bool, overlap: bool) -> EngineConfig:
+def _config(options: argparse.Namespace, path: str, mixed: bool, overlap: bool) -> EngineConfig:
     return EngineConfig(
-        model=options.path,
+        model=path,
         threads=options.threads,
         mixed=mixed,
         step_priority="decode" if mixed else "prefill",

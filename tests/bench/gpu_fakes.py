@@ -1,4 +1,4 @@
-"""Benches that go wrong in every way; run by tests/test_gpu_bench.py in processes of their own."""
+"""Benches that go wrong in every way; run by tests/bench/test_gpu.py in processes of their own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import signal
 import threading
 
 from bench.gpu.plan import Plan
-from bench.gpu.report import Report
+from bench.gpu.report import PartReport
 
 
-def run(plan: Plan, report: Report, how: str) -> None:
+def run(plan: Plan, report: PartReport, how: str) -> None:
     report.row(how=how, value=1.5)
     report.fact("remaining", report.remaining > 0)
     if how == "raises":

@@ -5,11 +5,12 @@ turn and three tokens that make each one its own, 32 new tokens each, a prefill 
 decodes at a time, forced fifo every eighth round, no prefix cache. There, packing brought TTFT p99 down by
 39.7 % at 1.6 % more throughput.
 
-Each line is one way to run it: ``fifo`` or ``pack``; prefill ``alone`` in its steps, a prompt beyond the
+Each row is one way to run it: ``fifo`` or ``pack``; prefill ``alone`` in its steps, a prompt beyond the
 budget as a whole (as there), or ``mixed`` with decodes; ``chunked`` cuts prompts to the budget. It runs in
 virtual time with a cost model (``--step-ms`` per step, ``--token-us`` per token, which gives fifo the times
-measured there) and for real on the bundled model. ``long`` is the worst delay of a long prompt's first
-token, as a multiple. ``prefill only`` asks for one token each: the time that no order can beat.
+measured there) and for real on the bundled model. Rows with ``against`` hold multiples; ``long_ttft`` is
+the worst of a long prompt's first token. ``prefill only`` asks for one token each: the time that no order
+can beat.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
-from bench.report import environment, percentiles, write_line
+from bench.report import Report, percentiles
 
 WORDS = (512, 1, 1, 1)
 UNIQUE = 3
@@ -67,7 +66,7 @@ def settings(options: argparse.Namespace, way: str) -> dict[str, Any]:
     }
 
 
-async def run(engine: Engine, options: argparse.Namespace, way: str) -> list[Result]:
+async def ask_all(engine: Engine, options: argparse.Namespace, way: str) -> list[Result]:
     tokens = 1 if way == PREFILL_ONLY else options.new_tokens
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     streams = [engine.generate(prompt, params) for prompt in make_prompts(options.requests)]
@@ -76,13 +75,16 @@ async def run(engine: Engine, options: argparse.Namespace, way: str) -> list[Res
 
 async def run_real(options: argparse.Namespace, way: str) -> list[Result]:
     config = EngineConfig(
-        model=options.model, threads=options.threads, overlap_steps=options.window, **settings(options, way)
+        model=options.model,
+        threads=options.threads,
+        overlap_steps=options.overlap_steps,
+        **settings(options, way),
     )
     async with Engine(config) as engine:
         for size in (1, 8):
             warm = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             await asyncio.gather(*[_result(engine, [VOCAB[0]] * 64, warm) for _ in range(size)])
-        return await run(engine, options, way)
+        return await ask_all(engine, options, way)
 
 
 async def _result(engine: Engine, prompt: list[int], params: SamplingParams) -> Result:
@@ -93,17 +95,19 @@ async def run_virtual(options: argparse.Namespace, way: str) -> list[Result]:
     from aioinfer.scheduling.step import Step
     from aioinfer.testing import TimedLauncher, ToyDevice
 
-    config = EngineConfig(model="toy", num_pages=4096, overlap_steps=options.window, **settings(options, way))
+    config = EngineConfig(
+        model="toy", num_pages=4096, overlap_steps=options.overlap_steps, **settings(options, way)
+    )
     device = ToyDevice(
         num_pages=4096, page_size=config.page_size, num_slots=config.num_slots, vocab_size=VOCAB[1]
     )
 
     def seconds(step: Step) -> float:
-        return 1e-3 * options.step_ms + 1e-6 * options.token_us * step.num_tokens
+        return float(1e-3 * options.step_ms + 1e-6 * options.token_us * step.num_tokens)
 
     launcher = TimedLauncher(device, seconds)
     async with Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: None) as engine:
-        return await run(engine, options, way)
+        return await ask_all(engine, options, way)
 
 
 def summarise(results: list[Result]) -> dict[str, Any]:
@@ -123,58 +127,48 @@ def summarise(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def compare(lines: dict[str, dict[str, Any]]) -> None:
-    """One line per way; then what changes against the first, and against the fifo of the same kind."""
-    print(
-        f"{'':20s}{'tokens/s':>10s}{'TTFT p50':>10s}{'p99':>9s}{'short p99':>11s}{'ITL p50':>9s}{'p99':>9s}"
-    )
+def tell(report: Report, clock: str, lines: dict[str, dict[str, Any]]) -> None:
+    """A row per way; then what changes against the first, and against the fifo of the same kind."""
     for way, line in lines.items():
-        ttft, itl, short = line["ttft_ms"], line["itl_ms"], line["short_ttft_ms"]
-        if way == PREFILL_ONLY:
-            print(f"{way:20s}{'':10s}{ttft['p50']:10.1f}{ttft['p99']:9.1f}{short['p99']:11.1f}")
-            continue
-        print(
-            f"{way:20s}{line['tokens_per_s']:10.0f}{ttft['p50']:10.1f}{ttft['p99']:9.1f}{short['p99']:11.1f}"
-            f"{itl['p50']:9.1f}{itl['p99']:9.1f}"
+        ttft, itl = line["ttft_ms"], line["itl_ms"]
+        report.row(
+            clock=clock,
+            way=way,
+            tokens_per_s=None if way == PREFILL_ONLY else line["tokens_per_s"],
+            ttft_ms_p50=ttft["p50"],
+            ttft_ms_p99=ttft["p99"],
+            short_ttft_ms_p99=line["short_ttft_ms"]["p99"],
+            itl_ms_p50=itl.get("p50"),
+            itl_ms_p99=itl.get("p99"),
         )
     first = next(iter(lines))
-    print(f"{'against':42s}{'TTFT p99':>10s}{'tokens/s':>10s}{'ITL p99':>9s}{'long':>7s}")
     for way, line in lines.items():
-        line["against"] = {}
         if way == PREFILL_ONLY:
             continue
         for base in dict.fromkeys((first, way.replace("pack", "fifo"))):
-            if base == way or base not in lines:
-                continue
-            change = line["against"][base] = _change(line, lines[base])
-            print(
-                f"{way:20s}{base:22s}{100 * change['ttft_p99']:+9.1f}%{100 * change['tokens_per_s']:+9.1f}%"
-                f"{100 * change['itl_p99']:+8.1f}%{change['long']:7.2f}"
-            )
+            if base != way and base in lines:
+                report.row(clock=clock, way=way, against=base, **_change(line, lines[base]))
 
 
 def _change(line: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
-    """Relative changes; ``long`` is the worst first token of a long prompt as a multiple."""
+    """Multiples of the other's figures; ``long_ttft`` is the worst of a long prompt's first token."""
     pairs = zip(line["long_ttft_ms"], base["long_ttft_ms"], strict=True)
     return {
-        "ttft_p99": line["ttft_ms"]["p99"] / base["ttft_ms"]["p99"] - 1,
-        "tokens_per_s": line["tokens_per_s"] / base["tokens_per_s"] - 1,
-        "itl_p99": line["itl_ms"]["p99"] / base["itl_ms"]["p99"] - 1,
-        "long": max(mine / theirs for mine, theirs in pairs),
+        "ttft_p99": line["ttft_ms"]["p99"] / base["ttft_ms"]["p99"],
+        "tokens_per_s": line["tokens_per_s"] / base["tokens_per_s"],
+        "itl_p99": line["itl_ms"]["p99"] / base["itl_ms"]["p99"],
+        "long_ttft": max(mine / theirs for mine, theirs in pairs),
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--budget", type=int, default=256, help="prefill tokens per step")
     parser.add_argument("--batch", type=int, default=8, help="decodes per step")
     parser.add_argument("--lookahead", type=int, default=64)
     parser.add_argument("--force-fifo-every", type=int, default=8)
-    parser.add_argument("--window", type=int, default=1)
+    parser.add_argument("--overlap-steps", type=int, choices=(0, 1, 2), default=1)
     parser.add_argument("--step-ms", type=float, default=8.5, help="cost of a step in virtual time")
     parser.add_argument("--token-us", type=float, default=4.0, help="cost of a token in virtual time")
     parser.add_argument("--model", default="tiny-chat", help="model of the real runs")
@@ -182,20 +176,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="real runs of every way, in turns")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--only", choices=["virtual", "real"])
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file")
-    options = parser.parse_args()
-    result: dict[str, Any] = {"bench": "admission"}
+
+
+def run(options: argparse.Namespace, report: Report) -> None:
+    """In virtual time, then for real (the median of the rounds)."""
     if options.only != "real":
-        print(f"virtual time, {options.step_ms} ms per step and {options.token_us} us per token")
-        result["virtual"] = {way: summarise(_virtual(options, way)) for way in options.ways}
-        compare(result["virtual"])
+        virtual = {way: summarise(_virtual(options, way)) for way in options.ways}
+        tell(report, "virtual", virtual)
+        report.add(virtual=virtual)
     if options.only != "virtual":
-        print(f"\n{options.model}, for real, median of {options.rounds}")
-        result["real"] = _real(options)
-        compare(result["real"])
-    result["options"] = {key: value for key, value in vars(options).items() if key != "json"}
-    write_line({**result, "environment": environment()}, options.json)
-    return 0
+        real = _real(options)
+        tell(report, "real", real)
+        report.add(real=real)
 
 
 def _virtual(options: argparse.Namespace, way: str) -> list[Result]:
@@ -223,7 +215,3 @@ def _run(
     with asyncio.Runner(loop_factory=factory) as runner:
         results: list[Result] = runner.run(what(options, way))
         return results
-
-
-if __name__ == "__main__":
-    sys.exit(main())

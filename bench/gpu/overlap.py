@@ -1,4 +1,4 @@
-"""Windows: how well scheduling hides behind the device, by window and launch mode.
+"""Overlap: how well scheduling hides behind the device, by overlapped steps and launch mode.
 
 How long the device computed is taken from a second run under torch's profiler, as the time in which any
 kernel or copy ran; its share and the gap refer to the first, undisturbed run. On a CPU, and where the
@@ -16,7 +16,7 @@ from typing import Any
 from aioinfer.engine import Engine
 from bench.gpu.engines import generate, run_async, started
 from bench.gpu.plan import Plan
-from bench.gpu.report import Report
+from bench.gpu.report import PartReport
 from bench.gpu.shapes import SHAPES
 from bench.gpu.workload import Workload, prompts_of
 
@@ -25,28 +25,30 @@ __all__ = ["covered", "device_seconds", "run"]
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def run(plan: Plan, report: Report) -> None:
-    """A row per window, launch mode and batch."""
-    for window, mode in plan.size.ways:
+def run(plan: Plan, report: PartReport) -> None:
+    """A row per overlapped steps, launch mode and batch."""
+    for steps, mode in plan.size.ways:
         report.guarded(
-            f"window {window}, {mode}", lambda *way: run_async(_way(plan, report, *way)), window, mode
+            f"overlap {steps}, {mode}", lambda *way: run_async(_way(plan, report, *way)), steps, mode
         )
 
 
-async def _way(plan: Plan, report: Report, window: int, mode: str) -> None:
+async def _way(plan: Plan, report: PartReport, overlap_steps: int, mode: str) -> None:
     size, vocab = plan.size, SHAPES[plan.shape].vocab
-    async with started(plan, plan.shape, window=window, launch_mode=mode, prefix_cache=False) as engine:
-        for batch, output in size.window_loads:
+    async with started(
+        plan, plan.shape, overlap_steps=overlap_steps, launch_mode=mode, prefix_cache=False
+    ) as engine:
+        for batch, output in size.overlap_loads:
             loads = [
-                Workload(prompts_of(batch, size.window_prompt, vocab, seed), [output] * batch)
+                Workload(prompts_of(batch, size.overlap_prompt, vocab, seed), [output] * batch)
                 for seed in (1, 2)
             ]
             row = await _load(plan, report, engine, loads[0], loads[1])
-            report.row(window=window, mode=mode, batch=batch, **row)
+            report.row(overlap_steps=overlap_steps, mode=mode, batch=batch, **row)
 
 
 async def _load(
-    plan: Plan, report: Report, engine: Engine, load: Workload, profiled: Workload
+    plan: Plan, report: PartReport, engine: Engine, load: Workload, profiled: Workload
 ) -> dict[str, Any]:
     before, overlap = engine.stats().steps, engine.timeline.overlap()
     seconds, _ = await generate(engine, load, 0.0)

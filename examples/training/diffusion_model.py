@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["DiffusionConfig", "DiffusionModel", "load", "save", "upcycle"]
+__all__ = ["DiffusionConfig", "DiffusionModel", "Experts", "layers_of", "load", "save", "upcycle"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, gains: Tensor | None = None) -> Tensor:
         inner = functional.silu(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(inner if gains is None else inner * gains.to(inner.dtype))
+        out: Tensor = self.down_proj(inner if gains is None else inner * gains.to(inner.dtype))
+        return out
 
 
 class Router(nn.Module):
@@ -117,6 +118,7 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         # Moved by the load of the experts, not by a gradient.
+        self.expert_bias: Tensor
         self.register_buffer("expert_bias", torch.zeros(config.num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,7 +179,8 @@ class Attention(nn.Module):
         repeats = self.heads // self.kv_heads
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         out = functional.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask)
-        return self.dense(out.transpose(1, 2).flatten(-2))
+        projected: Tensor = self.dense(out.transpose(1, 2).flatten(-2))
+        return projected
 
 
 class Layer(nn.Module):
@@ -186,9 +189,14 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp: nn.Module = (
+        self.mlp: FeedForward | Experts = (
             FeedForward(config.hidden_size, config.intermediate_size) if dense else Experts(config)
         )
+
+
+def layers_of(model: DiffusionModel) -> list[Layer]:
+    """The layers by their own type, which torch's ModuleList does not keep."""
+    return [layer for layer in model.layers if isinstance(layer, Layer)]
 
 
 class DiffusionModel(nn.Module):
@@ -217,7 +225,7 @@ class DiffusionModel(nn.Module):
         cos, sin = torch.cat([angles, angles], dim=-1).cos(), torch.cat([angles, angles], dim=-1).sin()
         x = self.word_embeddings(ids)
         loads = []
-        for layer in self.layers:
+        for layer in layers_of(self):
             x = x + layer.attention(layer.input_layernorm(x), cos, sin, mask)
             out = layer.mlp(layer.post_attention_layernorm(x))
             if isinstance(out, tuple):
@@ -322,7 +330,8 @@ def upcycle(chat: Path, block_size: int) -> DiffusionModel:
         for name in _PROJECTIONS:
             state[f"{start}{target}{name}.weight"] = old[f"{start}mlp.{name}.weight"]
         if not dense:
-            mlp = model.layers[index].mlp
+            mlp = layers_of(model)[index].mlp
+            assert isinstance(mlp, Experts)
             nn.init.normal_(mlp.gate.weight, std=0.02)
             nn.init.normal_(mlp.experts.gate_proj.weight, std=0.04)
             nn.init.normal_(mlp.experts.up_proj.weight, std=0.04)

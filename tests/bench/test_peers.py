@@ -21,9 +21,9 @@ from bench.peers.checkpoint import tensor_shapes
 from bench.peers.process import PeerFailed, PeerProcess, Process
 from bench.peers.registry import ENVIRONMENTS, PEERS
 from bench.peers.watch import Watch, tree
-from tests.fake_peer import SETTINGS, command_of
+from tests.bench.fake_peer import SETTINGS, command_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Start = Callable[[str], PeerProcess]
 
 

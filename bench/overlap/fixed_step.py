@@ -1,4 +1,4 @@
-"""Engines on a device whose steps take a fixed time: what a window hides, and what a stalled loop costs."""
+"""Engines on a device whose steps take a fixed time: what overlap hides, and what a stalled loop costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Literal
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
@@ -18,10 +18,12 @@ from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
+from bench.report import Report
 
-__all__ = ["bench_stall", "bench_toy"]
+__all__ = ["OverlapSteps", "bench_stall", "bench_toy"]
 
-WINDOWS = (0, 1, 2)
+OverlapSteps = Literal[0, 1, 2]
+OVERLAPS: tuple[OverlapSteps, ...] = (0, 1, 2)
 
 
 class FixedStepDevice:
@@ -70,11 +72,11 @@ def _oversleep() -> float:
 
 
 async def _engine(
-    stack: AsyncExitStack, batch: int, window: int, mode: str = "thread"
+    stack: AsyncExitStack, batch: int, steps: OverlapSteps, mode: str = "thread"
 ) -> tuple[Engine, FixedStepDevice]:
     config = EngineConfig(
-        model="toy", overlap_steps=window, max_running_requests=batch, max_step_tokens=8 * batch
-    )  # type: ignore[arg-type]
+        model="toy", overlap_steps=steps, max_running_requests=batch, max_step_tokens=8 * batch
+    )
     device = FixedStepDevice()
     launcher = ThreadLauncher if mode == "thread" else InlineLauncher
     engine = Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: None)
@@ -94,18 +96,13 @@ async def _run(engine: Engine, batch: int, output: int) -> float:
     return (time.perf_counter() - start) / (engine.stats().steps - steps)
 
 
-async def bench_toy(options: argparse.Namespace) -> list[dict[str, float]]:
+async def bench_toy(options: argparse.Namespace, report: Report) -> None:
     """A device as fast as the host: one after the other (inline) takes twice as long as one beside the other.
 
-    A window of 0 with a launch thread is in between: consumers run while the device computes.
+    With a launch thread and no overlap it is in between: consumers run while the device computes.
     """
-    lines = []
-    ways = {"inline": (0, "inline"), **{f"window {window}": (window, "thread") for window in WINDOWS}}
-    print(
-        f"{'batch':>6s}{'host us':>9s}{'device us':>11s}"
-        + "".join(f"{name:>10s}" for name in ways)
-        + "   gains"
-    )
+    ways: dict[str, tuple[OverlapSteps, str]] = {"inline": (0, "inline")}
+    ways |= {f"overlap {steps}": (steps, "thread") for steps in OVERLAPS}
     for batch in options.batch:
         async with AsyncExitStack() as stack:
             engines = [await _engine(stack, batch, *way) for way in ways.values()]
@@ -113,35 +110,25 @@ async def bench_toy(options: argparse.Namespace) -> list[dict[str, float]]:
                 await _run(engine, batch, options.output)
             rounds, hosts = [], []
             for _ in range(options.rounds):
-                # Anew in every round: the machine's moods last longer than one, and a host whose device
-                # takes its time is slower than one that never waits.
+                # Anew in every round: disturbances last longer than one, and a host whose device takes its
+                # time is slower than one that never waits.
                 host = await _host(*engines[0], batch, options.output)
                 for _, device in engines:
                     device.seconds = host
                 hosts.append(host)
                 rounds.append([await _run(engine, batch, options.output) for engine, _ in engines])
-            host = statistics.median(hosts)
             device_us = 1e6 * engines[2][1].lane.busy / engines[2][1].lane.steps
         times = dict(zip(ways, map(statistics.median, zip(*rounds, strict=True)), strict=True))
         gains = {
             name: statistics.median(each[0] / each[at] for each in rounds) for at, name in enumerate(ways)
         }
-        lines.append(
-            {
-                "batch": batch,
-                "host_us": 1e6 * host,
-                "device_us": device_us,
-                **{f"{name}_us": 1e6 * seconds for name, seconds in times.items()},
-                **{f"{name}_gain": gain for name, gain in gains.items()},
-            }
+        report.row(
+            batch=batch,
+            host_us=1e6 * statistics.median(hosts),
+            device_us=device_us,
+            **{f"{name} us": 1e6 * seconds for name, seconds in times.items()},
+            **{f"{name} gain": gain for name, gain in gains.items()},
         )
-        print(
-            f"{batch:6d}{1e6 * host:9.0f}{device_us:11.0f}"
-            + "".join(f"{1e6 * seconds:10.0f}" for seconds in times.values())
-            + "  "
-            + "".join(f"{gain:6.2f}x" for gain in gains.values())
-        )
-    return lines
 
 
 async def _host(engine: Engine, device: FixedStepDevice, batch: int, output: int) -> float:
@@ -155,32 +142,27 @@ async def _host(engine: Engine, device: FixedStepDevice, batch: int, output: int
     return seconds
 
 
-async def bench_stall(options: argparse.Namespace, stall: float = 0.05) -> list[dict[str, float]]:
-    """The loop stands still for 50 ms, again and again: how long is the device idle each time?"""
-    lines = []
-    print(f"{'step ms':>8s}{'window':>8s}{'idle ms a stall':>17s}{'worst':>8s}{'stall - steps ahead':>21s}")
+async def bench_stall(options: argparse.Namespace, report: Report, stall: float = 0.05) -> None:
+    """The loop stands still for ``stall`` seconds, again and again: how long is the device idle each time?
+
+    ``expected_ms`` is the stall less the steps that were launched ahead.
+    """
     for milliseconds in (10, 20, 30):
-        for window in WINDOWS:
+        for steps in OVERLAPS:
             async with AsyncExitStack() as stack:
-                engine, device = await _engine(stack, 8, window)
+                engine, device = await _engine(stack, 8, steps)
                 device.seconds = milliseconds / 1e3
                 reading = asyncio.ensure_future(_run(engine, 8, 40 * options.rounds))
                 idle = [await _stall(device, stall) for _ in range(2 * options.rounds)]
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-            line = {
-                "step_ms": milliseconds,
-                "window": window,
-                "idle_ms": 1e3 * statistics.median(idle),
-                "worst_ms": 1e3 * max(idle),
-                "expected_ms": max(0.0, 1e3 * stall - window * milliseconds),
-            }
-            lines.append(line)
-            print(
-                f"{milliseconds:8d}{window:8d}{line['idle_ms']:17.1f}{line['worst_ms']:8.1f}"
-                f"{line['expected_ms']:21.1f}"
+            report.row(
+                step_ms=milliseconds,
+                overlap_steps=steps,
+                idle_ms=1e3 * statistics.median(idle),
+                worst_ms=1e3 * max(idle),
+                expected_ms=max(0.0, 1e3 * stall - steps * milliseconds),
             )
-    return lines
 
 
 async def _stall(device: FixedStepDevice, stall: float) -> float:

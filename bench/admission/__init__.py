@@ -1,0 +1,1 @@
+"""``python -m bench admission``; see :mod:`bench.admission.command`."""

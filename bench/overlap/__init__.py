@@ -1,0 +1,1 @@
+"""``python -m bench overlap``; see :mod:`bench.overlap.command`."""

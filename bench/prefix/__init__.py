@@ -1,0 +1,1 @@
+"""``python -m bench prefix``; see :mod:`bench.prefix.command`."""

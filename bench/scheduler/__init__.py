@@ -1,0 +1,1 @@
+"""``python -m bench scheduler``; see :mod:`bench.scheduler.command`."""

@@ -1,0 +1,1 @@
+"""``python -m bench serving``; see :mod:`bench.serving.command`."""

@@ -1,0 +1,257 @@
+"""Every bench has the same command line and the same report; loads and figures follow their definitions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench.command
+from bench.client import Record, summarise
+from bench.command import BENCHES, BadOptions, main, parse
+from bench.load import length_distribution, make_load
+from bench.report import LiveTable, Report, percentiles
+from bench.serving.command import measure
+from tests.server.conftest import Serving, serving
+
+__all__ = ["serving"]
+
+ROOT = Path(__file__).parents[2]
+
+
+# -- the command line ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_describes_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([name, "--help"])
+    assert leaving.value.code == 0
+    said = capsys.readouterr().out
+    assert f"usage: python -m bench {name} " in said
+    assert f"``python -m bench {name}``" in said
+    assert "--json FILE" in said
+    folder = ROOT / "bench" / name
+    assert (folder / "command.py").is_file()
+
+
+def test_without_a_name_the_benches_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == main(["nothing"]) == 2
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in BENCHES)
+    packages = {path.parent.name for path in (ROOT / "bench").glob("*/command.py")}
+    assert packages == {*BENCHES, "peers"}  # the latter installs engines and measures none
+
+
+class Fake:
+    """A bench that does what a test tells it to, after its first row."""
+
+    __doc__ = "``python -m bench fake``"
+
+    def __init__(self, end: Any) -> None:
+        self.end = end
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--place", type=Path)
+        parser.add_argument("--model")
+
+    def run(self, options: argparse.Namespace, report: Report) -> None:
+        report.row(case="a", us=1.5, rounds=[1, 2])
+        self.end(report)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "errors"),
+    [
+        (lambda report: None, 0, []),
+        (lambda report: report.error("e"), 1, ["e"]),
+        (lambda report: report.section("s", "title").error("e"), 1, []),
+        (lambda report: _raise(ArithmeticError("on purpose")), 1, ["ArithmeticError: on purpose"]),
+        (lambda report: _raise(KeyboardInterrupt()), KeyboardInterrupt, ["interrupted: KeyboardInterrupt"]),
+        (lambda report: os.kill(os.getpid(), signal.SIGTERM), SystemExit, ["interrupted: SystemExit(143)"]),
+        (lambda report: _raise(BadOptions("no")), SystemExit, None),
+    ],
+)
+def test_a_bench_that_ends_early_has_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    end: Any,
+    status: int | type[BaseException],
+    errors: list[str] | None,
+) -> None:
+    """Whatever ends it, what was measured before is written, without paths; wrong options write nothing."""
+    monkeypatch.setitem(BENCHES, "fake", "for this test")
+    monkeypatch.setattr(bench.command, "load", lambda name: Fake(end))
+    before = signal.getsignal(signal.SIGTERM)
+    file = tmp_path / "lines.jsonl"
+    arguments = ["fake", "--place", "/x", "--model", "/a/b", "--json", str(file), "--commit", "abc"]
+    if isinstance(status, int):
+        assert main(arguments) == status
+    else:
+        with pytest.raises(status):
+            main(arguments)
+    assert signal.getsignal(signal.SIGTERM) is before
+    if errors is None:
+        assert not file.exists()
+        return
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert (line["bench"], line["rows"]) == ("fake", [{"case": "a", "us": 1.5, "rounds": [1, 2]}])
+    said = line.get("errors", [])
+    assert len(said) == len(errors)
+    assert all(wanted in error for wanted, error in zip(errors, said, strict=True))
+    assert line["options"] == {"model": "b"}
+    assert line["environment"]["commit"] == "abc"
+    assert line["environment"]["versions"]["torch"]
+
+
+def test_a_table_has_a_head_for_every_kind_of_row(capsys: pytest.CaptureFixture[str]) -> None:
+    table = LiveTable()
+    for row in ({"case": "a", "us": 1.25}, {"case": "b", "us": 12_345.6}, {"case": "c", "error": None}):
+        table.print(row)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["case", "us"], ["a", "1.25"], ["b", "12,346"], ["case", "error"], ["c"],
+    ]  # fmt: skip
+    assert lines[0].index("us") + 2 == len(lines[1]) == len(lines[2])
+
+
+# -- each bench ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rows"),
+    [
+        ("scheduler", "--running 1 4 --waiting 0 8 --cached-pages 16 --steps 3 --rounds 1", 8),
+        ("admission", "--requests 8 --rounds 1 --new-tokens 4 --ways", None),
+        ("prefix", "--requests 4 --rounds 1 --output 2 --system 16 --loads system none", 6),
+    ],
+)
+def test_a_bench_has_its_rows(tmp_path: Path, name: str, options: str, rows: int | None) -> None:
+    file = tmp_path / "line.json"
+    arguments = options.split()
+    if name == "admission":
+        arguments += ["fifo mixed", "pack mixed", "prefill only"]
+        # In virtual time and for real: three ways, and one that is compared with another.
+        rows = 2 * (3 + 1)
+    assert main([name, *arguments, "--json", str(file)]) == 0
+    line = json.loads(file.read_text())
+    assert len(line["rows"]) == rows
+
+
+@pytest.mark.parametrize("how", [["--concurrency", "4"], ["--rate", "200", "--burstiness", "0.3"]])
+async def test_the_bench_counts_every_token_over_http(
+    serving: Serving, how: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The toy has 64 tokens.
+    monkeypatch.setattr("bench.serving.command.VOCAB", (1, 60))
+    async with serving() as served:
+        arguments = f"--url {served.url} --requests 20 --prompt-tokens 5 --output-tokens 7".split()
+        result, error = await measure(parse("serving", [*arguments, *how]))
+    assert error is None
+    assert (result["requests"], result["failed"]) == (20, 0)
+    assert result["output_tokens"] == 20 * 7
+    assert result["prompt_tokens"] == 20 * 5
+    assert result["ttft_ms"]["p50"] <= result["latency_ms"]["p50"]
+
+
+def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    options = "--requests 8 --concurrency 4 --threads 1 --prompt-tokens uniform:5:20 --output-tokens 6"
+    command = [sys.executable, "-m", "bench", "serving", *options.split(), "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms", "p99", "output_tokens_per_s"):
+        assert name in done.stdout
+    (line,) = file.read_text().splitlines()
+    assert done.stdout.endswith(line + "\n")
+    result = json.loads(line)
+    assert result["facts"]["output_tokens"] == 48
+    assert [row["metric"] for row in result["rows"]] == ["ttft_ms", "tpot_ms", "itl_ms", "latency_ms"]
+    assert result["options"]["prompt_tokens"] == "uniform:5:20"
+    assert result["environment"]["versions"]["torch"]
+
+
+@pytest.mark.parametrize("device", [[], ["--toy"], ["--stall"]])
+def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> None:
+    line = tmp_path / "line.json"
+    command = [sys.executable, "-m", "bench", "overlap", "--batch", "2", "--rounds", "1", "--output", "4"]
+    subprocess.run(
+        [*command, *device, "--json", str(line)], cwd=ROOT, check=True, capture_output=True, timeout=120
+    )
+    cases = json.loads(line.read_text())["rows"]
+    assert len(cases) == {(): 7, ("--toy",): 1, ("--stall",): 9}[tuple(device)]
+    assert all(value >= 0 for case in cases for value in case.values() if isinstance(value, float))
+
+
+def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Path) -> None:
+    options = (
+        "--shape tiny --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1 --max-tokens 20"
+    )
+    file = tmp_path / "lines.jsonl"
+    command = [sys.executable, "-m", "bench", "diffusion", *options.split(), "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (line,) = map(json.loads, file.read_text().splitlines())
+    cells: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in line["rows"]:
+        cells.setdefault((row["concurrency"], row["fresh"]), {})[row["way"]] = row
+    assert list(cells) == [(1, 0), (2, 0), (1, 1), (2, 1)]
+    for cell in cells.values():
+        assert list(cell) == ["sync", "sync+", "fdfo", "reuse", "mixed", "fused", "overlap"]
+        assert all(way["tokens_per_s"] > 0 and way["ttft_ms"] > 0 for way in cell.values())
+        # The last forward over a block is the first over the next.
+        assert cell["fused"]["forwards_per_token"] <= cell["mixed"]["forwards_per_token"]
+
+
+# -- definitions ---------------------------------------------------------------------------------------
+
+
+def test_figures_follow_their_definitions() -> None:
+    record = Record(sent=1.0, arrivals=[(1.5, 1), (1.7, 2), (2.0, 1)], prompt_tokens=3)
+    assert (record.tokens, record.ttft, record.latency) == (4, 0.5, 1.0)
+    assert record.itl() == pytest.approx([0.1, 0.1, 0.3])
+    result = summarise([record, Record(error="x")], seconds=2.0)
+    assert (result["failed"], result["output_tokens_per_s"]) == (1, 2.0)
+    assert result["tpot_ms"]["p50"] == pytest.approx(1e3 * 0.5 / 3)
+    assert percentiles([1, 2, 3, 4])["p50"] == 2.5
+
+
+def test_loads_repeat_with_their_seed() -> None:
+    def load(seed: int, distinct: int | None = None) -> list[object]:
+        return make_load(
+            count=10,
+            rate=5,
+            concurrency=None,
+            burstiness=1,
+            prompt_tokens="uniform:1:9",
+            output_tokens="lognormal:2:0.5:20",
+            distinct_prompts=distinct,
+            vocab=(1, 9),
+            seed=seed,
+        ).requests  # type: ignore[return-value]
+
+    assert load(1) == load(1) != load(2)
+    repeated = make_load(
+        count=10, rate=None, concurrency=2, burstiness=1, prompt_tokens="8", output_tokens="1",
+        distinct_prompts=2, vocab=(1, 9), seed=0,
+    ).requests  # fmt: skip
+    assert len({tuple(request.prompt) for request in repeated}) == 2
+
+
+@pytest.mark.parametrize("text", ["", "abc", "uniform:1", "normal:1:2"])
+def test_an_unknown_distribution_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"distribution|invalid literal"):
+        length_distribution(text)(random.Random(0))

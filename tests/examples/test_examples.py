@@ -1,0 +1,64 @@
+"""The examples run as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from aiohttp.test_utils import TestClient, TestServer
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_embedding_example_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/embed.py"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once there was a child called Mira")
+    assert "44 + 44 = 88" in done.stdout
+
+
+def test_the_diffusion_example_shows_a_block_filling_up() -> None:
+    command = [sys.executable, "examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *drafts, last = done.stdout.splitlines()
+    assert last == "17 + 25 = 42"
+    assert any("░" in draft for draft in drafts)
+    assert re.search(r"\d+ tokens in \d+ rounds", done.stderr)
+    wrong = subprocess.run(
+        [*command, "--algorithm", "factor"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert wrong.returncode == 1
+    assert wrong.stderr == "threshold: is not a parameter of factor\n"
+
+
+async def test_the_aiohttp_example_answers_on_its_own_route_and_on_openais() -> None:
+    from examples.aiohttp_app import make_app
+
+    async with TestClient(TestServer(make_app())) as client:
+        response = await client.get("/add/20/22")
+        assert await response.json() == {"answer": "20 + 22 = 42"}
+        response = await client.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello!"}]}
+        )
+        assert (await response.json())["choices"][0]["message"]["content"].startswith("Hello!")
+
+
+def test_the_readmes_examples_run(tmp_path: Path) -> None:
+    """The ten lines, and behind them the others, which use names of those before."""
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    assert len(examples) == 3
+    file = tmp_path / "readme.py"
+    file.write_text("\n".join(examples))
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, structured, watched = re.split(r"(?<=\n)(?={)|(?<=}\n)", done.stdout, maxsplit=2)
+    assert "\n17 + 25 = 42 stop Usage(" in first
+    assert json.loads(structured)["pet"] in ("cat", "dog")
+    lines = [line.partition("|") for line in watched.splitlines()]
+    assert "".join(text for text, _, _ in lines) == "17 + 25 = 42"
