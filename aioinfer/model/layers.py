@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.choice import Choice, make_operations
+from aioinfer.model.attention.backend import make_operations
+from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder, Layer
 from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, SwiGLU
-from aioinfer.model.moe.choice import Choice as ExpertChoice
-from aioinfer.model.moe.choice import make_sparse
+from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
@@ -59,7 +59,7 @@ class LayerKernels(Protocol):
         """The dense feed-forward part, from [2 * middle, hidden], gates first, and [hidden, middle]."""
 
     def sparse(
-        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
         """The feed-forward part with experts: which of them a token goes to, they themselves, what all tokens
         pass besides, and who computes them."""
@@ -89,33 +89,33 @@ class TorchLayers:
         return SwiGLU(self.linear(gate_up, gate_up_bias), self.linear(down, down_bias), self.operations)
 
     def sparse(
-        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
-        return make_sparse(rule, stored, shared, choice)
+        return make_sparse(rule, stored, shared, backend)
 
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
         return Decoder(spec, layers, operations=self.operations, **parts)
 
 
-def choose_layers(choice: Choice, sizes: Sequence[int]) -> Choice:
+def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:
     """Whose kernels layers of these inner dimensions get, and why, where attention gets those of ``choice``:
     the same, but that native ones compute 16 at a time. Where they cannot, torch does all but attention."""
-    if choice.kernels == "native" and any(size % _NATIVE_MULTIPLE for size in sizes):
-        return Choice("sdpa", f"inner dimensions are no multiples of {_NATIVE_MULTIPLE}")
-    return choice
+    if backend.name == "native" and any(size % _NATIVE_MULTIPLE for size in sizes):
+        return Backend("sdpa", f"inner dimensions are no multiples of {_NATIVE_MULTIPLE}")
+    return backend
 
 
-def check_quantization(layers: Choice | None, architecture: str, quantization: Quantization) -> None:
+def check_quantization(layers: Backend | None, architecture: str, quantization: Quantization) -> None:
     """Raises ConfigError for weights that are to be quantised where nobody does it.
 
     ``layers`` is whose kernels they get, None if they are transformers'.
     """
-    if quantization == "none" or (layers is not None and layers.kernels == "native"):
+    if quantization == "none" or (layers is not None and layers.name == "native"):
         return
     if layers is None:
         raise ConfigError(f"quantization: the code of {architecture} is transformers' own")
     raise ConfigError(
-        f"quantization: {quantization} needs native layers, these are {layers.kernels}: {layers.reason}"
+        f"quantization: {quantization} needs native layers, these are {layers.name}: {layers.reason}"
     )
 
 
@@ -127,18 +127,18 @@ def why_variant(architecture: str, attention: str) -> str:
 
 
 def make_layers(
-    choice: Choice,
+    backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
     sizes: Sequence[int] = (),
     quantization: Quantization = "none",
 ) -> LayerKernels:
     """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers."""
-    if choose_layers(choice, sizes).kernels == "native":
+    if choose_layers(backend, sizes).name == "native":
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.bindings import shared_thread_pool
 
         return NativeLayers(shared_thread_pool(torch.get_num_threads()), quantization)
     # What Triton's kernels are captured with reads weights where they lie.
-    make_linear = TorchLinear if choice.kernels == "triton" else packed_or_torch(device, dtype)
-    return TorchLayers(make_operations(choice), make_linear)
+    make_linear = TorchLinear if backend.name == "triton" else packed_or_torch(device, dtype)
+    return TorchLayers(make_operations(backend), make_linear)

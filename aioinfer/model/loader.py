@@ -10,16 +10,16 @@ from typing import Any, Literal
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.choice import Kernels, choose_attention
+from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
 from aioinfer.model.layers import Quantization, check_quantization, choose_layers, make_layers
-from aioinfer.model.moe.choice import Wanted
+from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import RandomWeights, Weights, weight_files
 
-__all__ = ["Prospect", "inspect_model", "load_model"]
+__all__ = ["ModelInfo", "inspect_model", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,8 +31,8 @@ def load_model(
     device: torch.device,
     load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
-    kernels: Literal["auto"] | Kernels = "auto",
-    experts: Wanted = "auto",
+    kernels: AttentionBackend = "auto",
+    experts: MoEBackend = "auto",
     block_size: int | None = None,
     quantization: Quantization = "none",
     progress: Progress | None = None,
@@ -40,8 +40,8 @@ def load_model(
     """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
 
     ``dtype`` is a name, or "auto" for what the checkpoint says; ``kernels`` is what own code asks
-    :func:`~aioinfer.model.attention.choice.choose_attention` for, and ``experts`` names the kernels of a
-    mixture of experts (:mod:`aioinfer.model.moe.choice`). ``block_size`` is that of a block diffusion
+    :func:`~aioinfer.model.attention.backend.choose_attention` for, and ``experts`` names the kernels of a
+    mixture of experts (:mod:`aioinfer.model.moe.backend`). ``block_size`` is that of a block diffusion
     model, None being what the model says (:mod:`aioinfer.model.blocks`). With ``load_format`` "random" the
     weights are :class:`~aioinfer.model.weights.RandomWeights` and the directory needs no other file than
     config.json. Never runs code from the directory, never touches the network. Raises ConfigError.
@@ -58,9 +58,9 @@ def load_model(
         from aioinfer.model.transformers_model import TransformersLM
 
         return TransformersLM(path, config, chosen, device, progress, made_up)
-    choice = choose_attention(device, _head_dim(config), chosen, kernels, progress)
+    attention = choose_attention(device, _head_dim(config), chosen, kernels, progress)
     sizes = _inner_sizes(config)
-    check_quantization(choose_layers(choice, sizes), config.architectures[0], quantization)
+    check_quantization(choose_layers(attention, sizes), config.architectures[0], quantization)
     weights = made_up or Weights(path, dtype=chosen, device=device, progress=progress)
     return build_decoder(
         path,
@@ -69,14 +69,14 @@ def load_model(
         weights,
         dtype=chosen,
         device=device,
-        kernels=make_layers(choice, device, chosen, sizes, quantization),
+        kernels=make_layers(attention, device, chosen, sizes, quantization),
         experts=experts,
         blocks=blocks,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
+class ModelInfo:
     """What a model directory would become, as far as its config tells."""
 
     architecture: str
@@ -99,13 +99,13 @@ def inspect_model(
     load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
     block_size: int | None = None,
-) -> Prospect:
+) -> ModelInfo:
     """What :func:`load_model` would make of a directory, without reading weights. Raises ConfigError."""
     config = _read_config(path)
     if load_format == "auto":
         weight_files(path)
     family = _family(config, force_transformers)
-    return Prospect(
+    return ModelInfo(
         architecture=config.architectures[0],
         own=family is not None,
         head_dim=_head_dim(config),

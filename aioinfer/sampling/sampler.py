@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 
+from aioinfer.model.backend import Backend
 from aioinfer.sampling import logits_processors
+from aioinfer.sampling.backend import SamplingBackend, choose_sampling
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
-from aioinfer.sampling.choice import Kernels, SamplingChoice, choose_sampling
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.logits_processors import LogitsProcessors
 from aioinfer.sampling.logprobs import Logprobs, TorchLogprobs
@@ -44,7 +44,7 @@ class Sampler:
 
     On CUDA this is done by kernels in Triton (:mod:`aioinfer.sampling.triton_sampler`), on a CPU by kernels
     in C++ (:mod:`aioinfer.sampling.native_sampler`), elsewhere by torch's operations;
-    :mod:`aioinfer.sampling.choice` says which. They draw the same tokens.
+    :mod:`aioinfer.sampling.backend` says which. They draw the same tokens.
 
     Nothing is read back from a device other than the CPU, and input logits are left as they are. With Triton,
     :meth:`sample` can be captured in a CUDA graph if nothing is penalised or banned. Of the flags it then
@@ -53,7 +53,7 @@ class Sampler:
 
     __slots__ = (
         *("_device", "_kernel", "_on_host", "_penalties", "_token_ids", "_vocab_size"),
-        *("choice", "logprobs", "logits_processors"),
+        *("backend", "logprobs", "logits_processors"),
     )
 
     def __init__(
@@ -61,10 +61,10 @@ class Sampler:
         num_slots: int,
         vocab_size: int,
         device: torch.device,
-        kernels: Literal["auto"] | Kernels = "auto",
+        backend: SamplingBackend = "auto",
     ) -> None:
         """Raises ConfigError if ``kernels`` are wanted that the device cannot run."""
-        self.choice: SamplingChoice = choose_sampling(device, kernels)
+        self.backend: Backend = choose_sampling(device, backend)
         #: how single tokens are biased, banned and masked
         self.logits_processors: LogitsProcessors = logits_processors
         #: logprobs of [N, V] float32 that nobody writes to any more, and so many of the likeliest tokens
@@ -72,12 +72,12 @@ class Sampler:
         #: one token per row, of logits with penalties; None: by torch's operations
         self._kernel: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] | None = None
         penalise: Penalise | None = None
-        if self.choice.kernels == "triton":
+        if self.backend.name == "triton":
             from aioinfer.sampling import triton_logits, triton_sampler
 
             self.logits_processors, penalise = triton_logits, triton_logits.penalise
             self._kernel = triton_sampler.sample_tokens
-        elif self.choice.kernels == "native":
+        elif self.backend.name == "native":
             from aioinfer.native.bindings import shared_thread_pool
             from aioinfer.sampling import native_logits, native_sampler
 
@@ -139,7 +139,7 @@ class Sampler:
         if batch.any_penalty:
             logits = self._penalties.apply(logits, batch)
         # Native kernels write bans into the logits and undo it.
-        if batch.banned_ids is not None and batch.banned_rows is not None and self.choice.kernels != "native":
+        if batch.banned_ids is not None and batch.banned_rows is not None and self.backend.name != "native":
             logits = logits if batch.any_penalty else logits.clone()
             self.logits_processors.ban_(logits, batch.banned_rows, batch.banned_ids)
         if self._kernel is not None:

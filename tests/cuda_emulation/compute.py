@@ -33,7 +33,7 @@ from aioinfer.model.heads import HeadNorm, split_heads  # noqa: E402
 from aioinfer.model.operations import triton_operations  # noqa: E402
 from aioinfer.model.operations.torch_operations import TorchOperations  # noqa: E402
 from aioinfer.model.rope import Rotary  # noqa: E402
-from aioinfer.sampling import choice  # noqa: E402
+from aioinfer.sampling import backend  # noqa: E402
 
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p, ctypes.c_int]
@@ -296,7 +296,7 @@ triton_attention.rotate_and_store = rotate_and_store
 triton_attention.store_kv = store_kv
 triton_operations.TritonOperations.add_rms_norm = TorchOperations.add_rms_norm  # type: ignore[assignment]
 triton_operations.TritonOperations.silu_mul = TorchOperations.silu_mul  # type: ignore[assignment]
-_choose = choice.choose_sampling
-choice.choose_sampling = lambda device, wanted="auto": _choose(
+_choose = backend.choose_sampling
+backend.choose_sampling = lambda device, wanted="auto": _choose(
     device, "torch" if wanted == "auto" else wanted
 )

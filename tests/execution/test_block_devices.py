@@ -18,7 +18,7 @@ from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import fit_blocks
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.execution.warmup import largest_block_steps
-from aioinfer.model.attention.choice import choose_attention
+from aioinfer.model.attention.backend import choose_attention
 from aioinfer.model.loader import load_model
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams

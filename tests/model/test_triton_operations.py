@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from aioinfer.model.attention.choice import Choice, make_operations
+from aioinfer.model.attention.backend import make_operations
+from aioinfer.model.backend import Backend
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rotary
@@ -26,7 +27,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def fast(device: str) -> Operations:
-    return make_operations(Choice("triton", "for the test"))
+    return make_operations(Backend("triton", "for the test"))
 
 
 def assert_last_bits(got: torch.Tensor, expected: torch.Tensor, share: float, single: float = 6e-7) -> None:

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from aioinfer.sampling.choice import Kernels
+from aioinfer.sampling.backend import SamplingBackend
 from tests.model.kernels import DEVICES, kernels_or_skip
 from tests.sampling.support import native_team
 
 
 @pytest.fixture(params=["torch", "native"])
-def sampling(request: pytest.FixtureRequest) -> Kernels:
+def sampling(request: pytest.FixtureRequest) -> SamplingBackend:
     """What a sampler on a CPU may be made of."""
     if request.param == "native":
         native_team()
-    found: Kernels = request.param
+    found: SamplingBackend = request.param
     return found
 
 

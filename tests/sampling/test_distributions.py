@@ -24,8 +24,8 @@ from aioinfer.execution.streams import Direct
 from aioinfer.params import SamplingParams
 from aioinfer.sampling import logits_processors
 from aioinfer.sampling import sampler as sampler_module
+from aioinfer.sampling.backend import SamplingBackend
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
-from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.decode_batch import Decodes
@@ -126,7 +126,7 @@ class SameLogits:
         return self._logits.expand(len(batch.logits_rows), -1).clone()
 
 
-def draw(case: Case, rows: int, sampling: Kernels = "torch") -> npt.NDArray[np.int64]:
+def draw(case: Case, rows: int, sampling: SamplingBackend = "torch") -> npt.NDArray[np.int64]:
     """How often each token came in a step of so many rows."""
     vocab = len(case.logits)
     return np.bincount(tokens(case, rows, Sampler(SLOTS, vocab, CPU, sampling)), minlength=vocab)
@@ -197,7 +197,9 @@ def case_of(combination: tuple[bool, ...], vocab: int) -> Case:
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
-def test_draws_follow_the_exact_distribution(combination: tuple[bool, ...], sampling: Kernels) -> None:
+def test_draws_follow_the_exact_distribution(
+    combination: tuple[bool, ...], sampling: SamplingBackend
+) -> None:
     case = case_of(combination, 50)
     counts = draw(case, DRAWS, sampling)
     assert fits(counts, case.exact), (SEED, case, counts)
@@ -210,7 +212,9 @@ LARGE = [
 
 
 @pytest.mark.parametrize("combination", LARGE, ids=name_of)
-def test_draws_from_a_large_vocabulary_do_so_too(combination: tuple[bool, ...], sampling: Kernels) -> None:
+def test_draws_from_a_large_vocabulary_do_so_too(
+    combination: tuple[bool, ...], sampling: SamplingBackend
+) -> None:
     """Larger than what is taken in one go: rows come one at a time, top-p from a window or by search."""
     case = case_of(combination, 5000)
     counts = draw(case, 384, sampling)

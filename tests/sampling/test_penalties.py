@@ -10,8 +10,8 @@ import torch
 
 from aioinfer.execution.sampling_metadata import SamplingTable
 from aioinfer.params import SamplingParams
+from aioinfer.sampling.backend import SamplingBackend
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.penalties import Penalties, _penalise
 from aioinfer.sampling.sampler import Sampler
@@ -30,7 +30,7 @@ PENALTIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("row", PENALTIES)
 def test_tokens_count_before_the_host_knows_them(
-    row: dict[str, Any], temperature: float, vocab: int, sampling: Kernels
+    row: dict[str, Any], temperature: float, vocab: int, sampling: SamplingBackend
 ) -> None:
     """30 tokens, each step counting the one before on the device, equal the formulas and a sampler that
     starts from the tokens so far."""
@@ -54,7 +54,7 @@ def test_tokens_count_before_the_host_knows_them(
 
 
 @pytest.mark.parametrize("vocab", [8, 5000])
-def test_a_new_tenant_of_a_slot_inherits_no_counts(vocab: int, sampling: Kernels) -> None:
+def test_a_new_tenant_of_a_slot_inherits_no_counts(vocab: int, sampling: SamplingBackend) -> None:
     sampler = Sampler(4, vocab, CPU, sampling)
     logits = torch.zeros(1, vocab)
     logits[0, :8] = torch.arange(8.0)
@@ -154,7 +154,7 @@ def test_a_tenant_without_penalties_gives_back_the_row_of_the_one_before() -> No
     assert not sampler._penalties._row_of.any()
 
 
-def test_counts_may_be_reset_by_a_step_that_samples_nothing(sampling: Kernels) -> None:
+def test_counts_may_be_reset_by_a_step_that_samples_nothing(sampling: SamplingBackend) -> None:
     """The first chunk of a long prompt takes the slot; a later step samples."""
     sampler = Sampler(2, 6, CPU, sampling)
     sampler.reset([PenaltyReset(1, [5], [])])

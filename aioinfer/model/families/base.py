@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
+from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.layers import LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.choice import Choice, Wanted, choose_experts
+from aioinfer.model.moe.backend import MoEBackend, choose_experts
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.rope import Rope
@@ -32,7 +33,7 @@ class Source:
     weights: Weights
     kernels: LayerKernels
     #: of the experts; None in a model without
-    experts: Choice | None
+    experts: Backend | None
     #: see :class:`~aioinfer.model.attention.base.AttentionParams`
     block: int
 
@@ -102,13 +103,13 @@ def build_decoder(
     dtype: torch.dtype,
     device: torch.device,
     kernels: LayerKernels,
-    experts: Wanted,
+    experts: MoEBackend,
     blocks: Blocks | None,
 ) -> CausalLM:
     """The model in a directory. Raises ConfigError."""
     shape = expert_shape(family, config)
-    choice = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
-    source = Source(config, weights, kernels, choice, blocks.size if blocks else 1)
+    backend = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
+    source = Source(config, weights, kernels, backend, blocks.size if blocks else 1)
     words = config.vocab_size, config.hidden_size
     embedding = weights.take(family.embedding, words)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
@@ -129,7 +130,7 @@ def build_decoder(
         dtype=dtype,
         eos_token_ids=eos_token_ids(path, config),
         num_parameters=weights.num_parameters,
-        expert_kernels=choice.kernels if choice else None,
+        expert_kernels=backend.name if backend else None,
         block_size=blocks.size if blocks else None,
         mask_token_id=blocks.mask_token_id if blocks else None,
     )
