@@ -33,7 +33,7 @@ class Layer:
     #: to queries, keys and values of all heads
     qkv: Linear
     qk_norm: HeadNorm | None
-    scoring: AttentionParams
+    attention_params: AttentionParams
     out: Linear
     mlp_norm: torch.Tensor
     mlp: FeedForward
@@ -96,5 +96,5 @@ class Decoder:
         spec = self.spec
         shape = len(normed), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim
         qkv = layer.qkv(normed).view(shape)
-        mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.scoring)
+        mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.attention_params)
         return layer.out(mixed.flatten(1))

@@ -140,7 +140,7 @@ class NativeDecoder:
             (norms[0].data_ptr(), None if head_norm is None else head_norm.data_ptr(), norms[1].data_ptr()),
             [layer.qkv.packed, layer.out.packed, *dense],
             parts.experts,
-            scoring_numbers(layer.scoring),
+            scoring_numbers(layer.attention_params),
         )
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:

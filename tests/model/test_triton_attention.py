@@ -90,19 +90,17 @@ class Setup:
             num_decodes=self.num_decodes,
         )
 
-    def run(self, attention: Attention, scoring: AttentionParams) -> torch.Tensor:
+    def run(self, attention: Attention, params: AttentionParams) -> torch.Tensor:
         task = self.task
-        return attention(1, task.q, self.k, self.v, self.batch(), scoring)
+        return attention(1, task.q, self.k, self.v, self.batch(), params)
 
-    def run_fused(
-        self, attention: Attention, norm: HeadNorm | None, scoring: AttentionParams
-    ) -> torch.Tensor:
+    def run_fused(self, attention: Attention, norm: HeadNorm | None, params: AttentionParams) -> torch.Tensor:
         """The same heads as a projection, at positions of their own."""
         qkv = torch.cat((self.task.q, self.k, self.v), dim=1)
         generator = torch.Generator().manual_seed(0)
         angles = torch.randn(len(qkv), 1, qkv.shape[2], generator=generator)
         rotary = Rotary(*(f(angles).to(qkv) for f in (torch.cos, torch.sin)))
-        return attention.fused(1, qkv, norm, rotary, self.batch(), scoring)
+        return attention.fused(1, qkv, norm, rotary, self.batch(), params)
 
 
 def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, AttentionParams]:
@@ -141,7 +139,7 @@ def triton_attention(pool: KVPool) -> Attention:
 def test_a_step_is_what_the_sdpa_kernels_make_of_it(device: str, seed: int, dtype: torch.dtype) -> None:
     """Decodes only, chunks only, and both; all kinds of groups, windows, blocks, page and head sizes; heads
     that were prepared and, every other time, a projection, whose keys may be normed."""
-    setup, scoring = random_setup(seed, device, dtype)
+    setup, params = random_setup(seed, device, dtype)
     reference, pool = setup.pool(), setup.pool()
     run = setup.run
     if seed % 2:
@@ -149,11 +147,11 @@ def test_a_step_is_what_the_sdpa_kernels_make_of_it(device: str, seed: int, dtyp
         weight = torch.linspace(-1.5, 1.5, heads * setup.k.shape[2], device=device).to(dtype)
         norm = HeadNorm(weight.view(heads, -1), 1e-6) if seed % 3 else None
 
-        def run(attention: Attention, scoring: AttentionParams) -> torch.Tensor:
-            return setup.run_fused(attention, norm, scoring)
+        def run(attention: Attention, params: AttentionParams) -> torch.Tensor:
+            return setup.run_fused(attention, norm, params)
 
-    expected = run(SDPAAttention(reference), scoring)
-    got = run(triton_attention(pool), scoring)
+    expected = run(SDPAAttention(reference), params)
+    got = run(triton_attention(pool), params)
     bound = TOLERANCE[dtype]
     torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
     # Of a norm the last bit may differ.

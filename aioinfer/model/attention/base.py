@@ -46,7 +46,7 @@ class Attention(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """For models that prepare their heads themselves.
 
@@ -62,7 +62,7 @@ class Attention(Protocol):
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """From the projection on, so that kernels can norm, rotate and store in one go.
 

@@ -88,7 +88,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Plan:
-    """What all layers of a step with the same scoring share."""
+    """What all layers of a step with the same params share."""
 
     groups: list[_Group]
     chunks: list[_Chunk]
@@ -114,23 +114,23 @@ class SDPAAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         self._pool.write(layer, batch.slot_mapping, k, v)
         plans = batch.attention_plan
         if not isinstance(plans, dict):
             plans = batch.attention_plan = {}
-        plan = plans.get(scoring)
+        plan = plans.get(params)
         if plan is None:
-            plan = plans[scoring] = self._plan(batch, scoring)
+            plan = plans[params] = self._plan(batch, params)
         if len(plan.groups) == 1 and not plan.chunks:
-            return self._together(layer, q, plan.groups[0], scoring)
+            return self._together(layer, q, plan.groups[0], params)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in plan.groups:
-            output[group.tokens] = self._together(layer, q[group.tokens], group, scoring)
+            output[group.tokens] = self._together(layer, q[group.tokens], group, params)
         for chunk in plan.chunks:
             at = chunk.tokens
-            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, scoring)
+            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, params)
         return output
 
     def fused(
@@ -140,22 +140,22 @@ class SDPAAttention:
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         q, k, v = split_heads(qkv, self._kv_heads, norm, rotary)
-        return self(layer, q, k, v, batch, scoring)
+        return self(layer, q, k, v, batch, params)
 
-    def _together(self, layer: int, q: torch.Tensor, group: _Group, scoring: AttentionParams) -> torch.Tensor:
+    def _together(self, layer: int, q: torch.Tensor, group: _Group, params: AttentionParams) -> torch.Tensor:
         group.context.gather(self._pool, layer)
         count, num_kv_heads, _, head_dim = group.keys.shape
         if len(q) == count:
             # As below, without its four views of views, which a decode would notice.
             queries = q.view(count, num_kv_heads, -1, head_dim)
-            return _mix(queries, group.keys, group.values, group.mask, scoring).reshape(q.shape)
+            return _mix(queries, group.keys, group.values, group.mask, params).reshape(q.shape)
         # [rows, num_kv_heads, tokens, queries of a group, head_dim]: what shares keys goes side by side.
         queries = q.view(count, len(q) // count, num_kv_heads, -1, head_dim).transpose(1, 2)
         folded = queries.reshape(count, num_kv_heads, -1, head_dim)
-        mixed = _mix(folded, group.keys, group.values, group.mask, scoring)
+        mixed = _mix(folded, group.keys, group.values, group.mask, params)
         return mixed.view(queries.shape).transpose(1, 2).reshape(q.shape)
 
     def _prefill(
@@ -165,7 +165,7 @@ class SDPAAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         chunk: _Chunk,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         if chunk.context is not None:
             chunk.context.gather(self._pool, layer)
@@ -177,11 +177,11 @@ class SDPAAttention:
         queries = q.view(q_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         keys = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         values = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-        mixed = _mix(queries, keys, values, chunk.mask, scoring, causal=chunk.causal)
+        mixed = _mix(queries, keys, values, chunk.mask, params, causal=chunk.causal)
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
-    def _plan(self, batch: Batch, scoring: AttentionParams) -> _Plan:
-        window, block = scoring.window, scoring.block
+    def _plan(self, batch: Batch, params: AttentionParams) -> _Plan:
+        window, block = params.window, params.block
         # Rows by their length, and those whose tokens see different things.
         alike: dict[int, list[int]] = {1: list(range(batch.num_decodes))}
         mixed: list[int] = []
@@ -214,7 +214,7 @@ class SDPAAttention:
         return _Plan(
             [self._plan_group(batch, rows, starts, context, window, buffers) for rows, context in groups],
             [
-                self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, scoring, buffers)
+                self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, params, buffers)
                 for row, reach in zip(mixed, reaches, strict=True)
             ],
         )
@@ -256,7 +256,7 @@ class SDPAAttention:
         row: int,
         tokens: slice,
         reach: int,
-        scoring: AttentionParams,
+        params: AttentionParams,
         buffers: list[torch.Tensor],
     ) -> _Chunk:
         """``reach`` is how many positions the chunk's queries look at together."""
@@ -266,12 +266,12 @@ class SDPAAttention:
         if not whole:
             positions = torch.arange(first, kv_len, device=device).unsqueeze(0)
             context = self._context(batch.block_table[row : row + 1], positions, buffers)
-        if scoring.window is None or scoring.window >= kv_len:
-            if (kv_len - q_len) // scoring.block == (kv_len - 1) // scoring.block:
+        if params.window is None or params.window >= kv_len:
+            if (kv_len - q_len) // params.block == (kv_len - 1) // params.block:
                 return _Chunk(tokens, context, None)
-            if whole and scoring.block == 1 and scoring.soft_cap is None:
+            if whole and params.block == 1 and params.soft_cap is None:
                 return _Chunk(tokens, context, None, causal=True)
-        return _Chunk(tokens, context, visible(q_len, first, kv_len, scoring, device))
+        return _Chunk(tokens, context, visible(q_len, first, kv_len, params, device))
 
     def _context(
         self, tables: torch.Tensor, positions: torch.Tensor, buffers: list[torch.Tensor]
@@ -306,15 +306,13 @@ def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[lis
     return groups
 
 
-def visible(
-    q_len: int, first: int, stop: int, scoring: AttentionParams, device: torch.device
-) -> torch.Tensor:
+def visible(q_len: int, first: int, stop: int, params: AttentionParams, device: torch.device) -> torch.Tensor:
     """Which of positions [first, stop) each of the last ``q_len`` of them may see; [q_len, stop - first]."""
     query = torch.arange(stop - q_len, stop, device=device).unsqueeze(1)
     key = torch.arange(first, stop, device=device)
-    allowed = key < (query // scoring.block + 1) * scoring.block
-    if scoring.window is not None:
-        allowed &= key > query - scoring.window
+    allowed = key < (query // params.block + 1) * params.block
+    if params.window is not None:
+        allowed &= key > query - params.window
     return allowed
 
 
@@ -323,16 +321,16 @@ def _mix(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scoring: AttentionParams,
+    params: AttentionParams,
     *,
     causal: bool = False,
 ) -> torch.Tensor:
     """Values weighted by their keys' scores, [..., length, head_dim] all of them; masks add or are bool."""
-    if scoring.soft_cap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scoring.scale)
+    if params.soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=params.scale)
     # torch's kernels have no caps.
-    scores = q.float() @ k.float().mT * (scoring.scale / scoring.soft_cap)
-    scores = scores.tanh() * scoring.soft_cap
+    scores = q.float() @ k.float().mT * (params.scale / params.soft_cap)
+    scores = scores.tanh() * params.soft_cap
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return (scores.softmax(-1) @ v.float()).to(q.dtype)

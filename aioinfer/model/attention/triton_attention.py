@@ -48,10 +48,10 @@ class TritonAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         store_kv(k, v, self._pool.keys[layer], self._pool.values[layer], batch.slot_mapping)
-        return self._attend(layer, q if q.stride(2) == 1 else q.contiguous(), batch, scoring)
+        return self._attend(layer, q if q.stride(2) == 1 else q.contiguous(), batch, params)
 
     def fused(
         self,
@@ -60,15 +60,15 @@ class TritonAttention:
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         q = rotate_and_store(qkv, norm, rotary, keys, values, batch.slot_mapping)
-        return self._attend(layer, q, batch, scoring)
+        return self._attend(layer, q, batch, params)
 
-    def _attend(self, layer: int, q: torch.Tensor, batch: Batch, scoring: AttentionParams) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, batch: Batch, params: AttentionParams) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        scale, window, soft_cap = scoring.scale, scoring.window, scoring.soft_cap
+        scale, window, soft_cap = params.scale, params.window, params.soft_cap
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         table, kv_len, decodes = batch.block_table, batch.kv_len, batch.num_decodes
         if decodes:
@@ -81,7 +81,7 @@ class TritonAttention:
             paged_prefill(
                 q, keys, values, table[decodes:], batch.cu_q[decodes:], kv_len[decodes:],
                 num_tokens=len(q) - decodes, scale=scale, window=window, soft_cap=soft_cap,
-                block=scoring.block, out=out, tuning=self._prefill,
+                block=params.block, out=out, tuning=self._prefill,
             )  # fmt: skip
         return out
 

@@ -59,7 +59,7 @@ class LLaDA2:
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=qkv,
             qk_norm=source.head_norm(*norms) if config.use_qk_norm else None,
-            scoring=AttentionParams(scale=size**-0.5, block=source.block),
+            attention_params=AttentionParams(scale=size**-0.5, block=source.block),
             out=out,
             mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._mlp(source, index),

@@ -76,7 +76,9 @@ class LlamaLike:
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=qkv,
             qk_norm=source.head_norm(f"{at}.q_norm", f"{at}.k_norm") if self.qk_norm else None,
-            scoring=AttentionParams(scale=size**-0.5, window=self._window(config, index), block=source.block),
+            attention_params=AttentionParams(
+                scale=size**-0.5, window=self._window(config, index), block=source.block
+            ),
             out=out,
             mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._mlp(source, index),
