@@ -1,13 +1,12 @@
-"""TritonAttention: the project's attention on its own Triton kernels, for CUDA.
+"""TritonAttention: attention by Triton kernels, for CUDA.
 
-A layer's call is two to four launches, with nothing read back from the device: keys and values are stored
-(and before that, in the same launch, heads normed and rotated if the model leaves it to us), decode rows go
-through split-KV decode (two launches), the other rows of the step through the prefill kernel. Everything
-that changes from step to step is read on the device, and the grids follow from the shapes of the tensors;
-so the decode part can be captured in a CUDA graph.
+A layer's call is two to four launches and reads nothing back from the device: one launch stores keys and
+values (``fused`` norms and rotates the heads in it), two compute the decode rows by split-KV decode, one
+computes the other rows by the prefill kernel. Whatever changes from step to step is read on the device, and
+the grids follow from the shapes of the tensors, so the decode part can be captured in a CUDA graph.
 
-A decode row has the same bits in any batch, and a prompt's token the same under any chunking. A token has
-not the same bits as decode and as prefill row: their sums are cut differently.
+A decode row has the same bits in any batch, and a token of a prompt has the same bits under any chunking. As
+decode row and as prefill row a token has different bits: the sums are split differently.
 """
 
 from __future__ import annotations
@@ -72,7 +71,8 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         table, kv_len, decodes = batch.block_table, batch.kv_len, batch.num_decodes
         if decodes:
-            # A row's only query is its last position, which sees the whole row in blocks of any size.
+            # The only query of a decode row is its last position: it attends to the whole row, whatever the
+            # size of a block.
             paged_decode(
                 q[:decodes], keys, values, table[:decodes], kv_len[:decodes],
                 scale=scale, window=window, soft_cap=soft_cap, out=out[:decodes], tuning=self._decode,
@@ -114,8 +114,8 @@ def store_kv(
 ) -> None:
     """Write k and v [T, num_kv_heads, head_dim] to cells [T] of keys and values [pages, page_size, ...].
 
-    k and v may be slices of one projection; keys and values are contiguous. Of several tokens with the
-    same cell, as padding has it, any one stays.
+    k and v may be slices of one projection; keys and values must be contiguous, else ValueError. If several
+    tokens have the same cell (padding has), an arbitrary one is kept.
     """
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("the pool must be contiguous")
