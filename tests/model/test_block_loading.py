@@ -93,7 +93,7 @@ def test_what_is_asked_of_the_wrong_model_is_refused(tmp_path: Path) -> None:
     for call in (inspect, lambda path, **asked: load(path, load_format="random", **asked)):
         with pytest.raises(ConfigError, match="Qwen3ForCausalLM writes token after token"):
             call(tmp_path / "qwen3", block_size=4)
-        with pytest.raises(ConfigError, match="transformers has no code of LLaDA2MoeModelLM"):
+        with pytest.raises(ConfigError, match="transformers has no implementation of LLaDA2MoeModelLM"):
             call(tmp_path, force_transformers=True)
     assert load(tmp_path / "qwen3").spec.block_size is None
     (tmp_path / "config.json").write_text("[]")

@@ -178,7 +178,7 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
-    """Attention of packed rows, each the last positions of its sequence; the pool holds their keys and values.
+    """Attention of packed rows, each the last positions of its sequence, over keys and values in the pool.
 
     A query's bits depend neither on the batch nor on the chunking of its sequence. Raises ValueError if the
     shapes do not fit or the tensors are not contiguous.
