@@ -9,14 +9,14 @@ import pytest
 
 from aioinfer.sampling.backend import SamplingBackend
 from tests.model.kernels import DEVICES, kernels_or_skip
-from tests.sampling.support import native_team
+from tests.sampling.support import native_thread_pool
 
 
 @pytest.fixture(params=["torch", "native"])
 def sampling(request: pytest.FixtureRequest) -> SamplingBackend:
     """What a sampler on a CPU may be made of."""
     if request.param == "native":
-        native_team()
+        native_thread_pool()
     found: SamplingBackend = request.param
     return found
 

@@ -11,13 +11,13 @@ from aioinfer.model.backend import Backend
 from aioinfer.native import bindings
 from aioinfer.sampling.backend import choose_sampling as choose
 from aioinfer.sampling.sampler import Sampler
-from tests.sampling.support import native_team
+from tests.sampling.support import native_thread_pool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_a_cpu_samples_natively_where_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    native_team()
+    native_thread_pool()
     assert choose(CPU) == Backend("native", "the device is a cpu")
     assert choose(CPU, "native") == Backend("native", "asked for")
     assert Sampler(2, 10, CPU).backend.name == "native"

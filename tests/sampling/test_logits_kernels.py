@@ -15,7 +15,7 @@ from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.native_logits import NativeLogits
 from aioinfer.sampling.penalties import Penalties
 from tests.model.kernels import DEVICES, kernels_or_skip
-from tests.sampling.support import CPU, make_batch, native_team, random_logits
+from tests.sampling.support import CPU, make_batch, native_thread_pool, random_logits
 
 
 class Kernels(NamedTuple):
@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """In Triton, interpreted or compiled, or in C++. The interpreter warns of infinity less infinity."""
     if request.param == "native":
-        yield Kernels("cpu", NativeLogits(native_team()))
+        yield Kernels("cpu", NativeLogits(native_thread_pool()))
         return
     kernels_or_skip(request.param)
     from aioinfer.sampling import triton_logits

@@ -40,7 +40,7 @@ class Source:
     def fused(
         self, names: list[str], rows: list[int], width: int, *, bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The projections ``names``, of [rows[i], width] each, as one matrix; and with ``bias`` their biases."""
+        """The projections ``names`` of [rows[i], width] as one matrix; with ``bias`` also their biases."""
         weight = self.weights.fused([f"{name}.weight" for name in names], rows, width)
         return weight, self.weights.fused([f"{name}.bias" for name in names], rows) if bias else None
 
