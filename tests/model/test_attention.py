@@ -130,7 +130,9 @@ def test_blocks_windows_and_soft_caps_are_what_the_formula_says(
     ids=str,
 )
 @pytest.mark.parametrize("row", [(4, 40, 41), (4, 40, 57), (4, 0, 30)])
-def test_nan_in_cells_of_others_reaches_nobody(row: tuple[int, int, int], params: AttentionParams) -> None:
+def test_nan_in_cells_of_others_reaches_no_other_row(
+    row: tuple[int, int, int], params: AttentionParams
+) -> None:
     """What a freed page holds is its last owner's; a mask alone would let 0 * NaN through."""
     bench = Bench(8, LENGTHS)
     bench.spoil()
@@ -143,7 +145,7 @@ def test_nan_in_cells_of_others_reaches_nobody(row: tuple[int, int, int], params
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_decode_has_the_same_bits_in_any_company_and_grouping(
+def test_a_decode_has_the_same_bits_in_any_batch_and_grouping(
     dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
@@ -162,7 +164,7 @@ def test_a_decode_has_the_same_bits_in_any_company_and_grouping(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_has_the_same_bits_in_any_company_and_grouping(
+def test_a_block_has_the_same_bits_in_any_batch_and_grouping(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks at any depth of their sequences, some of them two of one, between prompts and decodes."""

@@ -124,8 +124,8 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
     shared = block.shared_experts
     gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
     stack = ExpertWeights(block.experts.gate_up_proj, block.experts.down_proj)
-    everybody = SwiGLU(TorchLinear(gate_up), TorchLinear(shared.down_proj.weight), TorchOperations())
-    ours = SparseMLP(router, kind(stack), everybody)
+    shared_mlp = SwiGLU(TorchLinear(gate_up), TorchLinear(shared.down_proj.weight), TorchOperations())
+    ours = SparseMLP(router, kind(stack), shared_mlp)
     assert_near(ours(hidden), block(hidden[None])[0])
 
 

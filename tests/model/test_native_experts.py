@@ -182,7 +182,7 @@ def test_half_precision_rounds_as_torch_does(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     sizes = {"top_k": 3, "num_experts": 7, "hidden": 48, "middle": 32}
     task = Mixture.make(61, dtype=dtype, **sizes)
     rule = sigmoid(7, 3, 7, 5, True, 2.5, hidden=48)

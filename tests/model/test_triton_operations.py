@@ -78,7 +78,7 @@ def test_a_norm_of_anything_differs_in_last_bits_only(
     assert torch.equal(got[1][4].cpu().isnan(), normed[4].isnan())
 
 
-def test_a_row_is_normed_alike_in_any_company_and_layout(fast: Operations, device: str) -> None:
+def test_a_row_is_normed_alike_in_any_batch_and_layout(fast: Operations, device: str) -> None:
     rows, weight = normal(4, 100, seed=6).to(device), normal(100, seed=7).to(device)
     rows[2] = math.nan
     total, normed = fast.add_rms_norm(rows, rows, weight, 1e-6)

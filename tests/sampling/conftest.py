@@ -1,4 +1,4 @@
-"""Where kernels run: in Triton's interpreter on the CPU, or compiled on CUDA; and who samples on a CPU."""
+"""Where kernels run (in the interpreter on the CPU, or on CUDA), and the backends of sampling on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sampling.support import native_thread_pool
 
 @pytest.fixture(params=["torch", "native"])
 def sampling(request: pytest.FixtureRequest) -> SamplingBackend:
-    """What a sampler on a CPU may be made of."""
+    """A backend of sampling on a CPU."""
     if request.param == "native":
         native_thread_pool()
     found: SamplingBackend = request.param

@@ -127,20 +127,20 @@ class SameLogits:
 
 
 def draw(case: Case, rows: int, sampling: SamplingBackend = "torch") -> npt.NDArray[np.int64]:
-    """How often each token came in a step of so many rows."""
+    """How often each token came in a step of ``rows`` rows."""
     vocab = len(case.logits)
     return np.bincount(tokens(case, rows, Sampler(SLOTS, vocab, CPU, sampling)), minlength=vocab)
 
 
 def tokens(case: Case, rows: int, sampler: Sampler, device: torch.device = CPU) -> npt.NDArray[np.int64]:
-    """What came in a step of so many rows: other seeds by slot, other positions by row."""
+    """What came in a step of ``rows`` rows: other seeds by slot, other positions by row."""
     packer = Packer(SLOTS, 1, 1 << 20)
     for slot in range(1, SLOTS + 1):
         admission = Admission(case.params, SEED + slot, frozenset(), case.prompt, case.output)
         packer._parameters.admit(slot, admission)
     at = np.arange(rows)
-    nobody: list[Any] = [None] * rows
-    decodes = Decodes(nobody, 1 + at % SLOTS, len(case.prompt + case.output) + at // SLOTS, [], [])
+    no_requests: list[Any] = [None] * rows
+    decodes = Decodes(no_requests, 1 + at % SLOTS, len(case.prompt + case.output) + at // SLOTS, [], [])
     packed = packer.pack(Step(1, decodes, (), rows))
     if case.params.penalised:
         packed.penalty_resets = [PenaltyReset(slot, case.prompt, case.output) for slot in range(1, SLOTS + 1)]
@@ -242,7 +242,7 @@ def test_draws_of_compiled_kernels_follow_the_exact_distribution(vocab: int) -> 
 
 @pytest.mark.parametrize("combination", LARGE[::-3], ids=name_of)
 def test_kernels_draw_the_tokens_of_torch(combination: tuple[bool, ...], device: str) -> None:
-    """Whose distribution is tested above."""
+    """The distribution of torch's tokens is tested above."""
     case = case_of(combination, 50)
     wanted = tokens(case, 4, Sampler(SLOTS, 50, CPU, "torch"))
     assert by_kernels(case, 4, device).tolist() == wanted.tolist()

@@ -19,7 +19,7 @@ from tests.sampling.support import CPU, make_batch, native_thread_pool, random_l
 
 
 class Kernels(NamedTuple):
-    """Who computes, and where. ``logits_processors`` has the functions of masks, and penalise."""
+    """A device and its implementation: ``logits_processors`` has the functions of masks, and penalise."""
 
     device: str
     logits_processors: Any

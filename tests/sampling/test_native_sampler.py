@@ -126,7 +126,7 @@ def test_lists_of_candidates_that_suffice_and_that_do_not(team: ThreadPool, shap
 
 
 def test_a_row_depends_on_itself_alone() -> None:
-    """Not on its company or the threads, nor on how logits and parameters lie in memory."""
+    """Not on the batch or the threads, nor on how logits and parameters lie in memory."""
     native_thread_pool()
     rng = np.random.default_rng(3)
     rows = [random_row(rng) for _ in range(20)]
