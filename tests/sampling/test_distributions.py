@@ -137,7 +137,7 @@ def tokens(case: Case, rows: int, sampler: Sampler, device: torch.device = CPU) 
     packer = Packer(SLOTS, 1, 1 << 20)
     for slot in range(1, SLOTS + 1):
         admission = Admission(case.params, SEED + slot, frozenset(), case.prompt, case.output)
-        packer._parameters.admit(slot, admission)
+        packer._sampling_table.admit(slot, admission)
     at = np.arange(rows)
     no_requests: list[Any] = [None] * rows
     decodes = Decodes(no_requests, 1 + at % SLOTS, len(case.prompt + case.output) + at // SLOTS, [], [])
@@ -242,7 +242,7 @@ def test_draws_of_compiled_kernels_follow_the_exact_distribution(vocab: int) -> 
 
 @pytest.mark.parametrize("combination", LARGE[::-3], ids=name_of)
 def test_kernels_draw_the_tokens_of_torch(combination: tuple[bool, ...], device: str) -> None:
-    """The distribution of torch's tokens is tested above."""
+    """Whose distribution is tested above."""
     case = case_of(combination, 50)
     wanted = tokens(case, 4, Sampler(SLOTS, 50, CPU, "torch"))
     assert by_kernels(case, 4, device).tolist() == wanted.tolist()
