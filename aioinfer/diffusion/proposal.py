@@ -86,11 +86,11 @@ def propose(
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of [R, B, V] and its token, the lowest of equals; any token where there is NaN."""
+    """The largest logit of [R, B, V] and its token, the lowest id among equals; an arbitrary one for NaN."""
     if logits.is_cuda:
         return logits.max(dim=2)
-    # On a CPU, torch looks for indices one by one, and compares to truth values one by one, but works on
-    # numbers in vectors: the token is the one that is farthest from the end. float32 counts up to 2**24.
+    # On a CPU, torch vectorizes arithmetic, but neither argmax nor comparisons to bool: the token is found as
+    # the one farthest from the end. float32 is exact up to 2**24.
     best, vocab_size = logits.amax(2), logits.shape[2]
     to_end = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=logits.device)
     equal = torch.eq(logits, best.unsqueeze(2), out=torch.empty_like(logits))

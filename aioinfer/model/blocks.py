@@ -41,8 +41,8 @@ def choose_blocks(config: Any, usual: Blocks, size: int | None = None) -> Blocks
         mask = usual.mask_token_id
     if not _is_count(mask) or not 0 <= mask < config.vocab_size:
         raise ConfigError(
-            f"model: the mask token of {name} would be {mask!r}, and it knows {config.vocab_size} tokens:"
-            " config.json must say its mask_token_id"
+            f"model: the mask token of {name} would be {mask!r}, outside its {config.vocab_size} tokens:"
+            " config.json must state its mask_token_id"
         )
     return Blocks(size, mask)
 

@@ -45,13 +45,11 @@ def load_model(
         path: the directory.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's.
         device: the device of the weights.
-        load_format: "random" makes :class:`~aioinfer.model.weights.RandomWeights`; the directory then needs
-            no file but config.json.
+        load_format: "random" makes :class:`~aioinfer.model.weights.RandomWeights` from config.json alone.
         force_transformers: load by transformers even where a built-in implementation exists.
         kernels: the attention backend (:mod:`aioinfer.model.attention.backend`).
         experts: the backend of a mixture of experts (:mod:`aioinfer.model.moe.backend`).
-        block_size: positions of a block of a diffusion model; None for the model's own
-            (:mod:`aioinfer.model.blocks`).
+        block_size: positions of a block of a diffusion model; None for the model's own.
         quantization: how the weights of linear layers are stored.
         progress: called with ("kernels" or "weights", done, total).
 

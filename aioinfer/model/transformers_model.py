@@ -151,7 +151,7 @@ def _refuse_unknown(architecture: str) -> None:
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         known.update((names,) if isinstance(names, str) else names)
     if architecture not in known:
-        raise ConfigError(f"model: {architecture} is no causal language model that transformers knows")
+        raise ConfigError(f"model: {architecture} is no causal language model of transformers")
 
 
 def _load(path: Path, dtype: torch.dtype) -> Any:

@@ -67,7 +67,7 @@ def make_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Attention:
-    """Attention by ``backend`` over a new pool, sized as :class:`~aioinfer.model.attention.pool.KVPool`."""
+    """Attention by ``backend``, over a new KV pool of ``num_pages`` pages and the null page."""
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     sizes |= {"num_pages": num_pages, "page_size": page_size}
     if backend.name == "native":
