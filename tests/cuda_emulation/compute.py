@@ -23,11 +23,11 @@ from torch import library
 
 import aioinfer.model.triton_support
 
-# Nothing of ours may have asked yet whether Triton can run on the device.
-aioinfer.model.triton_support.triton_obstacle = lambda device: None
+# Before any other module of the package imports the function.
+aioinfer.model.triton_support.triton_unsupported = lambda device: None
 
 from aioinfer.model.attention import triton_attention  # noqa: E402
-from aioinfer.model.attention.base import Scoring  # noqa: E402
+from aioinfer.model.attention.base import AttentionParams  # noqa: E402
 from aioinfer.model.attention.sdpa import visible  # noqa: E402
 from aioinfer.model.heads import HeadNorm, split_heads  # noqa: E402
 from aioinfer.model.operations import triton_operations  # noqa: E402
@@ -223,7 +223,7 @@ def _launch(self: Any, *args: Any, **kwargs: Any) -> None:
 triton.runtime.interpreter.GridExecutor.__call__ = _launch  # type: ignore[method-assign]
 
 
-# -- twins of our kernels, which are quicker than the interpreter ----------------------------------------
+# -- replacements of the kernels in torch, which are faster than the interpreter ------------------------
 
 
 def _attend(
@@ -235,7 +235,7 @@ def _attend(
     scores = torch.einsum("qhd,khd->hqk", q.float() * scale, k)
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    seen = visible(len(q), 0, len(k), Scoring(scale, window, block=block), q.device)
+    seen = visible(len(q), 0, len(k), AttentionParams(scale, window, block=block), q.device)
     weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
