@@ -1,1 +1,1 @@
-"""Who owns which KV page and which slot. Pure Python: no torch, no asyncio."""
+"""Ownership of KV pages and slots. Pure Python: no torch, no asyncio."""

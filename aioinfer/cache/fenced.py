@@ -1,6 +1,6 @@
-"""FencedPool: hand out small integers, and never hand one out while a launched step could touch it.
+"""FencedPool: allocates small integers, never one that a launched step could still access.
 
-Where an item can be, and what moves it::
+The states of an item and their transitions::
 
              take()                      give(fence)
     free ──────────────► private ───────────────────────► fenced
@@ -20,11 +20,11 @@ __all__ = ["FencedPool"]
 
 
 class FencedPool:
-    """Items ``1 .. total``; 0 is the junk item that padding uses and nobody owns.
+    """Items ``1 .. total``; 0 is the null item, which padding uses and which is never allocated.
 
-    A *fence* is the id of the newest launched step that could touch an item when it was given back. The
-    item becomes free when that step has resolved. (Freeing on "the next result" instead is the classic
-    bug: with two steps in flight the second one still reads the item.)
+    A *fence* is the id of the newest launched step that could access an item when it was given back. The
+    item becomes free when that step has resolved. (Freeing it on the next result instead is a common bug:
+    with two steps in flight the second one still reads the item.)
     """
 
     __slots__ = ("_fenced", "_free", "_num_fenced", "_num_private", "_resolved", "total")
@@ -33,7 +33,7 @@ class FencedPool:
         if total < 1:
             raise ValueError(f"a pool needs at least one item, got {total}")
         self.total = total
-        # Popped from the end, so that low numbers go out first and a lightly used pool stays compact.
+        # Taken from the end, so that low numbers are used first and a lightly used pool stays compact.
         self._free = list(range(total, 0, -1))
         self._fenced: dict[int, list[int]] = {}
         self._num_fenced = 0
@@ -42,26 +42,26 @@ class FencedPool:
 
     @property
     def free(self) -> int:
-        """Items that :meth:`take` can hand out now."""
+        """Number of items that :meth:`take` can return now."""
         return len(self._free)
 
     @property
     def fenced(self) -> int:
-        """Items given back that become free as steps resolve."""
+        """Number of items that were given back and become free as steps resolve."""
         return self._num_fenced
 
     @property
     def last_resolved(self) -> int:
-        """The newest step that has resolved."""
+        """Id of the newest step that has resolved."""
         return self._resolved
 
     @property
     def private(self) -> int:
-        """Items that somebody owns."""
+        """Number of items that have an owner."""
         return self._num_private
 
     def take(self, count: int = 1) -> list[int]:
-        """Hand out ``count`` free items; all or nothing. Raises IndexError when there are fewer."""
+        """Allocate ``count`` free items. Raises IndexError, and allocates none, if there are fewer."""
         if count > len(self._free):
             raise IndexError(f"{count} items wanted, {len(self._free)} free")
         if count == 0:
@@ -73,7 +73,7 @@ class FencedPool:
         return taken
 
     def give(self, items: Iterable[int], fence: int) -> None:
-        """Take items back; they are free at once if step ``fence`` has resolved already."""
+        """Return items to the pool; they are free at once if step ``fence`` has resolved already."""
         items = list(items)
         self._num_private -= len(items)
         if fence <= self._resolved:

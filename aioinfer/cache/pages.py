@@ -1,4 +1,4 @@
-"""PageAllocator: KV pages with fenced frees, some of them lent to the prefix cache."""
+"""PageAllocator: KV pages with fenced frees, some of which the prefix cache owns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ __all__ = ["PageAllocator"]
 class PageAllocator(FencedPool):
     """Pages of ``page_size`` consecutive KV positions.
 
-    A fourth state joins those of the pool: ``cached``, for pages that the prefix cache owns and whose KV
-    is complete and resolved. ``keep()`` makes private pages cached, ``drop()`` takes them back.
+    They have one state besides those of the pool: ``cached``, for pages that the prefix cache owns and whose
+    KV is complete and resolved. ``keep()`` makes private pages cached, ``drop()`` returns cached ones to the
+    pool.
     """
 
     __slots__ = ("cached", "page_size")
@@ -25,16 +26,16 @@ class PageAllocator(FencedPool):
         self.cached = 0
 
     def pages_for(self, positions: int) -> int:
-        """How many pages hold this many positions."""
+        """The number of pages that ``positions`` positions occupy."""
         return -(-positions // self.page_size)
 
     def keep(self, count: int) -> None:
-        """``count`` private pages belong to the prefix cache from now on."""
+        """Transfer ``count`` private pages to the prefix cache."""
         self._num_private -= count
         self.cached += count
 
     def drop(self, pages: Sequence[int], fence: int) -> None:
-        """Take pages back from the prefix cache; free once step ``fence`` has resolved."""
+        """Return pages of the prefix cache to the pool; they are free once step ``fence`` has resolved."""
         self.cached -= len(pages)
         self._num_private += len(pages)
         self.give(pages, fence)
@@ -46,7 +47,7 @@ class PageAllocator(FencedPool):
         assert self.cached >= 0, "more pages left the cache than it had"
 
     def audit(self, owned: Iterable[int], cached: Iterable[int] = ()) -> None:
-        """The same as :meth:`FencedPool.audit`, with the pages of the prefix cache told apart."""
+        """As :meth:`FencedPool.audit`; ``cached`` are the pages of the prefix cache."""
         cached = list(cached)
         assert len(cached) == self.cached, f"{len(cached)} pages in the cache, {self.cached} counted"
         self._num_private += len(cached)

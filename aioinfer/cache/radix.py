@@ -1,16 +1,17 @@
-"""RadixTree: the KV pages of finished prefixes, found again by their tokens.
+"""RadixTree: the prefix cache, which finds the KV pages of computed prefixes by their tokens.
 
-A node holds a run of pages and the tokens on them; the path from a root spells a prefix. Two prefixes
-share the nodes of their common pages and part at a page boundary::
+A node holds a run of pages and the tokens on them; the path from a root is a prefix. Two prefixes share the
+nodes of their common pages and diverge at a page boundary::
 
     root ─── [system prompt: 4 pages] ──┬── [question A: 2 pages] ─── [answer A: 3 pages]
                locks 2                  │     locks 1                   locks 1
                                         └── [question B: 1 page]
                                               locks 1
 
-Who reads a prefix holds a :class:`Lock` on its deepest node, which counts on every node up to the root;
-pages of a node without locks may be evicted, leaves first, least recently used first. The idea is that
-of RadixAttention (SGLang, arXiv 2312.07104); keys here are bytes, so that a whole run is compared at once.
+A request that reads a prefix holds a :class:`Lock` on its deepest node, which counts on every node up to the
+root; pages of a node without locks may be evicted, leaves first, least recently used first. This is the data
+structure of RadixAttention (SGLang, arXiv 2312.07104); keys here are bytes, so that a whole run is compared
+at once.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _TOKEN_BYTES = 4
 
 
 def token_key(ids: Iterable[int]) -> bytes:
-    """Token ids as a key: four bytes each. Raises OverflowError for what is not a 31-bit id."""
+    """Token ids as a key: four bytes each. Raises OverflowError for an id that does not fit 31 bits."""
     return array("i", ids).tobytes()
 
 
 class Node:
-    """A run of pages below its parent. Roots hold none. Read-only to everybody but the tree."""
+    """A run of pages below its parent; roots have no pages. Only the tree changes it."""
 
     __slots__ = ("children", "detached", "fence", "key", "locks", "namespace", "pages", "parent", "stamp")
 
@@ -40,20 +41,20 @@ class Node:
         self.key = key
         self.pages = pages
         self.namespace = namespace
-        #: by the key of their first page
+        #: by the key of the first page of each child
         self.children: dict[bytes, Node] = {}
         #: locks on this node and on all below it
         self.locks = 0
         #: logical time of the last use
         self.stamp = 0
-        #: the newest launched step that may read these pages, as far as unlocking told
+        #: the newest launched step that may read these pages, of all locks that were released
         self.fence = 0
-        #: no longer found by its tokens; its pages leave with the last lock
+        #: no longer matched; its pages leave the tree when the last lock is released
         self.detached = False
 
 
 class Lock:
-    """One reader's hold on a prefix. Given back exactly once, by :meth:`RadixTree.unlock`."""
+    """A lock on a prefix: its pages are not evicted. :meth:`RadixTree.unlock` releases it, exactly once."""
 
     __slots__ = ("_node", "num_pages")
 
@@ -64,9 +65,9 @@ class Lock:
 
     @property
     def node(self) -> Node:
-        """The deepest node of the prefix. Raises RuntimeError once the lock was given back."""
+        """The deepest node of the prefix. Raises RuntimeError if the lock was released."""
         if self._node is None:
-            raise RuntimeError("this lock was given back already")
+            raise RuntimeError("this lock was released already")
         return self._node
 
     def pages(self) -> list[int]:
@@ -76,10 +77,10 @@ class Lock:
 
 
 class RadixTree:
-    """Prefixes of whole pages by namespace and tokens. Keys come from :func:`token_key`.
+    """Prefixes of whole pages, by namespace and tokens. Keys are made by :func:`token_key`.
 
-    Matching costs O(pages matched), locking O(depth), eviction O(log nodes) per node; nothing here ever
-    walks the whole tree but :meth:`flush` and :meth:`audit`.
+    Matching costs O(pages matched), locking O(depth), eviction O(log nodes) per node; only :meth:`flush` and
+    :meth:`audit` walk the whole tree.
     """
 
     __slots__ = (
@@ -98,31 +99,33 @@ class RadixTree:
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * _TOKEN_BYTES
         self._roots: dict[str, Node] = {}
-        #: (stamp, number, node) of leaves that had no lock when they were put here; stale ones are skipped
+        #: (stamp, number, node) of leaves that had no lock when they were added; stale entries are skipped
         self._heap: list[tuple[int, int, Node]] = []
         self._numbers = itertools.count()
         self._clock = 0
-        #: locks that were not given back
+        #: locks that are held
         self.num_locks = 0
+        #: nodes that are not roots
         self.num_nodes = 0
-        #: pages the tree owns
+        #: pages that the tree owns
         self.num_pages = 0
         #: pages of nodes without locks
         self.evictable = 0
-        #: changes whenever a match may come out differently, in its length or in its node
+        #: changes whenever the result of a match may change, in its length or in its node
         self.version = 0
 
     # -- reading --------------------------------------------------------------------------------
 
     def match(self, key: bytes, namespace: str = "") -> int:
-        """How many pages of ``key`` are here. A look that leaves no trace."""
+        """The number of pages of ``key`` in the tree. Does not count as a use."""
         root = self._roots.get(namespace)
         return 0 if root is None else self._walk(root, key)[2] // self._page_bytes
 
     def find(self, key: bytes, namespace: str = "") -> tuple[int, Node | None]:
-        """How many pages of ``key`` are here, and the node in which the match ends, perhaps half-way.
+        """The number of pages of ``key`` in the tree, and the node in which the match ends, perhaps within
+        it.
 
-        The node is the root where nothing matches, and None where the namespace is empty.
+        The node is the root if nothing matches, and None if the namespace is empty.
         """
         root = self._roots.get(namespace)
         if root is None:
@@ -131,7 +134,7 @@ class RadixTree:
         return matched // self._page_bytes, node
 
     def lock(self, key: bytes, namespace: str = "") -> Lock:
-        """Hold the longest prefix of ``key`` that is here, which may be none of it."""
+        """Lock the longest prefix of ``key`` in the tree, which may be empty."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, b"", [], namespace)
@@ -144,7 +147,8 @@ class RadixTree:
         return Lock(node, matched // self._page_bytes)
 
     def _walk(self, node: Node, key: bytes) -> tuple[Node, int, int]:
-        """The deepest node below ``node`` that matches, and how many bytes of its own key and of ``key``."""
+        """The deepest node below ``node`` that matches, and the matched bytes of its own key and of
+        ``key``."""
         at, unit = 0, self._page_bytes
         own = len(node.key)
         while (child := node.children.get(key[at : at + unit])) is not None:
@@ -157,7 +161,8 @@ class RadixTree:
         return node, own, at
 
     def _common(self, run: bytes, key: bytes, at: int) -> int:
-        """Bytes of whole pages that ``run`` and ``key[at:]`` share. The first page is known to be shared."""
+        """Bytes of the whole pages that ``run`` and ``key[at:]`` share. They share the first page at
+        least."""
         low, high = 1, len(run) // self._page_bytes - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -181,7 +186,7 @@ class RadixTree:
         return upper
 
     def _hold(self, node: Node, top: Node | None) -> None:
-        """Count a lock on ``node`` and what is above it, up to and without ``top``."""
+        """Count a lock on ``node`` and its ancestors, up to and without ``top``."""
         self._clock += 1
         for each in _upwards(node):
             if each is top:
@@ -194,11 +199,17 @@ class RadixTree:
     # -- writing --------------------------------------------------------------------------------
 
     def extend(self, lock: Lock, key: bytes, pages: Sequence[int]) -> list[int]:
-        """Add the ``pages`` that follow a locked prefix, and hold them with the same lock.
+        """Add the ``pages`` that follow a locked prefix, and extend the lock to them.
 
-        ``key`` spells the tokens on them, whole pages only. Returns the pages that are now in the tree
-        for these tokens: the caller's own, or others where somebody was there first; the caller keeps
-        what was not taken. All of ``pages``, and nothing done, if the prefix was flushed meanwhile.
+        Args:
+            lock: a lock on the prefix.
+            key: the tokens on ``pages``, whole pages only.
+            pages: pages of the caller, complete and resolved.
+
+        Returns:
+            the pages that the tree now has for these tokens: the caller's, or others if another request added
+            the same tokens before. The caller keeps those of ``pages`` that are not among them. If the prefix
+            was flushed meanwhile, all of ``pages``: nothing was added.
         """
         start = lock.node
         if start.detached:
@@ -231,13 +242,13 @@ class RadixTree:
     def _edge(self, node: Node) -> bytes:
         return node.key[: self._page_bytes]
 
-    # -- giving back ----------------------------------------------------------------------------
+    # -- releasing ------------------------------------------------------------------------------
 
     def unlock(self, lock: Lock, fence: int) -> list[tuple[list[int], int]]:
-        """Give a lock back. ``fence`` is the newest launched step in which its holder read the pages.
+        """Release a lock. ``fence`` is the newest launched step in which its holder read the pages.
 
-        Returns runs of pages, with their fences, that left the tree with this lock because they had been
-        flushed or forgotten. Raises RuntimeError for a lock that was given back already.
+        Returns the runs of pages, with their fences, that left the tree with this lock because they had been
+        flushed or forgotten. Raises RuntimeError for a lock that was released already.
         """
         node = lock.node
         lock._node = None
@@ -260,8 +271,8 @@ class RadixTree:
         return gone
 
     def forget(self, lock: Lock) -> None:
-        """Let nobody else find those pages that only this lock's holder has ever continued to use: the
-        end of its prefix that no other lock holds and nothing else hangs from."""
+        """Remove from later matches the end of the lock's prefix that no other lock holds and that has no
+        other children."""
         for node in _upwards(lock.node):
             if node.parent is None or node.detached or node.locks > 1 or node.children:
                 return
@@ -270,10 +281,10 @@ class RadixTree:
             self.version += 1
 
     def evict(self, count: int, resolved: int) -> list[int]:
-        """Let go of up to ``count`` pages, least recently used first, and return them.
+        """Remove up to ``count`` pages from the tree, least recently used first, and return them.
 
-        It stops before a page that a launched step newer than ``resolved`` may still read; such a page
-        is unused for long enough a step or two later. Runs are cut from their end.
+        Stops before a page that a launched step newer than ``resolved`` may still read; a step or two later
+        it can be evicted. Runs are cut from their end.
         """
         taken: list[int] = []
         while len(taken) < count and self._heap:
@@ -300,10 +311,10 @@ class RadixTree:
         return taken
 
     def flush(self) -> list[tuple[list[int], int]]:
-        """Forget everything: nothing cached so far is ever matched again. O(nodes).
+        """Empty the tree: nothing cached so far is matched again. O(nodes).
 
-        Returns the runs of pages, with their fences, that are the caller's now; pages that are locked
-        follow when they are unlocked.
+        Returns the runs of pages, with their fences, that the caller now owns; :meth:`unlock` returns those
+        that are still locked.
         """
         gone = []
         for node in list(self._nodes()):
@@ -321,7 +332,7 @@ class RadixTree:
         return gone
 
     def _offer(self, node: Node) -> None:
-        """A node lost its last lock or child: it may be evicted now, or, a root, has no purpose."""
+        """A node lost its last lock or child: make it evictable, or remove it if it is a root."""
         if node.children or node.locks:
             return
         if node.parent is None:
@@ -343,15 +354,15 @@ class RadixTree:
     # -- checks ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert what can be seen in O(1)."""
+        """Assert the invariants that can be checked in O(1)."""
         assert 0 <= self.evictable <= self.num_pages, f"{self.evictable} of {self.num_pages} evictable"
         assert self.num_locks >= 0
         if not self.num_locks:
-            assert self.evictable == self.num_pages, "pages are held and nobody has a lock"
+            assert self.evictable == self.num_pages, "pages are held without a lock"
 
     def audit(self, locks: Iterable[Lock]) -> list[int]:
-        """Assert by walking that the tree is sound and held by ``locks`` and nobody else; returns the
-        pages it owns. O(nodes)."""
+        """Assert by walking that the tree is consistent and that ``locks`` are all its locks; returns the
+        pages that it owns. O(nodes)."""
         held: dict[int, int] = {}
         detached: dict[int, Node] = {}
         count = 0
@@ -366,8 +377,8 @@ class RadixTree:
             assert node.locks == held.get(id(node), 0), f"{node.locks} locks counted, {held} held"
             assert len(node.key) == len(node.pages) * self._page_bytes
             for edge, child in node.children.items():
-                assert child.parent is node, "a child hangs from two nodes"
-                assert child.key.startswith(edge), "a child hangs from the wrong edge"
+                assert child.parent is node, "a child has two parents"
+                assert child.key.startswith(edge), "a child is at the wrong edge"
         inner = [node for node in nodes if node.parent is not None]
         pages = [page for node in inner for page in node.pages]
         assert count == self.num_locks
@@ -380,7 +391,7 @@ class RadixTree:
         return pages
 
     def _nodes(self) -> Iterator[Node]:
-        """Roots and everything below, parents first."""
+        """All nodes, roots included, parents first."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -389,12 +400,12 @@ class RadixTree:
 
 
 def _upwards(node: Node | None) -> Iterator[Node]:
-    """The node and what is above it, the root included."""
+    """The node and its ancestors, the root included."""
     while node is not None:
         yield node
         node = node.parent
 
 
 def _is_spare(node: Node, stamp: int) -> bool:
-    """The entry of an evictable leaf, not outdated by a later use."""
+    """Whether an entry of the heap is of an evictable leaf that was not used since."""
     return node.stamp == stamp and not (node.locks or node.children)

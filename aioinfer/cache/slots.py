@@ -1,4 +1,4 @@
-"""SlotPool: rows of the device-side per-request buffers (relay, penalties, parameters)."""
+"""SlotPool: allocates the rows of the device-side per-request buffers (relay, penalties, parameters)."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError, ConfigError
 
 if TYPE_CHECKING:
-    from aioinfer.model.attention.choice import Choice
-    from aioinfer.model.loader import Prospect
+    from aioinfer.model.backend import Backend
+    from aioinfer.model.loader import ModelInfo
 
 __all__ = ["Finding", "examine"]
 
@@ -87,11 +87,11 @@ def _plan(config: EngineConfig) -> list[Finding]:
     """What an engine would run. Raises ConfigError."""
     from aioinfer.execution.graphs import graphs_unsupported
     from aioinfer.execution.torch_device import pick_device
-    from aioinfer.model.attention.choice import choose_attention
+    from aioinfer.model.attention.backend import choose_attention
     from aioinfer.model.layers import choose_layers
     from aioinfer.model.loader import inspect_model
-    from aioinfer.model.moe.choice import choose_experts
-    from aioinfer.sampling.choice import choose_sampling
+    from aioinfer.model.moe.backend import choose_experts
+    from aioinfer.sampling.backend import choose_sampling
 
     device = pick_device(config.device)
     model = inspect_model(
@@ -101,11 +101,11 @@ def _plan(config: EngineConfig) -> list[Finding]:
         force_transformers=config.transformers_fallback,
         block_size=config.block_size,
     )
-    choice = choose_attention(device, model.head_dim, model.dtype, config.attention_backend)
-    layers = choose_layers(choice, model.inner_sizes)
+    attention = choose_attention(device, model.head_dim, model.dtype, config.attention_backend)
+    layers = choose_layers(attention, model.inner_sizes)
     operations = "transformers' own"
     if model.own:
-        operations = f"{'torch' if layers.kernels == 'sdpa' else layers.kernels}: {layers.reason}"
+        operations = f"{'torch' if layers.name == 'sdpa' else layers.name}: {layers.reason}"
     sampling = choose_sampling(device, config.sampling_backend)
     code = "this package's own code" if model.own else "transformers' code over paged attention"
     code += ", with random weights" if config.load_format == "random" else ""
@@ -113,11 +113,11 @@ def _plan(config: EngineConfig) -> list[Finding]:
     experts: list[Finding] = []
     expert_kernels: str | None = None
     if model.experts is not None:
-        native = layers.kernels == "native"
-        kernels = choose_experts(device, *model.experts, model.dtype, config.moe_backend, native=native)
-        experts = [Finding("experts", f"{kernels.kernels}: {kernels.reason}")]
-        expert_kernels = kernels.kernels
-    _check_promises(config, model, choice.kernels, layers, expert_kernels)
+        native = layers.name == "native"
+        backend = choose_experts(device, *model.experts, model.dtype, config.moe_backend, native=native)
+        experts = [Finding("experts", f"{backend.name}: {backend.reason}")]
+        expert_kernels = backend.name
+    _check_promises(config, model, attention.name, layers, expert_kernels)
     blocks: list[Finding] = []
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
@@ -126,7 +126,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
 
     size = None if model.blocks is None else model.blocks.size
     window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
-    unsupported_reason = graphs_unsupported(device, choice.kernels, model.own, expert_kernels)
+    unsupported_reason = graphs_unsupported(device, attention.name, model.own, expert_kernels)
     if config.decode_graph_rows == 0:
         unsupported_reason = "asked for"
     captured = f"{config.graph_rows} rows"
@@ -136,10 +136,10 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
         *blocks,
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
-        Finding("attention", f"{choice.kernels}: {choice.reason}"),
+        Finding("attention", f"{attention.name}: {attention.reason}"),
         Finding("operations", operations),
         *experts,
-        Finding("sampling", f"{sampling.kernels}: {sampling.reason}"),
+        Finding("sampling", f"{sampling.name}: {sampling.reason}"),
         Finding(
             "decode graphs", f"none: {unsupported_reason}" if unsupported_reason else f"up to {captured}"
         ),
@@ -148,11 +148,11 @@ def _plan(config: EngineConfig) -> list[Finding]:
 
 
 def _check_promises(
-    config: EngineConfig, model: Prospect, attention: str, layers: Choice, experts: str | None
+    config: EngineConfig, model: ModelInfo, attention: str, layers: Backend, experts: str | None
 ) -> None:
     """Raises ConfigError for what only native kernels do."""
     from aioinfer.model.layers import check_quantization, why_variant
 
     check_quantization(layers if model.own else None, model.architecture, config.quantization)
-    if config.deterministic and not (model.own and {layers.kernels, experts} <= {"native", None}):
+    if config.deterministic and not (model.own and {layers.name, experts} <= {"native", None}):
         raise ConfigError(f"deterministic: {why_variant(model.architecture, attention)}")

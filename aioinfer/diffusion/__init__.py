@@ -1,4 +1,4 @@
-"""Diffusion language models: which tokens of a block are written after which forward.
+"""Diffusion language models: the choice of the tokens that are written into a block after each forward.
 
-Nothing here knows of scheduling, execution or asyncio, and importing the package imports no torch.
+The package does not depend on scheduling, execution or asyncio, and importing it imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Algorithm: from the logits of a forward to the tokens that are written into the blocks."""
+"""Algorithm: writes tokens into blocks, from the logits of a forward."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from aioinfer.diffusion.rows import Rows
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 
-__all__ = ["Algorithm", "ahead", "ranks"]
+__all__ = ["Algorithm", "precedes", "ranks"]
 
 
 class Algorithm(ABC):
-    """What to write after a forward. A subclass says which of the proposed tokens, in :meth:`choose`.
+    """A decoding algorithm: after each forward of a block, the *round*, it writes some of the proposed
+    tokens.
 
-    The rest is the same for all and done here: the mask id cannot be proposed; what is not editable, rows
-    that are done and rows whose logits are broken are not written to; a round's noise is its own. Rows of
-    one call have their own parameters, seeds, positions and rounds, and none sees another.
+    A subclass chooses them in :meth:`choose`. This class does the rest: it proposes any token but the mask
+    id, does not write to positions that are not editable, to rows that are done and to rows with broken
+    logits, and draws new noise in each round. Rows of one call have their own parameters, seeds, positions
+    and rounds, and do not affect each other.
 
     Nothing is read back from the device and all writing is done in place, so that forward and step can be
     captured in one CUDA graph.
@@ -30,11 +32,11 @@ class Algorithm(ABC):
 
     #: the name in :class:`~aioinfer.params.DiffusionParams`, and of the file
     name: ClassVar[str]
-    #: fields of DiffusionParams that mean something here, and what they are when they are not given
+    #: the fields of DiffusionParams that the algorithm uses, and their defaults
     parameters: ClassVar[Mapping[str, float]]
-    #: names of integers in the state that start at 0 with every block
+    #: names of integers in the state that are 0 at the start of every block
     counters: ClassVar[tuple[str, ...]] = ()
-    #: a token that is written stays: what is known from the block's start on can be shown at once
+    #: whether a written token is never replaced: then the known prefix of a block can be streamed at once
     monotone: ClassVar[bool] = True
 
     def __init__(self, mask_id: int) -> None:
@@ -42,7 +44,7 @@ class Algorithm(ABC):
 
     @classmethod
     def check(cls, params: DiffusionParams) -> None:
-        """Raises InvalidRequest for a parameter that this algorithm would ignore."""
+        """Raise InvalidRequest for a parameter that this algorithm does not use."""
         for name in params.given():
             if name not in cls.parameters:
                 raise InvalidRequest(name, f"is not a parameter of {cls.name}")
@@ -55,10 +57,10 @@ class Algorithm(ABC):
         seeds: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> Rows:
-        """The state of rows at the start of a block, a row per request.
+        """The state of rows at the start of a block, one row per request; [R] each, by name.
 
-        Callers move it about (:mod:`aioinfer.diffusion.rows`) and look at nothing in it. It is all that a
-        row remembers besides its block, so a row goes on wherever both are put.
+        State and block are all that a row needs to continue. Callers may move them to other rows or devices
+        (:mod:`aioinfer.diffusion.rows`), and need not interpret the state.
         """
         state: Rows = {}
         for name, default in cls.parameters.items():
@@ -79,19 +81,19 @@ class Algorithm(ABC):
     def step(
         self, logits: torch.Tensor, block: Block, state: Rows, *, drawn: bool = True, filtered: bool = True
     ) -> torch.Tensor:
-        """Write what one forward is good for.
+        """Write tokens after one forward.
 
         Args:
-            logits: [R, B, V], any float type, of the tokens at the same positions; not written to.
+            logits: [R, B, V], any floating dtype, of the tokens at the same positions; not written to.
             block: written to.
             state: of :meth:`init_state`; written to.
-            drawn: some row has a temperature. The host knows and says so, for a round to cost no more than
-                its rows ask for; the tokens are the same if it says so in vain.
-            filtered: some row with a temperature has top-k, top-p or min-p. Likewise.
+            drawn: whether any row has a temperature above 0. The host knows it and passes it to save work;
+                True gives the same tokens if none has.
+            filtered: whether any row with a temperature has top-k, top-p or min-p; in the same way.
 
         Returns:
-            [R] bool: the block's ``done``. It is true from the step on that writes the last token; whether a
-            forward over the final tokens is then still owed is what ``block.changed`` says.
+            [R] bool: the block's ``done``, true from the step that writes the last token on.
+            ``block.changed`` states whether one more forward, over the final tokens, is needed for their K/V.
         """
         if not len(block.ids):
             return block.done
@@ -99,49 +101,51 @@ class Algorithm(ABC):
         writable = live.unsqueeze(1) & (block.masked if self.monotone else block.editable)
         own = logits.to(torch.float32, copy=True)
         own[..., self._mask_id] = float("-inf")
-        own = self.bend(own, block, state)
+        own = self.adjust_logits(own, block, state)
         proposal = propose(
             own, block.positions, block.rounds, state, drawn=drawn, filtered=drawn and filtered
         )
-        broken = (writable & ~proposal.sound).any(1)
+        broken = (writable & ~proposal.valid).any(1)
         where = self.choose(proposal, block, state) & writable & ~broken.unsqueeze(1)
         block.write_(where, proposal.tokens, proposal.logprobs)
         block.failed |= broken
-        block.done |= broken | self.settled(block, state)
+        block.done |= broken | self.finished(block, state)
         block.rounds += live
         return block.done
 
-    def bend(self, logits: torch.Tensor, block: Block, state: Rows) -> torch.Tensor:
-        """The logits to propose from, [R, B, V] float32; those that are given may be written over."""
+    def adjust_logits(self, logits: torch.Tensor, block: Block, state: Rows) -> torch.Tensor:
+        """The logits from which tokens are proposed, [R, B, V] float32. May overwrite ``logits``."""
         return logits
 
     @abstractmethod
     def choose(self, proposal: Proposal, block: Block, state: Rows) -> torch.Tensor:
-        """Where to write what is proposed, [R, B] bool. Where nothing can be written, it may say anything."""
+        """The positions where the proposed tokens are written, [R, B] bool. Positions that must not be
+        written are ignored."""
 
-    def settled(self, block: Block, state: Rows) -> torch.Tensor:
-        """The rows that will not change any more after what has just been written, [R] bool."""
+    def finished(self, block: Block, state: Rows) -> torch.Tensor:
+        """The rows whose tokens are final after this round's writing, [R] bool."""
         return ~block.masked.any(1)
 
-    def due(self, block: Block, state: Rows) -> torch.Tensor:
-        """How many tokens this round must find, [R, 1] int64: one, or what is left spread evenly over the
-        rounds that are left of the request's ``steps``, the larger shares first."""
+    def quota(self, block: Block, state: Rows) -> torch.Tensor:
+        """The fewest tokens that this round must write, [R, 1] int64: one, or, with the parameter ``steps``,
+        the masked positions spread evenly over the remaining rounds, the larger shares first."""
         left = block.masked.sum(1)
         rounds = (state["steps"] - block.rounds).clamp(min=1)
         share = (left + rounds - 1) // rounds
         return torch.where(state["steps"] > 0, share, 1).unsqueeze(1)
 
 
-def ahead(score: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-    """Who comes before whom if some positions are put in falling order of their score, equals by position.
+def precedes(score: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """Compare all pairs of positions by falling score, equal scores by position.
+
+    Blocks are short: comparing all pairs costs less than sorting.
 
     Args:
-        score: [R, B] float32, numbers where it counts.
-        among: [R, B] bool, the positions in question.
+        score: [R, B] float32, not NaN at ``among``.
+        among: [R, B] bool, the positions that are ordered.
 
     Returns:
-        [R, B, B] bool: in row r, the last index comes before the middle one. Blocks are short: a comparison
-        of all pairs costs less than sorting, and says this as well.
+        [R, B, B] bool: entry [r, i, j] is true if, in row r, position j is in ``among`` and precedes i
     """
     place = torch.arange(score.shape[1], device=score.device)
     mine, others = score.unsqueeze(2), score.unsqueeze(1)
@@ -150,5 +154,5 @@ def ahead(score: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
 
 
 def ranks(score: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-    """How many come before each in the order of :func:`ahead`, [R, B] int64."""
-    return ahead(score, among).sum(2)
+    """The rank of each position in the order of :func:`precedes`, from 0: [R, B] int64."""
+    return precedes(score, among).sum(2)

@@ -1,4 +1,4 @@
-"""Block: what is known of the tokens that are being denoised, one block per row."""
+"""Block: the device-side state of the blocks that are being denoised, one block per row."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ __all__ = ["Block"]
 
 @dataclass(slots=True)
 class Block:
-    """Blocks of B positions, a row each; tensors on one device, written to in place by an algorithm's step.
+    """Blocks of B positions, one per row; tensors on one device, written in place by an algorithm's step.
 
-    Which position holds a token is what ``known`` says, and which may be written what ``editable`` says.
-    Ids say neither: a prompt may spell the mask token, and then it is text like any other.
+    ``known`` marks the positions that hold a token, and ``editable`` those that may be written. Ids do not
+    tell: a prompt may contain the mask token, as text.
     """
 
-    #: [R, B] int64: what the next forward reads, the mask id where nothing is known
+    #: [R, B] int64: the input of the next forward; the mask id at unknown positions
     ids: torch.Tensor
-    #: [R, B] bool: there is a token, of the prompt or of an algorithm
+    #: [R, B] bool: the position holds a token, of the prompt or written by an algorithm
     known: torch.Tensor
-    #: [R, B] bool: not of the prompt
+    #: [R, B] bool: the position is not of the prompt
     editable: torch.Tensor
-    #: [R] int64: where the block begins in its sequence
+    #: [R] int64: position of the block in its sequence
     starts: torch.Tensor
-    #: [R] int64: the forwards that an algorithm has had for it
+    #: [R] int64: rounds so far
     rounds: torch.Tensor
     #: [R] bool: ids are final
     done: torch.Tensor
     #: [R] bool: the last step wrote something, so the K/V of its forward are not those of ``ids``. A row that
-    #: a step leaves done, not failed and not changed is committed already
+    #: is done, not failed and not changed is committed: its K/V are final
     changed: torch.Tensor
-    #: [R] bool: logits were NaN or +inf, or allowed nothing; then nothing was written and the row is done
+    #: [R] bool: logits were NaN or +inf, or allowed no token; nothing was written and the row is done
     failed: torch.Tensor
     #: [R, B] int64: the round that wrote the token, -1 for none and for the prompt
     written_in: torch.Tensor
-    #: [R, B] float32: how likely the token was to the model when it was written (log); 0 where none was
+    #: [R, B] float32: logprob of the token when it was written; 0 where none was
     logprobs: torch.Tensor
 
     @classmethod
@@ -53,9 +53,15 @@ class Block:
         mask_id: int,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Blocks that begin with some tokens of the prompt, none to ``size`` of them, and are unknown after.
+        """Blocks before their first round.
 
-        A row in which everything is given is done, which also makes it the row to pad a batch with.
+        Args:
+            given: per row, the tokens of the prompt with which the block begins, up to ``size``. A row with
+                ``size`` of them is done, and can pad a batch.
+            starts: per row, the position of the block in its sequence.
+            size: positions of a block.
+            mask_id: the token of unknown positions.
+            device: the device of the tensors.
         """
         rows = len(given)
         ids = [[*tokens, *[mask_id] * (size - len(tokens))] for tokens in given]
@@ -76,16 +82,16 @@ class Block:
 
     @property
     def masked(self) -> torch.Tensor:
-        """[R, B] bool: where a token is still to be found."""
+        """[R, B] bool: the positions without a token."""
         return self.editable & ~self.known
 
     @property
     def positions(self) -> torch.Tensor:
-        """[R, B] int64: places in the sequence."""
+        """[R, B] int64: positions in the sequence."""
         return self.starts.unsqueeze(1) + torch.arange(self.ids.shape[1], device=self.ids.device)
 
     def write_(self, where: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Put tokens in some places; [R, B] each."""
+        """Write ``tokens`` and their ``logprobs`` where ``where``; [R, B] each."""
         self.ids.copy_(torch.where(where, tokens, self.ids))
         self.logprobs.copy_(torch.where(where, logprobs, self.logprobs))
         self.written_in.copy_(torch.where(where, self.rounds.unsqueeze(1), self.written_in))
@@ -93,5 +99,5 @@ class Block:
         self.changed.copy_(where.any(1))
 
     def columns(self) -> Rows:
-        """The tensors themselves, by name."""
+        """The tensors by name, not copied."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

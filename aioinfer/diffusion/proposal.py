@@ -1,4 +1,4 @@
-"""Proposal: a token for every position of a block, and how sure the model is of it."""
+"""Proposal: a token for every position of a block, and its confidence."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from aioinfer.sampling.noise import gumbel
 __all__ = ["Proposal", "propose"]
 
 _NEVER = float("-inf")
-#: Colder rows are taken for this cold, as by the sampler.
-_COLDEST = 1e-37
-#: Rounds move the position that keys the noise by more than any sequence is long, so that no two
-#: (position, round) of a request have the same key, and round 0 has that of an autoregressive token.
+#: lower temperatures are raised to this one, as in the sampler
+_MIN_TEMPERATURE = 1e-37
+#: The position that keys the noise is shifted by more than the length of any sequence per round, so that no
+#: two (position, round) of a request have the same key. Round 0 has the key of an autoregressive token.
 _ROUND_SHIFT = 32
 
 
 @dataclass(slots=True)
 class Proposal:
-    """[R, B] each, and what it came from."""
+    """The proposed tokens of R blocks of B positions; tensors are [R, B] unless stated otherwise."""
 
-    #: int64: the likeliest token, or the one drawn
+    #: int64: the likeliest token, or the sampled one
     tokens: torch.Tensor
-    #: float32: its probability in the distribution it was taken from
+    #: float32: its probability in the distribution from which it was sampled
     confidence: torch.Tensor
-    #: float32: the log of its probability at temperature 1 and without filters
+    #: float32: its logprob at temperature 1 and without filters
     logprobs: torch.Tensor
-    #: bool: the logits are numbers and allow some token; elsewhere the other tensors mean nothing
-    sound: torch.Tensor
-    #: [R, B, V] float32: logits relative to the largest
+    #: bool: the logits have no NaN or +inf and allow some token; elsewhere the other tensors are arbitrary
+    valid: torch.Tensor
+    #: [R, B, V] float32: logits relative to the largest of each position
     relative: torch.Tensor
-    #: float32: the sum of their exponentials
+    #: float32: the sum of the exponentials of ``relative``
     mass: torch.Tensor
 
     def entropy(self) -> torch.Tensor:
-        """[R, B] float32: of the distribution at temperature 1 and without filters, in nats."""
+        """[R, B] float32: the entropy of the distribution at temperature 1 and without filters, in nats."""
         probabilities = self.relative.exp().div_(self.mass.unsqueeze(2))
-        # Not torch.special.entr, which CUDA has compiled when it is first called.
+        # Not torch.special.entr, which torch compiles at its first call on CUDA.
         return _total(torch.xlogy(probabilities, probabilities)).neg_()
 
 
@@ -54,23 +54,23 @@ def propose(
     drawn: bool,
     filtered: bool,
 ) -> Proposal:
-    """Choose for every position by itself: by seed, position and round, whatever else is in the batch.
+    """Propose a token for every position, independent of other positions and of the batch.
 
-    Greedy rows take the likeliest token, the lowest id of equals, and its probability as it is. Others draw
-    by Gumbel-max from what temperature and filters leave, and that is the distribution in which the
-    confidence is read, as LLaDA2.1's own generation does. The probability of the likeliest token needs no
-    softmax: it is 1 / sum(exp(logits - max)).
+    Greedy rows take the likeliest token, the lowest id among equals, and its probability at temperature 1.
+    Other rows sample by Gumbel-max after temperature and filters, with noise keyed by seed, position and
+    round; the confidence is the probability in that distribution, as in LLaDA2.1's own generation. The
+    probability of the likeliest token needs no softmax: it is 1 / sum(exp(logits - max)).
 
     Args:
-        logits: [R, B, V] float32; the relative logits are written over them.
+        logits: [R, B, V] float32; overwritten with the relative logits.
         positions: [R, B] int64.
         rounds: [R] int64.
         sampling: ``temperature``, ``top_p``, ``min_p`` (float32), ``top_k``, ``seed`` (int64), [R] each.
-        drawn: some row has a temperature.
-        filtered: some row that has one has a filter, too.
+        drawn: whether any row has a temperature above 0.
+        filtered: whether any row with a temperature also has a filter.
     """
     best, tokens = _likeliest(logits)
-    sound = best.abs() < float("inf")
+    valid = best.abs() < float("inf")
     relative = logits.sub_(best.unsqueeze(2))
     mass = _total(relative.exp())
     chosen, confidence = torch.zeros_like(mass), 1 / mass
@@ -82,15 +82,15 @@ def propose(
         tokens = torch.where(greedy, tokens, at)
         confidence = torch.where(greedy, confidence, probability)
         chosen = relative.gather(2, tokens.unsqueeze(2)).squeeze(2)
-    return Proposal(tokens, confidence, chosen - mass.log(), sound, relative, mass)
+    return Proposal(tokens, confidence, chosen - mass.log(), valid, relative, mass)
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of [R, B, V] and its token, the lowest of equals; any token where there is NaN."""
+    """The largest logit of [R, B, V] and its token, the lowest id among equals; an arbitrary one for NaN."""
     if logits.is_cuda:
         return logits.max(dim=2)
-    # On a CPU, torch looks for indices one by one, and compares to truth values one by one, but works on
-    # numbers in vectors: the token is the one that is farthest from the end. float32 counts up to 2**24.
+    # On a CPU, torch vectorizes arithmetic, but neither argmax nor comparisons to bool: the token is found as
+    # the one farthest from the end. float32 is exact up to 2**24.
     best, vocab_size = logits.amax(2), logits.shape[2]
     to_end = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=logits.device)
     equal = torch.eq(logits, best.unsqueeze(2), out=torch.empty_like(logits))
@@ -100,9 +100,9 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _draw(
     relative: torch.Tensor, keys: torch.Tensor, sampling: Rows, filtered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their probabilities, [R, B] each; greedy rows come out as anything."""
+    """Sampled tokens and their probabilities, [R, B] each; arbitrary for greedy rows."""
     rows, size, vocab_size = relative.shape
-    temperature = sampling["temperature"].clamp(min=_COLDEST).view(rows, 1, 1)
+    temperature = sampling["temperature"].clamp(min=_MIN_TEMPERATURE).view(rows, 1, 1)
     scaled = (relative / temperature).view(rows * size, vocab_size)
     seeds = sampling["seed"].unsqueeze(1).expand(rows, size).reshape(-1)
     if filtered:
@@ -116,7 +116,7 @@ def _draw(
 
 
 def _as_sampling_rows(positions: torch.Tensor, seeds: torch.Tensor, sampling: Rows) -> SamplingBatch:
-    """Every position as a row of its own, in the terms of the sampler's filters."""
+    """Every position as a row of a sampling batch, for the sampler's filters."""
     size = positions.shape[1]
     temperature, top_p, min_p, top_k = (
         sampling[name].repeat_interleave(size) for name in ("temperature", "top_p", "min_p", "top_k")
@@ -142,6 +142,6 @@ def _as_sampling_rows(positions: torch.Tensor, seeds: torch.Tensor, sampling: Ro
 
 
 def _total(weights: torch.Tensor) -> torch.Tensor:
-    """The sum over the vocabulary. In float64 the order of summation, which a device may choose by the number
-    of rows, does not show in the float32 that comes out."""
+    """The sum over the vocabulary, in float64 and rounded to float32: the order of summation, which may
+    depend on the number of rows, then does not change the result."""
     return weights.sum(dim=-1, dtype=torch.float64).to(torch.float32)

@@ -1,7 +1,7 @@
-"""Records: everything that is remembered of a block, in one row of 64-bit words.
+"""Records: the whole state of a block in one row of 64-bit words.
 
-A round takes the records of its rows with one operation, works on views of them, puts them back with another
-and sends them to the host with a third, whatever columns there are.
+A round gathers the records of its rows with one operation, works on views of them, scatters them back with
+another and copies them to the host with a third, for any number of columns.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _Array = TypeVar("_Array", torch.Tensor, npt.NDArray[Any])
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """Columns of one type, next to each other."""
+    """Adjacent columns of one dtype."""
 
     dtype: str
     first_word: int
     words: int
     names: list[str]
-    #: values of a row in each, and last how many pad the last word
+    #: values per row of each column, and last the padding of the last word
     counts: list[int]
-    #: columns without a dimension of their own
+    #: columns of one value per row, without a dimension of their own
     single: set[str]
 
     def named(self, columns: Sequence[_Array]) -> dict[str, _Array]:
-        """The columns by name, from what the section was split into."""
+        """The columns by name, from the parts into which the section was split."""
         return {
             name: column[:, 0] if name in self.single else column
             for name, column in zip(self.names, columns, strict=False)
@@ -53,13 +53,13 @@ class _Section:
 
 
 class WordRows:
-    """Columns of several types, laid out in rows of int64 words."""
+    """Columns of several dtypes, laid out in rows of int64 words."""
 
     __slots__ = ("_sections", "words")
 
     def __init__(self, columns: Mapping[str, tuple[str, int | None]]) -> None:
-        """``columns``: by name, the type (int64, float32 or bool) and how many values a row has of it; None
-        is one that has no dimension of its own."""
+        """``columns``: by name, the dtype (int64, float32 or bool) and the number of values per row; None is
+        one value without a dimension of its own."""
         self._sections: list[_Section] = []
         self.words = 0
         for dtype in _TORCH:
@@ -75,12 +75,12 @@ class WordRows:
             self.words += words
 
     def first_word(self, name: str) -> int:
-        """Where a column of int64 begins."""
+        """Index of the first word of a column of int64."""
         section = self._sections[0]
         return sum(section.counts[: section.names.index(name)])
 
     def views(self, table: torch.Tensor) -> Rows:
-        """The columns of a table, [R, words] int64: the same memory, [R] or [R, count] each."""
+        """The columns of a table [R, words] int64 as views of its memory, [R] or [R, count] each."""
         found: Rows = {}
         parts = torch.split(table, [section.words for section in self._sections], 1)
         for section, part in zip(self._sections, parts, strict=True):
@@ -89,7 +89,7 @@ class WordRows:
         return found
 
     def arrays(self, table: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Likewise on the host."""
+        """:meth:`views` for an array on the host."""
         found: dict[str, npt.NDArray[Any]] = {}
         for section in self._sections:
             part = table[:, section.first_word : section.first_word + section.words].view(section.dtype)
@@ -103,7 +103,7 @@ class BlockRecords:
     __slots__ = ("_rows", "blank", "num_counters", "size", "start_word", "words")
 
     def __init__(self, size: int, mask_id: int, num_counters: int) -> None:
-        """``num_counters``: the most that an algorithm has."""
+        """``num_counters`` is the largest number of counters of any algorithm."""
         self.size = size
         self.num_counters = num_counters
         self._rows = WordRows(
@@ -123,11 +123,12 @@ class BlockRecords:
         )
         self.words = self._rows.words
         self.start_word = self._rows.first_word("starts")
-        #: [words] int64: a block at position 0 of which nothing is known
+        #: [words] int64: a block at position 0 without any known token
         self.blank = self.encode(BlockState.unknown(0, [], size, mask_id), 0)
 
     def encode(self, state: BlockState, prompt_length: int) -> npt.NDArray[np.int64]:
-        """The record, [words] int64, of a block whose positions before ``prompt_length`` are the prompt's."""
+        """The record, [words] int64, of a block whose positions before ``prompt_length`` are of the
+        prompt."""
         record = np.zeros((1, self.words), np.int64)
         columns = self._rows.arrays(record)
         for name in ("ids", "known", "written_in", "logprobs", "rounds", "done", "changed", "failed"):
@@ -139,13 +140,13 @@ class BlockRecords:
         return whole
 
     def block(self, records: torch.Tensor) -> tuple[Block, torch.Tensor]:
-        """Block and counters, [R, num_counters], of records, [R, words]: the same memory."""
+        """Blocks and counters [R, num_counters], as views of records [R, words]."""
         columns = self._rows.views(records)
         counters = columns.pop("counters")
         return Block(**columns), counters
 
     def states(self, records: npt.NDArray[np.int64], num_counters: Sequence[int]) -> list[BlockState]:
-        """What the host is told of R records, [R, words]; ``num_counters`` is each row's own."""
+        """The states in R records [R, words]; ``num_counters`` is the number of counters of each row."""
         columns = {name: column.tolist() for name, column in self._rows.arrays(records).items()}
         counters = zip(columns["counters"], num_counters, strict=True)
         columns["private"] = [tuple(values[:count]) for values, count in counters]

@@ -18,6 +18,6 @@ def algorithm_names() -> tuple[str, ...]:
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class of an algorithm; needs torch. Raises KeyError."""
+    """The class of an algorithm; imports torch. Raises KeyError for an unknown name."""
     found: type[Algorithm] = plugins.load(plugins.ALGORITHMS, name)
     return found

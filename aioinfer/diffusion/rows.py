@@ -1,4 +1,4 @@
-"""Tensors with a first dimension of rows, by name: what a block and its algorithm remember."""
+"""Rows: tensors with a first dimension of rows, by name: the state of a block or of its algorithm."""
 
 from __future__ import annotations
 

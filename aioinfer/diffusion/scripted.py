@@ -1,4 +1,4 @@
-"""ScriptedLogits: a diffusion model without a network, whose blocks take as many rounds as one likes."""
+"""ScriptedLogits: a diffusion model without a network, with a chosen number of rounds per block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aioinfer.diffusion.algorithm import ranks
 __all__ = ["ScriptedLogits"]
 
 _SURE = 0.9999
-#: how sure doubtful positions are
+#: probabilities of the likeliest token at unsure positions
 _DOUBTS = torch.linspace(0.15, 0.35, 64, dtype=torch.float64)
 _MASK_LOGIT = 30.0
 #: multipliers of the hash: 2**64 / golden ratio, and another that is odd
@@ -21,19 +21,19 @@ _QUANTILES = 4096
 
 
 class ScriptedLogits:
-    """Logits as a function of what a block-causal model sees: what comes before the block, as a hash, and the
-    block's own ids, of which those that are the mask id are unresolved. The same bits on every device and in
-    every batch.
+    """Logits as a function of the input of a block-causal model: a hash of everything before the block, and
+    the block's own ids, where the mask id marks an unresolved position. The bits are the same on every device
+    and in every batch.
 
-    A block of which nothing is known is filled in S rounds, S log-normal over blocks as steps are in
-    practice: in each round some of the unresolved positions are sure (0.9999) of their token, in all others
-    the likeliest is doubtful (0.15 to 0.35). A threshold between takes exactly S rounds. Which tokens they
-    are depends on every id of the block, so a round on other ids than those of the round before is found out.
-    The mask id is always the likeliest token of all: who proposes it is found out, too.
+    A block of unresolved positions is filled in S rounds, where S is log-normal over blocks, as in practice:
+    in each round some of the unresolved positions have a sure token (probability 0.9999), all others an
+    unsure one (0.15 to 0.35). An algorithm with a threshold between these takes exactly S rounds. The tokens
+    depend on every id of the block, so tests detect a round on wrong ids. The mask id always has the largest
+    logit, so tests detect an algorithm that proposes it.
 
-    With ``edits``, up to so many positions are first filled with a draft, and sure of another token, one
-    after the other, when the block is full. An algorithm that edits then takes S + edits + 1 rounds, the last
-    of which changes nothing; to others the drafts are final.
+    With ``edits``, up to that many positions are first filled with a draft; once the block is full, each in
+    turn has another token as the sure one. An algorithm that edits then takes S + edits + 1 rounds, the last
+    of which changes nothing; for other algorithms the drafts are final.
     """
 
     def __init__(
@@ -47,10 +47,18 @@ class ScriptedLogits:
         edits: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``variation`` is the standard deviation of the steps over their mean; at 0 all blocks take
-        ``mean_steps``. ``vocab_size`` is 16 or more."""
+        """
+        Args:
+            vocab_size: at least 16, else ValueError.
+            mask_id: the token of unresolved positions.
+            seed: selects the tokens.
+            mean_steps: mean number of rounds of a block.
+            variation: standard deviation of the number of rounds, relative to the mean; 0 for equal blocks.
+            edits: the most tokens of a block that are revised.
+            device: the device of the logits.
+        """
         if vocab_size < 16:
-            raise ValueError(f"too few tokens to be in doubt of: {vocab_size}")
+            raise ValueError(f"vocab_size must be at least 16, got {vocab_size}")
         self._vocab_size, self._mask_id, self._edits = vocab_size, mask_id, edits
         self._device = torch.device(device)
         self._salt = torch.tensor(seed, dtype=torch.int64, device=device)
@@ -59,35 +67,39 @@ class ScriptedLogits:
         normal = [NormalDist().inv_cdf((at + 0.5) / _QUANTILES) for at in range(_QUANTILES)]
         steps = [max(1, round(math.exp(median + sigma * each))) for each in normal]
         self._steps = torch.tensor(steps, dtype=torch.int64, device=device)
-        # So likely beside all others but the mask, at 0 each.
+        # The logit of a token with such a probability, if all others but the mask have the logit 0.
         shares = torch.cat((_DOUBTS, torch.tensor([_SURE], dtype=torch.float64)))
         self._levels = (torch.logit(shares) + math.log(vocab_size - 2)).float().to(device)
 
     def digest(self, ids: torch.Tensor) -> torch.Tensor:
         """A hash of the ids of blocks, [N, B] to [N], int64."""
         weights = (2 * torch.arange(1, ids.shape[1] + 1, device=ids.device) - 1) * _GOLDEN
-        return _stir((_stir(ids + 1) * weights).sum(1))
+        return _hash((_hash(ids + 1) * weights).sum(1))
 
     def chain(self, before: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
-        """What comes before the next block, from what comes before one, 0 for the first, and its digest."""
-        return _stir((before ^ digests) * _GOLDEN + _ODD)
+        """The hash of everything before the next block, [N] int64, from that before a block, 0 for the first,
+        and the block's digest."""
+        return _hash((before ^ digests) * _GOLDEN + _ODD)
 
     def steps(self, before: torch.Tensor, unresolved: torch.Tensor, size: int) -> torch.Tensor:
-        """Rounds, [R] int64, that fill blocks with so many unresolved positions; none for none.
+        """The rounds, [R] int64, that fill blocks with ``unresolved`` positions; 0 for none.
 
         Args:
             before: [R] int64, see :meth:`chain`.
-            unresolved: [R] int64, of ``size`` positions.
+            unresolved: [R] int64, number of unresolved positions.
+            size: positions of a block.
         """
         planned = self._planned(self._bits(before, size))
         return planned - _stage(size - unresolved, planned, size) + 1
 
     def edits(self, before: torch.Tensor, size: int) -> torch.Tensor:
-        """Tokens that a block is to revise, [R] int64: of those that were unresolved at first."""
+        """The number of tokens that are revised in each block, [R] int64, if all its positions were
+        unresolved."""
         return self._edited(self._bits(before, size), size)
 
     def logits(self, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """[R, B, V] float32 of blocks [R, B] int64 behind ``before``, [R] int64."""
+        """The logits [R, B, V] float32 of blocks [R, B] int64 after ``before`` [R] int64, see
+        :meth:`chain`."""
         rows, size = ids.shape
         unresolved = ids == self._mask_id
         own = self._bits(before, size)
@@ -104,7 +116,7 @@ class ScriptedLogits:
     def _fill(
         self, own: torch.Tensor, bits: torch.Tensor, unresolved: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What unresolved positions say, and how surely: an index of ``_levels``."""
+        """The likeliest token of unresolved positions, and the index of its logit in ``_levels``."""
         size = unresolved.shape[1]
         planned = self._planned(own)
         resolved = size - unresolved.sum(1)
@@ -116,8 +128,8 @@ class ScriptedLogits:
     def _revise(
         self, own: torch.Tensor, ids: torch.Tensor, unresolved: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """``tokens``, with drafts where they are due, and another in place of the first draft of a block that
-        is full."""
+        """``tokens`` with drafts at the positions that are revised, and in a full block with the final token
+        in place of its first draft."""
         size = ids.shape[1]
         order = ranks(own[:, :size], torch.ones_like(unresolved))
         edited = order < self._edited(own, size).unsqueeze(1)
@@ -143,16 +155,16 @@ class ScriptedLogits:
     def _bits(self, state: torch.Tensor, size: int) -> torch.Tensor:
         """Random numbers from 0, int64 [R, 2 * size + 2]: two for each position and two for the block."""
         index = torch.arange(2 * size + 2, device=state.device) * _ODD + self._salt
-        return _stir(_stir(state.unsqueeze(1) ^ index)) & 0x7FFFFFFF
+        return _hash(_hash(state.unsqueeze(1) ^ index)) & 0x7FFFFFFF
 
 
 def _stage(resolved: torch.Tensor, planned: torch.Tensor, size: int) -> torch.Tensor:
-    """The number of the round, from 1 on, of a block of which so much is resolved: after round i of S, i / S
-    of it is."""
+    """The number of the current round, from 1, of a block with ``resolved`` positions: after round i of S,
+    the share i / S of the block is resolved."""
     return ((resolved + 1) * planned + size - 1) // size
 
 
-def _stir(state: torch.Tensor) -> torch.Tensor:
+def _hash(state: torch.Tensor) -> torch.Tensor:
     """One step of a multiplicative hash; signed words wrap around."""
     state = (state ^ (state >> 32)) * _GOLDEN
     return state ^ (state >> 29)

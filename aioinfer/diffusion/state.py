@@ -1,4 +1,4 @@
-"""BlockState: one block between two rounds, as the host knows it."""
+"""BlockState: the state of one block between two rounds, on the host."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["BlockState"]
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """What a round has left of a block of B positions.
+    """The state of a block of B positions after a round.
 
-    Everything that a row remembers: handed back to the device with its next admission, the block goes on
-    as if nothing had happened.
+    It is complete: a retracted request continues its block from it, with the same tokens, once it is admitted
+    again.
     """
 
-    #: where the block begins in its sequence
+    #: position of the block in its sequence
     start: int
-    #: by position; the mask id where nothing is known
+    #: by position: the token, the mask id if unknown
     ids: Sequence[int]
-    #: by position: there is a token
+    #: by position: whether it holds a token
     known: Sequence[bool]
     #: by position: the round that wrote the token, -1 for none and for the prompt
     written_in: Sequence[int]
-    #: by position: how likely the token was to the model when it was written (log); 0 where none was
+    #: by position: logprob of the token when it was written; 0 where none was
     logprobs: Sequence[float]
-    #: forwards that the algorithm has had for the block
+    #: rounds so far
     rounds: int
     #: ids are final
     done: bool
@@ -35,12 +35,13 @@ class BlockState:
     changed: bool
     #: its logits were not finite; the request fails
     failed: bool
-    #: what the algorithm remembers; nobody else's business
+    #: the counters of the algorithm, opaque to everything else
     private: tuple[int, ...] = ()
 
     @classmethod
     def unknown(cls, start: int, given: Sequence[int], size: int, mask_id: int) -> Self:
-        """Before the first round: some tokens of the prompt, fewer than ``size``, and nothing behind."""
+        """A block before its first round: the prompt's tokens ``given``, up to ``size``, then unknown
+        ones."""
         rest = size - len(given)
         return cls(
             start=start,

@@ -17,8 +17,9 @@ from aioinfer.execution.packing import PackedStep, Packer
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.sizing import PoolSize, cpu_budget, cuda_budget, size_pool
 from aioinfer.execution.warmup import measure
-from aioinfer.model.attention.choice import Choice, make_attention
+from aioinfer.model.attention.backend import make_attention
 from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.backend import Backend as ModelBackend
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.observe.timeline import DeviceLane
 
@@ -32,7 +33,7 @@ class Parts:
     config: EngineConfig
     kind: Kind
     model: CausalLM
-    attention: Choice
+    attention: ModelBackend
     device: torch.device
     grammars: GrammarWorker
     lane: DeviceLane
@@ -88,7 +89,7 @@ class Parts:
 
     def graph_sizes(self) -> list[int]:
         """Sizes of the graphs to capture; none where they cannot be."""
-        kernels, experts = self.attention.kernels, self.model.spec.expert_kernels
+        kernels, experts = self.attention.name, self.model.spec.expert_kernels
         if graphs_unsupported(self.device, kernels, self.model.capturable, experts) is not None:
             return []
         return self.kind.graph_sizes(self.config)

@@ -48,7 +48,7 @@ class TorchDevice:
         from aioinfer.execution.build import Parts, build
         from aioinfer.execution.cores import cpu_quota, default_threads
         from aioinfer.execution.decoding import kind
-        from aioinfer.model.attention.choice import choose_attention
+        from aioinfer.model.attention.backend import choose_attention
         from aioinfer.model.layers import why_variant
 
         config = self._config
@@ -66,7 +66,7 @@ class TorchDevice:
             config = decoding.fit(config)
             choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention_backend)
             if config.deterministic and not model.invariant:
-                raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.kernels)}")
+                raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
             parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane)
             self._backend, size = build(parts, self._capture, progress)
         except Exception as error:
@@ -81,7 +81,7 @@ class TorchDevice:
             max_model_len=size.max_model_len,
             num_pages=size.num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            description=_describe(spec, device, size.num_pages * config.page_size, choice.kernels),
+            description=_describe(spec, device, size.num_pages * config.page_size, choice.name),
             page_size=config.page_size,
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,

@@ -1,4 +1,4 @@
-"""Batch: the tensors of one step, as models and attention kernels see them."""
+"""Batch: the tensors of one step, the input of models and attention kernels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Batch:
     """R rows packed along one token axis of T tokens; no padding between rows.
 
     Rows with one token that continue a sequence (decodes) come first, ``num_decodes`` of them; then prefill
-    chunks and the blocks of diffusion models. Rows of one sequence see what the others of them write in
-    this step. All tensors are int64 on the model's device; the lists are their copies on the host, so that
-    no kernel ever reads a size back from the device.
+    chunks and the blocks of diffusion models. Rows of the same sequence attend to each other's keys and
+    values of this step. All tensors are int64 on the model's device; the lists are host copies, so that no
+    kernel reads a size back from the device.
     """
 
     #: [T] token ids; those of decode rows were gathered from the relay
@@ -31,15 +31,15 @@ class Batch:
     cu_q: torch.Tensor
     #: [R] positions of row r's sequence that exist once this step has written its KV
     kv_len: torch.Tensor
-    #: [R, P] pages of each row's sequence in order; unused entries are page 0, which belongs to nobody
+    #: [R, P] pages of each row's sequence in order; unused entries are the null page, 0
     block_table: torch.Tensor
-    #: [S] tokens whose logits are wanted, in any order: the last one of every row that samples, or those
-    #: of a block that are unknown
+    #: [S] indices of the tokens whose logits are computed, in any order: the last token of every row that
+    #: samples, or the unknown positions of a block
     logits_rows: torch.Tensor
     #: tokens of each row, on the host
     q_lens: list[int]
     #: ``kv_len`` on the host
     kv_lens: list[int]
     num_decodes: int
-    #: what the attention kernel works out once for all layers of the step (masks, page lists)
+    #: state that the attention kernel computes once for all layers of the step (masks, page lists)
     attention_plan: object | None = None

@@ -1,4 +1,4 @@
-"""Blocks: what a block diffusion model must say of itself besides its shapes."""
+"""Blocks: the parameters of a block diffusion model, besides its shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Blocks", "choose_blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a model writes: so many positions at a time, unknown ones of which hold the mask token."""
+    """A model that generates ``size`` positions at a time. Unknown positions hold the mask token."""
 
     #: positions of a block, a power of two
     size: int
@@ -20,10 +20,15 @@ class Blocks:
 
 
 def choose_blocks(config: Any, usual: Blocks, size: int | None = None) -> Blocks:
-    """The blocks of a model: of ``size`` if that is given, else as its config says, else as is ``usual`` in
-    its family.
+    """The blocks of a model, from its config.
 
-    Raises ConfigError if the size is no power of two, or the vocabulary has no such mask token.
+    Args:
+        config: its config.json, as transformers reads it.
+        usual: the values of its family, for what the config does not state.
+        size: positions of a block; overrides the config if not None.
+
+    Raises:
+        ConfigError: if the size is no power of two, or the mask token is outside the vocabulary.
     """
     name = config.architectures[0]
     stated = getattr(config, "block_size", None)
@@ -36,8 +41,8 @@ def choose_blocks(config: Any, usual: Blocks, size: int | None = None) -> Blocks
         mask = usual.mask_token_id
     if not _is_count(mask) or not 0 <= mask < config.vocab_size:
         raise ConfigError(
-            f"model: the mask token of {name} would be {mask!r}, and it knows {config.vocab_size} tokens:"
-            " config.json must say its mask_token_id"
+            f"model: the mask token of {name} would be {mask!r}, outside its {config.vocab_size} tokens:"
+            " config.json must state its mask_token_id"
         )
     return Blocks(size, mask)
 

@@ -1,4 +1,4 @@
-"""Configs of the model types that transformers has no class for. Importing this imports transformers."""
+"""Configs of the model types for which transformers has no class. Importing this imports transformers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["OWN_CONFIGS", "LLaDA2Config", "SDARConfig", "SDARMoeConfig"]
 
 
 class SDARConfig(Qwen3Config):  # type: ignore[misc]
-    """Qwen3's by another name."""
+    """The config of SDAR: Qwen3's under another model type."""
 
     model_type = "sdar"
 
 
 class SDARMoeConfig(Qwen3MoeConfig):  # type: ignore[misc]
-    """Qwen3-MoE's by another name."""
+    """The config of SDAR-MoE: Qwen3-MoE's under another model type."""
 
     model_type = "sdar_moe"
 
 
 class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
-    """LLaDA2's. Sizes have no defaults: none is more likely than another."""
+    """The config of LLaDA2. Sizes have no defaults."""
 
     model_type = "llada2_moe"
 
@@ -57,7 +57,7 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Raises ValueError for sizes that are missing or make no sense."""
+        """Raises ValueError for sizes that are missing or not positive."""
         for name, absent in (("first_k_dense_replace", 0), ("n_group", 1), ("topk_group", 1)):
             if getattr(self, name) is None:
                 setattr(self, name, absent)
@@ -74,7 +74,7 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
         super().__post_init__(**kwargs)
 
 
-#: by model type; a dFactory checkpoint with merged experts has a name of its own
+#: by model type; dFactory checkpoints with merged experts have the type "llada2_moe_veomni"
 OWN_CONFIGS: dict[str, type[PretrainedConfig]] = {
     "sdar": SDARConfig,
     "sdar_moe": SDARMoeConfig,

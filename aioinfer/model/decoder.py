@@ -1,7 +1,7 @@
-"""Decoder: layers of pre-norm attention and a feed-forward part, which all families of our own are.
+"""Decoder: layers of pre-norm attention and a feed-forward part, the architecture of all built-in families.
 
-What they differ in is what their layers hold (:mod:`aioinfer.model.families`): biases, norms of heads,
-windows, blocks, experts. The forward is one.
+Families differ in the content of their layers (:mod:`aioinfer.model.families`): biases, norms of heads,
+windows, blocks, experts. They share one forward.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ __all__ = ["Decoder", "Layer"]
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's weights and what they mean."""
+    """The weights and constants of one layer."""
 
+    #: [hidden]
     attention_norm: torch.Tensor
-    #: to queries, keys and values of all heads
+    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]
     qkv: Linear
     qk_norm: HeadNorm | None
-    scoring: AttentionParams
+    attention_params: AttentionParams
     out: Linear
+    #: [hidden]
     mlp_norm: torch.Tensor
     mlp: FeedForward
 
@@ -58,8 +60,17 @@ class Decoder:
         rope: Rope,
         operations: Operations,
     ) -> None:
-        """``embedding`` is [vocab_size, hidden], ``norm`` [hidden] the last one, ``eps`` that of all norms
-        between layers."""
+        """
+        Args:
+            spec: shapes and limits of the model.
+            layers: the layers in order.
+            embedding: [vocab_size, hidden].
+            norm: [hidden], the weight of the last norm.
+            head: hidden to logits.
+            eps: added to the mean square in every norm of the residual.
+            rope: rotary factors by position.
+            operations: the kernels between matrix products.
+        """
         self.spec = spec
         self._layers = layers
         self._embedding = embedding
@@ -70,10 +81,11 @@ class Decoder:
         self._operations = operations
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
+        """See :class:`~aioinfer.model.spec.CausalLM`."""
         norm, eps = self._operations.add_rms_norm, self._eps
         rotary = self._rope.at(batch.positions)
         hidden = F.embedding(batch.input_ids, self._embedding)
-        # What a part of a layer adds to the residual is added where the next one norms it.
+        # The norm of the next part adds the output of a part to the residual, in one kernel.
         delta = None
         for index, layer in enumerate(self._layers):
             hidden, normed = norm(hidden, delta, layer.attention_norm, eps)
@@ -96,5 +108,5 @@ class Decoder:
         spec = self.spec
         shape = len(normed), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim
         qkv = layer.qkv(normed).view(shape)
-        mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.scoring)
+        mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.attention_params)
         return layer.out(mixed.flatten(1))

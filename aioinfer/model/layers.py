@@ -1,4 +1,4 @@
-"""LayerKernels: what the layers of a model are made of, by the kernels chosen for a device."""
+"""LayerKernels: makes the linear layers, feed-forward parts and decoder of a model for one backend."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.choice import Choice, make_operations
+from aioinfer.model.attention.backend import make_operations
+from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder, Layer
 from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, SwiGLU
-from aioinfer.model.moe.choice import Choice as ExpertChoice
-from aioinfer.model.moe.choice import make_sparse
+from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
@@ -32,22 +32,23 @@ __all__ = [
 
 #: how the weights of linear layers are stored
 Quantization = Literal["none", "int8"]
+#: native kernels multiply this many inner dimensions at a time
 _NATIVE_MULTIPLE = 16
 
 
 class LayerKernels(Protocol):
-    """Makes the parts of a model that compute. What it is given, it may copy and drop."""
+    """Makes the parts of a model. It may copy the weights that it is given and release the originals."""
 
     @property
     def native(self) -> bool:
-        """They are those in C++, which compute experts, too."""
+        """Whether the layers are computed by native kernels, which can compute experts, too."""
 
     @property
     def operations(self) -> Operations:
-        """What a layer computes between its products, where it does so one by one."""
+        """The operations between matrix products, for a decoder that calls them one by one."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """From a weight [outputs, inner] and a bias [outputs]."""
+        """A linear layer from a weight [outputs, inner] and a bias [outputs] or None."""
 
     def swiglu(
         self,
@@ -56,21 +57,28 @@ class LayerKernels(Protocol):
         down: torch.Tensor,
         down_bias: torch.Tensor | None,
     ) -> FeedForward:
-        """The dense feed-forward part, from [2 * middle, hidden], gates first, and [hidden, middle]."""
+        """The dense feed-forward part, from ``gate_up`` [2 * middle, hidden], the rows of gate first, and
+        ``down`` [hidden, middle]; biases are [2 * middle] and [hidden], or None."""
 
     def sparse(
-        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
-        """The feed-forward part with experts: which of them a token goes to, they themselves, what all tokens
-        pass besides, and who computes them."""
+        """The feed-forward part of a mixture of experts. Raises ConfigError if a tensor is missing.
+
+        Args:
+            rule: the rule by which tokens are routed to experts.
+            stored: the experts in the checkpoint.
+            shared: experts that compute every token, or None.
+            backend: the backend of the experts.
+        """
 
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
-        """The model; ``parts`` as :class:`~aioinfer.model.decoder.Decoder` takes them."""
+        """The model; ``parts`` are the other arguments of :class:`~aioinfer.model.decoder.Decoder`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchLayers:
-    """See :class:`LayerKernels`: torch's products, and operations between them in torch or Triton."""
+    """:class:`LayerKernels` by torch's matrix products, with operations between them in torch or Triton."""
 
     operations: Operations
     make_linear: MakeLinear
@@ -89,56 +97,58 @@ class TorchLayers:
         return SwiGLU(self.linear(gate_up, gate_up_bias), self.linear(down, down_bias), self.operations)
 
     def sparse(
-        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
-        return make_sparse(rule, stored, shared, choice)
+        return make_sparse(rule, stored, shared, backend)
 
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
         return Decoder(spec, layers, operations=self.operations, **parts)
 
 
-def choose_layers(choice: Choice, sizes: Sequence[int]) -> Choice:
-    """Whose kernels layers of these inner dimensions get, and why, where attention gets those of ``choice``:
-    the same, but that native ones compute 16 at a time. Where they cannot, torch does all but attention."""
-    if choice.kernels == "native" and any(size % _NATIVE_MULTIPLE for size in sizes):
-        return Choice("sdpa", f"inner dimensions are no multiples of {_NATIVE_MULTIPLE}")
-    return choice
+def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:
+    """The backend of layers whose matrix products have the inner dimensions ``sizes``; ``backend`` is that of
+    attention. They are the same, unless it is native and a size is no multiple of 16: then torch computes
+    everything but attention."""
+    if backend.name == "native" and any(size % _NATIVE_MULTIPLE for size in sizes):
+        return Backend("sdpa", f"inner dimensions are no multiples of {_NATIVE_MULTIPLE}")
+    return backend
 
 
-def check_quantization(layers: Choice | None, architecture: str, quantization: Quantization) -> None:
-    """Raises ConfigError for weights that are to be quantised where nobody does it.
+def check_quantization(layers: Backend | None, architecture: str, quantization: Quantization) -> None:
+    """Raise ConfigError if ``quantization`` is asked for and the layers' backend cannot do it.
 
-    ``layers`` is whose kernels they get, None if they are transformers'.
+    ``layers`` is the backend of the layers, None for a model of transformers.
     """
-    if quantization == "none" or (layers is not None and layers.kernels == "native"):
+    if quantization == "none" or (layers is not None and layers.name == "native"):
         return
     if layers is None:
         raise ConfigError(f"quantization: the code of {architecture} is transformers' own")
     raise ConfigError(
-        f"quantization: {quantization} needs native layers, these are {layers.kernels}: {layers.reason}"
+        f"quantization: {quantization} needs native layers, these are {layers.name}: {layers.reason}"
     )
 
 
 def why_variant(architecture: str, attention: str) -> str:
-    """Why a model that is not native throughout cannot promise results that depend on no company."""
+    """Why the logits of a model that is not native throughout may depend on the batch, for error messages.
+    ``attention`` is the name of its attention backend."""
     if attention != "native":
         return f"the bits that {attention} kernels compute depend on the batch; native ones' on a CPU do not"
     return f"not all of {architecture} is computed by native kernels"
 
 
 def make_layers(
-    choice: Choice,
+    backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
     sizes: Sequence[int] = (),
     quantization: Quantization = "none",
 ) -> LayerKernels:
-    """The kernels that go with those of attention. ``sizes``: inner dimensions of the layers."""
-    if choose_layers(choice, sizes).kernels == "native":
+    """The layers' kernels for an attention backend. ``sizes`` are the inner dimensions of the layers."""
+    if choose_layers(backend, sizes).name == "native":
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.bindings import shared_thread_pool
 
         return NativeLayers(shared_thread_pool(torch.get_num_threads()), quantization)
-    # What Triton's kernels are captured with reads weights where they lie.
-    make_linear = TorchLinear if choice.kernels == "triton" else packed_or_torch(device, dtype)
-    return TorchLayers(make_operations(choice), make_linear)
+    # A captured CUDA graph reads weights in place: not packed.
+    make_linear = TorchLinear if backend.name == "triton" else packed_or_torch(device, dtype)
+    return TorchLayers(make_operations(backend), make_linear)

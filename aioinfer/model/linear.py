@@ -1,4 +1,4 @@
-"""Linear layers: weights, and what multiplies them. The one place where that is decided."""
+"""Linear layers, and the choice between torch's and oneDNN's multiplication."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch.nn.functional as F
 
 __all__ = ["Linear", "MakeLinear", "PackedLinear", "TorchLinear", "packed_or_torch"]
 
-#: rows that oneDNN is told to expect: it chooses a layout of the weights by them
+#: the number of rows for which oneDNN optimizes the layout of the weights
 _EXPECTED_ROWS = 8
 
 
 class Linear(Protocol):
-    """``x @ weight.T + bias``. What a row comes to does not depend on the others in float32 and bfloat16 but
-    for rounding."""
+    """``x @ weight.T + bias``. The result of a row depends on other rows by rounding at most."""
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """[T, inner] to [T, outputs], in the same type."""
+        """[T, inner] to [T, outputs], in the same dtype."""
 
 
-#: from a weight [outputs, inner] and a bias [outputs] or None
+#: makes a linear layer from a weight [outputs, inner] and a bias [outputs] or None
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
@@ -40,9 +39,9 @@ class TorchLinear:
 
 
 class PackedLinear:
-    """oneDNN's multiplication of weights that were laid out for it beforehand, on a CPU: two to three times
-    as fast as torch's own for the few rows of a decode. (What torch's compiler emits for frozen weights; the
-    operations are not part of its documented surface, hence :func:`packed_or_torch`.)"""
+    """oneDNN's multiplication by prepacked weights, on a CPU: two to three times as fast as ``F.linear`` for
+    the few rows of a decode. torch's compiler emits these operations for frozen weights; they are not part of
+    its documented interface, hence :func:`packed_or_torch`."""
 
     __slots__ = ("_bias", "_weight")
 
@@ -59,7 +58,7 @@ class PackedLinear:
 
 
 def packed_or_torch(device: torch.device, dtype: torch.dtype) -> MakeLinear:
-    """Packed linears where this torch has them for the type, plain ones elsewhere."""
+    """:class:`PackedLinear` if the installed torch supports it for ``dtype``, else :class:`TorchLinear`."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchLinear
     weight = torch.arange(32 * 16, device=device).view(32, 16).to(dtype)
@@ -67,7 +66,7 @@ def packed_or_torch(device: torch.device, dtype: torch.dtype) -> MakeLinear:
     try:
         found = PackedLinear(weight, None)(values)
     except (RuntimeError, AttributeError):
-        # This torch has no such operation, or was built without oneDNN, or oneDNN does not know the type on
+        # This torch lacks the operation, or was built without oneDNN, or oneDNN does not support the dtype on
         # this processor: plain torch computes the same, slower.
         return TorchLinear
     return PackedLinear if torch.allclose(found, F.linear(values, weight)) else TorchLinear

@@ -1,4 +1,4 @@
-"""Loading: from a model directory to something that computes."""
+"""Loading a model directory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Literal
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.choice import Kernels, choose_attention
+from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
 from aioinfer.model.layers import Quantization, check_quantization, choose_layers, make_layers
-from aioinfer.model.moe.choice import Wanted
+from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.registry import own_implementation
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import RandomWeights, Weights, weight_files
 
-__all__ = ["Prospect", "inspect_model", "load_model"]
+__all__ = ["ModelInfo", "inspect_model", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,25 +31,35 @@ def load_model(
     device: torch.device,
     load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
-    kernels: Literal["auto"] | Kernels = "auto",
-    experts: Wanted = "auto",
+    kernels: AttentionBackend = "auto",
+    experts: MoEBackend = "auto",
     block_size: int | None = None,
     quantization: Quantization = "none",
     progress: Progress | None = None,
 ) -> CausalLM:
-    """Load a Hugging Face directory: own code for the families it knows, transformers for the rest.
+    """Load a Hugging Face directory: a built-in implementation for known families, transformers for the rest.
 
-    ``dtype`` is a name, or "auto" for what the checkpoint says; ``kernels`` is what own code asks
-    :func:`~aioinfer.model.attention.choice.choose_attention` for, and ``experts`` names the kernels of a
-    mixture of experts (:mod:`aioinfer.model.moe.choice`). ``block_size`` is that of a block diffusion
-    model, None being what the model says (:mod:`aioinfer.model.blocks`). With ``load_format`` "random" the
-    weights are :class:`~aioinfer.model.weights.RandomWeights` and the directory needs no other file than
-    config.json. Never runs code from the directory, never touches the network. Raises ConfigError.
+    Never runs code from the directory and never accesses the network.
+
+    Args:
+        path: the directory.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's.
+        device: the device of the weights.
+        load_format: "random" makes :class:`~aioinfer.model.weights.RandomWeights` from config.json alone.
+        force_transformers: load by transformers even where a built-in implementation exists.
+        kernels: the attention backend (:mod:`aioinfer.model.attention.backend`).
+        experts: the backend of a mixture of experts (:mod:`aioinfer.model.moe.backend`).
+        block_size: positions of a block of a diffusion model; None for the model's own.
+        quantization: how the weights of linear layers are stored.
+        progress: called with ("kernels" or "weights", done, total).
+
+    Raises:
+        ConfigError: if the directory does not hold a supported model, or an option does not fit it.
     """
     config = _read_config(path)
     chosen = _choose_dtype(config, dtype)
-    made_up = RandomWeights(dtype=chosen, device=device) if load_format == "random" else None
-    if made_up is None:
+    random_weights = RandomWeights(dtype=chosen, device=device) if load_format == "random" else None
+    if random_weights is None:
         weight_files(path)
     family = _family(config, force_transformers)
     blocks = _blocks(config, family, block_size)
@@ -57,11 +67,11 @@ def load_model(
         check_quantization(None, config.architectures[0], quantization)
         from aioinfer.model.transformers_model import TransformersLM
 
-        return TransformersLM(path, config, chosen, device, progress, made_up)
-    choice = choose_attention(device, _head_dim(config), chosen, kernels, progress)
+        return TransformersLM(path, config, chosen, device, progress, random_weights)
+    attention = choose_attention(device, _head_dim(config), chosen, kernels, progress)
     sizes = _inner_sizes(config)
-    check_quantization(choose_layers(choice, sizes), config.architectures[0], quantization)
-    weights = made_up or Weights(path, dtype=chosen, device=device, progress=progress)
+    check_quantization(choose_layers(attention, sizes), config.architectures[0], quantization)
+    weights = random_weights or Weights(path, dtype=chosen, device=device, progress=progress)
     return build_decoder(
         path,
         family,
@@ -69,26 +79,26 @@ def load_model(
         weights,
         dtype=chosen,
         device=device,
-        kernels=make_layers(choice, device, chosen, sizes, quantization),
+        kernels=make_layers(attention, device, chosen, sizes, quantization),
         experts=experts,
         blocks=blocks,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
-    """What a model directory would become, as far as its config tells."""
+class ModelInfo:
+    """Facts about a model directory that its config determines."""
 
     architecture: str
-    #: this package's implementation computes it, not transformers'
+    #: whether a built-in implementation computes it, not transformers'
     own: bool
     head_dim: int
     dtype: torch.dtype
-    #: sizes that layers multiply over
+    #: inner dimensions of the layers' matrix products
     inner_sizes: list[int]
-    #: (hidden size, inner size) of the experts; None without any, or if they are transformers'
+    #: (hidden size, inner size) of the experts; None without experts, and for a model of transformers
     experts: tuple[int, int] | None
-    #: how a block diffusion model writes; None for others
+    #: the blocks of a block diffusion model; None for other models
     blocks: Blocks | None
 
 
@@ -99,13 +109,13 @@ def inspect_model(
     load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
     block_size: int | None = None,
-) -> Prospect:
-    """What :func:`load_model` would make of a directory, without reading weights. Raises ConfigError."""
+) -> ModelInfo:
+    """Examine a directory as :func:`load_model` would, without reading weights. Raises ConfigError."""
     config = _read_config(path)
     if load_format == "auto":
         weight_files(path)
     family = _family(config, force_transformers)
-    return Prospect(
+    return ModelInfo(
         architecture=config.architectures[0],
         own=family is not None,
         head_dim=_head_dim(config),
@@ -117,12 +127,12 @@ def inspect_model(
 
 
 def _family(config: Any, force_transformers: bool) -> Family | None:
-    """Who computes a model; None is transformers. Raises ConfigError."""
+    """The built-in implementation of a model; None for transformers. Raises ConfigError."""
     family = own_implementation(config)
     if not force_transformers:
         return family
     if family is not None and family.blocks is not None:
-        raise ConfigError(f"model: transformers has no code of {config.architectures[0]}")
+        raise ConfigError(f"model: transformers has no implementation of {config.architectures[0]}")
     return None
 
 
@@ -149,10 +159,10 @@ def _read_config(path: Path) -> Any:
         if own is not None:
             config: Any = own.from_dict(stated)
         else:
-            # Said outright: left open, transformers asks on the terminal whether to run code from there.
+            # Without an explicit value transformers asks on the terminal whether to run the directory's code.
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        # Validation of two hundred config classes raises whatever each of them likes.
+        # Each of the many config classes raises its own types of errors.
         raise ConfigError(f"model: the config of {path.name} cannot be used: {error}") from error
     if not config.architectures:
         raise ConfigError(f"model: the config of {path.name} names no architecture")
@@ -168,7 +178,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _inner_sizes(config: Any) -> list[int]:
-    """Sizes that layers multiply over."""
+    """Inner dimensions of the layers' matrix products."""
     names = ("hidden_size", "intermediate_size", "moe_intermediate_size")
     sizes = [getattr(config, name, None) for name in names]
     return [size for size in sizes if size is not None]

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer, and the dense one: SwiGLU (Shazeer, 2020)."""
+"""FeedForward: the interface of a layer's feed-forward part; and the dense one, SwiGLU (Shazeer, 2020)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["FeedForward", "SwiGLU"]
 
 
 class FeedForward(Protocol):
-    """Looks at one token at a time."""
+    """The feed-forward part of a layer: computes every token separately."""
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, hidden], normed, to what is added to the residual."""
+        """Normed [T, hidden] to the summand of the residual, [T, hidden]."""
 
 
 @dataclass(slots=True)
 class SwiGLU:
-    """``down(silu(gate(x)) * up(x))``, gate and up in one matrix."""
+    """``down(silu(gate(x)) * up(x))``, with gate and up in one matrix."""
 
     #: to [T, 2 * intermediate]
     gate_up: Linear

@@ -14,12 +14,12 @@ import torch
 
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention, scoring_numbers
+from aioinfer.model.backend import Backend
 from aioinfer.model.batch import Batch
 from aioinfer.model.decoder import Decoder, Layer
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.choice import Choice as ExpertChoice
-from aioinfer.model.moe.choice import make_sparse
+from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
@@ -140,7 +140,7 @@ class NativeDecoder:
             (norms[0].data_ptr(), None if head_norm is None else head_norm.data_ptr(), norms[1].data_ptr()),
             [layer.qkv.packed, layer.out.packed, *dense],
             parts.experts,
-            scoring_numbers(layer.scoring),
+            scoring_numbers(layer.attention_params),
         )
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
@@ -187,10 +187,10 @@ class NativeLayers:
         )
 
     def sparse(
-        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, choice: ExpertChoice
+        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
-        if choice.kernels != "native":
-            return make_sparse(rule, stored, shared, choice)
+        if backend.name != "native":
+            return make_sparse(rule, stored, shared, backend)
         dtype, sizes = stored.weights.dtype, (stored.num_experts, stored.hidden, stored.middle)
         rounded = self._quantization == "int8"
         experts = NativeExperts(self._team, dtype, sizes, stored.each(), rounded=rounded)

@@ -1,4 +1,4 @@
-"""Registry: which architectures have an implementation of our own."""
+"""Registry: the architectures with a built-in implementation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aioinfer.model.families.llama import LlamaLike
 __all__ = ["own_implementation"]
 
 _SDAR = Blocks(4, 151669)
-#: architecture -> the model types whose config it reads, and how
+#: architecture -> (the model types whose configs it accepts, its family)
 _OWN: dict[str, tuple[frozenset[str], Family]] = {
     "LlamaForCausalLM": (frozenset({"llama"}), LlamaLike("config", mlp_bias=True)),
     "MistralForCausalLM": (frozenset({"mistral"}), LlamaLike(windows="all")),
@@ -36,10 +36,10 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
 
 
 def own_implementation(config: Any) -> Family | None:
-    """How our own code reads a config, or None where transformers has to do it: an architecture of which
-    we have no code, or a variant that ours does not compute.
+    """The built-in family that implements a config; None if there is none, or if it lacks the config's
+    variant. Then transformers computes the model.
 
-    Raises ConfigError for such a variant of a block diffusion model: transformers has no code of those.
+    Raises ConfigError for an unsupported variant of a block diffusion model, which transformers lacks, too.
     """
     architecture = config.architectures[0]
     model_types, family = _OWN.get(architecture, (frozenset(), None))

@@ -11,9 +11,11 @@ __all__ = ["Rope", "Rotary", "rotate", "supported"]
 
 
 def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
-    """Whether one table by position gives the config's variant: dynamic NTK and LongRoPE depend on the
-    length of the sequence, some models have a table per layer type. ``partial``: in this family a config
-    may have a part of each head rotated only."""
+    """Whether :class:`Rope` supports the config's variant, that is, whether one table by position suffices.
+
+    Dynamic NTK and LongRoPE depend on the length of the sequence, and some models have a table per layer
+    type. ``partial``: the family allows configs that rotate only a part of each head.
+    """
     parameters = _parameters(config)
     rotated = _rotary_dim(parameters, head_dim)
     return (
@@ -27,14 +29,14 @@ def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Factors for the tokens of a step, [T, 1, rotary_dim] each, in the model's type.
+    """Rotary factors of the tokens of a step, [T, 1, rotary_dim] each, in the model's dtype.
 
     The first ``rotary_dim`` dimensions of a head are rotated, dimension d with d + rotary_dim / 2; the others
-    stay as they are.
+    are not changed.
     """
 
     cos: torch.Tensor
-    #: with the sign of rotate-half: the first half is negated
+    #: includes the sign of rotate-half: the first half is negated
     sin: torch.Tensor
 
 
@@ -49,7 +51,7 @@ class Rope:
         inv_freq, scaling = _frequencies(config, head_dim)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        #: [positions, 1, rotary_dim]; the sine carries the sign of rotate-half
+        #: [positions, 1, rotary_dim]; the sine includes the sign of rotate-half
         self._cos = (angles.cos() * scaling).to(dtype).unsqueeze(1).to(device)
         sin = angles.sin() * scaling
         sin[:, : sin.shape[1] // 2] *= -1
@@ -61,12 +63,12 @@ class Rope:
         return self._cos, self._sin
 
     def at(self, positions: torch.Tensor) -> Rotary:
-        """Factors for tokens at these positions [T]."""
+        """The factors of tokens at positions [T] int64."""
         return Rotary(self._cos[positions], self._sin[positions])
 
 
 def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotate [T, heads, head_dim]."""
+    """Rotate the first ``rotary_dim`` dimensions of heads [T, heads, head_dim]; returns a new tensor."""
     size = rotary.cos.shape[-1]
     if size < heads.shape[-1]:
         return torch.cat((rotate(heads[..., :size], rotary), heads[..., size:]), dim=-1)

@@ -1,11 +1,10 @@
-"""Self-check of a borrowed model: does it compute over paged KV what it computes alone?
+"""Self-check of a transformers model at load: its logits over paged KV must be those of its own attention.
 
-Two things are looked at. What the model asks of attention, layer by layer, has to be what our kernels do;
-a window is compared with the one in the model's mask, since the few tokens of a check would not outgrow it.
-Then two short sequences run through pages as the engine will run them, cut into chunks, mixed and decoded
-token by token, and every logit is compared with the model's own "eager" attention. That finds what no
-list of features can: recurrent layers, positions counted instead of read, scores bent in a way of
-their own.
+There are two checks. The options that each layer passes to attention must be supported; a window is compared
+with the one in the model's mask, since the few tokens of a check are shorter than the window. Then two short
+sequences run over pages as in the engine, in chunks, mixed and decoded token by token, and every logit is
+compared with the model's own "eager" attention. The comparison finds what a list of features cannot:
+recurrent layers, positions that are counted instead of read, scores that are changed after the product.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from aioinfer.model.batch import Batch
 
 __all__ = ["LayerShape", "check_paged", "record"]
 
-#: Options with which transformers asks for attention that ours does not compute.
+#: options that transformers passes to attention and this package's attention does not support
 _REFUSED = ("softcap", "s_aux", "position_bias")
-#: Tokens of the two sequences in each step of the check: prefill, chunks, a mixed step, decodes.
+#: tokens of the two sequences in each step of the check: prefill, chunks, a mixed step, decodes
 _STEPS = ((4, 0), (3, 2), (1, 4), (1, 1), (0, 2))
 _PAGE_SIZE = 4
-#: Largest difference accepted, root mean square, as a part of the logits' own spread. Over 80 small random
-#: models rounding alone made up to 1e-6 in float32 and 0.1 in bfloat16 (where experts are chosen anew);
-#: recurrent layers, which forget between chunks, made 0.4 and more.
+#: The largest accepted difference: root mean square, relative to the spread of the logits. Over 80 small
+#: random models rounding alone caused up to 1e-6 in float32 and 0.1 in bfloat16 (where it changes the choice
+#: of experts); recurrent layers, which lose their state between chunks, caused 0.4 and more.
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.15
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Attention heads of a layer."""
+    """The attention heads of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,9 +48,10 @@ class LayerShape:
 def record(
     name: str, num_layers: int, run: Callable[[Callable[..., torch.Tensor]], object]
 ) -> list[LayerShape]:
-    """Shapes of all layers' heads, seen during ``run(watch)``, a forward of one fresh sequence.
+    """The heads of all layers, recorded during ``run(watch)``, a forward of one fresh sequence in which
+    ``watch`` replaces the attention.
 
-    Raises ConfigError if the model's attention cannot be replaced by ours in every layer.
+    Raises ConfigError if the attention of some layer cannot be replaced by this package's.
     """
     seen: dict[int, LayerShape] = {}
     calls = 0
@@ -70,14 +70,14 @@ def record(
             if options.get(option) is not None:
                 raise ConfigError(f"model: {name} needs attention with {option}")
         window = options.get("sliding_window")
-        # See ``_mask_window``: not a mask but the window in it.
+        # The window of the mask, not the mask itself: see ``_mask_window`` of transformers_model.
         masked = None if attention_mask is None else int(attention_mask.flatten()[0])
         if masked is not None and (window or 0) != masked:
             raise ConfigError(
                 f"model: {name} asks for a window of {window} in layer {module.layer_idx}, but masks {masked}"
             )
         if value.shape != key.shape:
-            raise ConfigError(f"model: {name} has values of another size than its keys")
+            raise ConfigError(f"model: {name} has values and keys of different sizes")
         shape = LayerShape(query.shape[1], key.shape[1], query.shape[3])
         seen[module.layer_idx] = shape
         return _plain(query, key, value, options.get("scaling"), window).transpose(1, 2)
@@ -86,7 +86,7 @@ def record(
     if not seen:
         raise ConfigError(f"model: the attention of {name} cannot be replaced")
     if sorted(seen) != list(range(num_layers)) or calls != num_layers:
-        raise ConfigError(f"model: not each of the {num_layers} layers of {name} is one plain attention")
+        raise ConfigError(f"model: not each of the {num_layers} layers of {name} has one standard attention")
     if len(set(seen.values())) != 1:
         raise ConfigError(f"model: the layers of {name} differ in their heads")
     return [seen[layer] for layer in range(num_layers)]
@@ -100,9 +100,9 @@ def check_paged(
     expected: Sequence[torch.Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Run two prompts [n] through pages and compare with their logits ``expected``, [n, vocab] each.
+    """Run two prompts [n] over pages and compare their logits with ``expected``, [n, vocab_size] each.
 
-    Raises ConfigError with the difference.
+    Raises ConfigError if they differ by more than rounding explains.
     """
     if not all(bool(logits.isfinite().all()) for logits in expected):
         raise ConfigError(f"model: the logits of {name} are not finite in {dtype}; try another dtype")
@@ -119,7 +119,7 @@ def check_paged(
             device=device,
         )
     )
-    # Interleaved, so that neither sequence has neighbouring pages.
+    # Interleaved, so that neither sequence has adjacent pages.
     tables = torch.arange(1, 2 * pages + 1, device=device).view(pages, 2).T
     done = [0, 0]
     got: list[list[torch.Tensor]] = [[], []]
@@ -134,7 +134,7 @@ def check_paged(
         wanted = logits[: sum(len(part) for part in parts)]
         difference = torch.cat(parts) - wanted
         error = float(difference.norm() / (wanted - wanted.mean(-1, keepdim=True)).norm().clamp_min(1e-9))
-        # Written so that NaN fails.
+        # Not ``>``: NaN must fail, too.
         if not error <= _TOLERANCE.get(dtype, _TOLERANCE_HALF):
             raise ConfigError(
                 f"model: {name} cannot run over paged KV: in chunks and decodes its logits differ by "
@@ -150,7 +150,7 @@ def _is_decode(row: tuple[int, int, int]) -> bool:
 def _batch(
     rows: Sequence[tuple[int, int, int]], prompts: Sequence[torch.Tensor], tables: torch.Tensor
 ) -> Batch:
-    """Rows (prompt, start, count) packed; logits of every token."""
+    """A packed batch of rows (prompt, start, count) that computes the logits of every token."""
     device = tables.device
     positions = [torch.arange(start, start + count, device=device) for _, start, count in rows]
     cells = [

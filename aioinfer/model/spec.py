@@ -1,4 +1,4 @@
-"""ModelSpec: what the rest of the engine must know about a model."""
+"""ModelSpec and CausalLM: the interface between a model and the rest of the engine."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class ModelSpec:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
     num_parameters: int
-    #: what computes a mixture of experts, None in a model without
+    #: name of the backend of a mixture of experts; None in a model without experts
     expert_kernels: str | None = None
-    #: positions that a block diffusion model writes at a time, None if it writes token after token; logits
-    #: of such a model are those of the position itself, not of the next one
+    #: positions of a block of a block diffusion model, whose logits are those of the position itself, not of
+    #: the next one; None for an autoregressive model
     block_size: int | None = None
-    #: what an unknown position of a block holds; None with ``block_size``
+    #: the token of unknown positions of a block; None for an autoregressive model
     mask_token_id: int | None = None
 
     @property
@@ -56,22 +56,25 @@ class CausalLM(Protocol):
     """A model that computes packed rows."""
 
     spec: ModelSpec
-    #: its forward asks the host for nothing that differs from step to step: a CUDA graph can hold it
+    #: whether a CUDA graph can capture the forward: it reads nothing on the host that changes between steps
     capturable: bool
-    #: a token's logits have the same bits in any batch, however its sequence was cut into rows and whoever
-    #: computed what its cache holds
+    #: whether a token's logits have the same bits in any batch, under any chunking of its sequence and with
+    #: any part of its KV taken from the prefix cache
     invariant: bool
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """What each part of all forwards so far has taken; empty where nobody counts."""
+        """Seconds that each part of the forward has taken over all forwards; empty if not measured."""
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        """Logits of ``batch.logits_rows``, [S, vocab_size] in the model's type; KV is written on the way."""
+        """Compute a step and write its KV.
+
+        Returns the logits of ``batch.logits_rows``, [S, vocab_size] in the model's dtype.
+        """
 
 
 def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
-    """End tokens of a checkpoint: generation_config.json knows best, config.json is second.
+    """The end tokens of a checkpoint: those of generation_config.json, else those of ``config``.
 
     Raises ConfigError if generation_config.json is not a JSON object.
     """
@@ -86,7 +89,7 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The object that a JSON file of a model directory holds. Raises ConfigError."""
+    """The object in a JSON file of a model directory. Raises ConfigError."""
     try:
         value = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:

@@ -1,9 +1,8 @@
-"""TransformersLM: any other causal LM of transformers, over our paged KV.
+"""TransformersLM: any other causal LM of transformers, over paged KV.
 
-transformers lets a model's attention be replaced by name. Ours takes packed rows, so one forward of
-shape [1, T] computes a whole step. Whether a model really goes through that door, asks of attention
-nothing that ours does not do, and keeps no state or position of its own, is found out at load: see
-:mod:`aioinfer.model.selfcheck`.
+transformers can replace a model's attention by name. The replacement here takes packed rows, so one forward
+of shape [1, T] computes a whole step. :mod:`aioinfer.model.selfcheck` verifies at load that the model really
+calls it, needs no feature that it lacks, and keeps no state or positions of its own.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from aioinfer.model.weights import RandomWeights
 __all__ = ["TransformersLM", "random_model"]
 
 _NAME = "aioinfer_paged"
-#: Under this name the model is asked for masks too, to learn which windows they hold.
+#: name of the attention of the self-check: with it, transformers also makes masks, which state the windows
 _PROBE = "aioinfer_probe"
 
-#: What the attention of the forward running on this thread works with: a function of one layer's
-#: (module, query, key, value, attention_mask, options).
+#: ``attend`` is the attention of the forward that runs on this thread: a function of one layer's
+#: (module, query, key, value, attention_mask, options)
 _local = threading.local()
 
 
@@ -50,22 +49,22 @@ class TransformersLM:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None = None,
-        made_up: RandomWeights | None = None,
+        random_weights: RandomWeights | None = None,
     ) -> None:
-        """``made_up`` takes the place of the checkpoint's weights. Raises ConfigError if transformers cannot
-        load the model, or not all of it, or if it does not compute over paged KV what it computes alone."""
+        """``random_weights`` replace the checkpoint's. Raises ConfigError if transformers cannot load the
+        whole model, or if its logits over paged KV differ from those of its own attention."""
         architecture = config.architectures[0]
         _refuse_unknown(architecture)
         _register()
         progress = progress or (lambda stage, done, total: None)
         progress("weights", 0, 1)
-        if made_up is None:
+        if random_weights is None:
             self._model = _load(path, dtype).eval().to(device)
         else:
-            self._model = random_model(config, dtype, device, made_up)
+            self._model = random_model(config, dtype, device, random_weights)
         progress("weights", 1, 1)
         for parameter in ("position_ids", "logits_to_keep"):
-            # Others count positions themselves, and would swallow ours among their keyword arguments.
+            # Other models count positions themselves and ignore this argument among their keyword arguments.
             if parameter not in inspect.signature(self._model.forward).parameters:
                 raise ConfigError(f"model: {architecture} takes no {parameter}")
         try:
@@ -73,7 +72,7 @@ class TransformersLM:
         except (ConfigError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            # Code of any of two hundred models has just run on inputs of ours.
+            # The code of any model of transformers has just run: it may raise anything.
             raise ConfigError(
                 f"model: {architecture} does not run over paged KV: {type(error).__name__}: {error}"
             ) from error
@@ -100,8 +99,8 @@ class TransformersLM:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             scale = options.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            scoring = AttentionParams(scale, options.get("sliding_window"))
-            return attention(module.layer_idx, q, k, v, batch, scoring)[None]
+            params = AttentionParams(scale, options.get("sliding_window"))
+            return attention(module.layer_idx, q, k, v, batch, params)[None]
 
         return self._run(batch.input_ids, batch.positions, batch.logits_rows, attend)
 
@@ -112,7 +111,7 @@ class TransformersLM:
         rows: torch.Tensor,
         attend: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Logits float32 [S, vocab_size] of the token rows wanted."""
+        """Logits [S, vocab_size] of the tokens ``rows`` [S], from ids and positions [T]."""
         _local.attend = attend
         try:
             output = self._model(
@@ -125,7 +124,8 @@ class TransformersLM:
 
     @torch.no_grad()
     def _check(self, device: torch.device) -> list[LayerShape]:
-        """Run the model three ways: by itself, watched, and over pages."""
+        """Run the model with its own attention, with the recording one, and over pages; see
+        :mod:`aioinfer.model.selfcheck`."""
         model = self._model
         vocab_size = model.get_input_embeddings().weight.shape[0]
 
@@ -151,7 +151,7 @@ def _refuse_unknown(architecture: str) -> None:
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         known.update((names,) if isinstance(names, str) else names)
     if architecture not in known:
-        raise ConfigError(f"model: {architecture} is no causal language model that transformers knows")
+        raise ConfigError(f"model: {architecture} is no causal language model of transformers")
 
 
 def _load(path: Path, dtype: torch.dtype) -> Any:
@@ -167,14 +167,14 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
                 use_safetensors=True,
                 attn_implementation="eager",
                 output_loading_info=True,
-                # Not ignored: found in the report below, by name.
+                # The report below names them, and they raise.
                 ignore_mismatched_sizes=True,
             )
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ConfigError(f"model: transformers cannot load {path.name}: {error}") from error
-    # transformers makes up what is not there, and only logs it.
+    # transformers initializes missing tensors at random, and only logs it.
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(f"model: the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
@@ -186,7 +186,7 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device, weights: RandomWeights) -> Any:
-    """The model of transformers for a config, made on the device. Raises ConfigError."""
+    """transformers' model of a config, with random weights, made on the device. Raises ConfigError."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -205,11 +205,11 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, weights:
 
 
 def _max_model_len(text: Any, architecture: str) -> int:
-    """Positions the model knows. A LongRoPE model changes its frequencies for the whole batch when its
-    longest sequence outgrows the original length, so it stops there."""
+    """The longest sequence in positions. A LongRoPE model changes its frequencies for the whole batch once a
+    sequence exceeds the original length, so it is limited to that."""
     length = getattr(text, "max_position_embeddings", None)
     if not isinstance(length, int):
-        raise ConfigError(f"model: the config of {architecture} does not say how many positions it knows")
+        raise ConfigError(f"model: the config of {architecture} has no max_position_embeddings")
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
@@ -219,7 +219,7 @@ def _max_model_len(text: Any, architecture: str) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars from a library: what is shown is the application's business."""
+    """Disable the progress bars of transformers: the application decides what to display."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -232,7 +232,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _register() -> None:
-    """Names of ours in transformers' tables. ``_NAME`` has no mask function, so no mask is made for it."""
+    """Register both attentions with transformers. ``_NAME`` has no mask function: no mask is made for it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attend)
@@ -241,7 +241,7 @@ def _register() -> None:
 
 
 def _mask_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
-    """Instead of a mask: how far it would let a token look back, 0 for all the way; [1, 1, 1, 1]."""
+    """In place of a mask, the length of its window, 0 for none: float64 [1, 1, 1, 1]."""
     return torch.tensor(local_size or 0, dtype=torch.float64).view(1, 1, 1, 1)
 
 
@@ -253,8 +253,9 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: query [1, num_heads, T, head_dim], key and value likewise.
+    """The attention that transformers calls, with query [1, num_heads, T, head_dim] and key and value
+    [1, num_kv_heads, T, head_dim].
 
-    Returns [1, T, num_heads, head_dim].
+    Returns [1, T, num_heads, head_dim] and no weights.
     """
     return _local.attend(module, query, key, value, attention_mask, options), None

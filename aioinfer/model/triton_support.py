@@ -1,4 +1,4 @@
-"""Whether kernels in Triton can run on a device: asked wherever there is a choice between them and torch."""
+"""Whether Triton kernels can run on a device and in a dtype."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from functools import cache
 
 import torch
 
-__all__ = ["interpreted", "triton_unsupported"]
+__all__ = ["dtype_unsupported", "interpreted", "triton_unsupported"]
 
-#: what tensor cores with bfloat16 came with (Ampere)
+#: the least compute capability: the first tensor cores with bfloat16 (Ampere)
 _CAPABILITY = (8, 0)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @cache
 def interpreted() -> bool:
-    """Whether kernels of this process run in Triton's interpreter, on CPU tensors, instead of being compiled.
-
-    Settled when triton is imported, by TRITON_INTERPRET.
-    """
+    """Whether Triton kernels of this process run in Triton's interpreter, on CPU tensors, instead of being
+    compiled. The environment variable TRITON_INTERPRET decides it when triton is imported."""
     import triton
 
     return not isinstance(triton.jit(interpreted.__wrapped__), triton.JITFunction)
 
 
 def triton_unsupported(device: torch.device) -> str | None:
-    """What keeps our kernels from running there, in words for people; None if nothing does."""
+    """Why Triton kernels cannot run on ``device``, in words for the user; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
@@ -33,3 +32,8 @@ def triton_unsupported(device: torch.device) -> str | None:
     if (device.type == "cuda") == interpreted():
         return "TRITON_INTERPRET is " + ("set" if interpreted() else "not set, without which it needs CUDA")
     return None
+
+
+def dtype_unsupported(dtype: torch.dtype) -> str | None:
+    """Why Triton kernels that multiply matrices cannot run in ``dtype``; None if they can."""
+    return None if dtype in _DTYPES else f"there are no kernels for {str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""Weights: memory-mapped safetensors, one file or sharded, read tensor by tensor; or made up."""
+"""Weights: memory-mapped safetensors, one file or sharded, read tensor by tensor; or random weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["RandomWeights", "Weights", "weight_files"]
 
 
 class Weights:
-    """The tensors of a checkpoint directory, mapped and not read until asked for.
+    """The tensors of a checkpoint directory, memory-mapped and read on demand.
 
-    Every tensor is handed out once, in the wanted dtype on the wanted device. On the CPU a tensor that
-    is stored in the wanted dtype stays mapped: it costs no second copy.
+    :meth:`take` returns tensors in ``dtype`` on ``device``. On the CPU a tensor that is stored in that dtype
+    stays mapped and is not copied.
     """
 
     def __init__(
         self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
     ) -> None:
-        """Raises ConfigError if there are no safetensors, or their index names files that are not there."""
+        """Raises ConfigError if there are no safetensors, or if a file that their index names is missing."""
         from safetensors import SafetensorError, safe_open
 
         self._dtype = dtype
@@ -47,20 +47,20 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The wanted one."""
+        """The dtype of the tensors that are returned."""
         return self._dtype
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor, in ``dtype`` where it is not the wanted one. Raises ConfigError if it is missing or
-        shaped otherwise."""
+        """One tensor, in ``dtype`` if given. Raises ConfigError if it is missing or has another shape."""
         return self._read(name, shape).to(self._device, dtype or self._dtype)
 
     def take_into(self, part: torch.Tensor, name: str) -> None:
-        """One tensor into a part of a larger one. Raises ConfigError if it is missing or shaped otherwise."""
+        """Copy one tensor into a part of a larger one. Raises ConfigError if it is missing or has another
+        shape."""
         part.copy_(self._read(name, tuple(part.shape)))
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """Room for tensors of the checkpoint, where and as what they are handed out."""
+        """An uninitialised tensor with the dtype and device of this object's."""
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -77,15 +77,17 @@ class Weights:
         return tensor
 
     def fused(self, names: Iterable[str], rows: Iterable[int], *tail: int) -> torch.Tensor:
-        """Tensors ``[rows, *tail]`` on top of each other: one multiplication instead of several."""
+        """Tensors ``[rows, *tail]`` concatenated along the first dimension, so that one matrix product
+        replaces several. Raises ConfigError as :meth:`take`."""
         return torch.cat([self.take(name, (count, *tail)) for name, count in zip(names, rows, strict=True)])
 
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
-        """Raise ConfigError if the checkpoint holds tensors that the model has no use for."""
+        """Raise ConfigError if the checkpoint has tensors that were not taken, ``ignore`` and frequency
+        tables excepted."""
         left = sorted(
             name
             for name in set(self._files) - self._taken - set(ignore)
-            # Old checkpoints carry the frequencies that follow from the config.
+            # Old checkpoints contain the rotary frequencies, which follow from the config.
             if not name.endswith("rotary_emb.inv_freq")
         )
         if left:
@@ -93,11 +95,11 @@ class Weights:
 
 
 class RandomWeights(Weights):
-    """Tensors of any name and shape, made where they are wanted: a model's speed without its files.
+    """Random tensors of any name and shape, made on the device: to measure a model's speed without its files.
 
-    A tensor depends on the seed, its name and its shape, not on what was taken before it; on another type
-    of device it is another one. Matrices are normal with a variance of 1 / fan-in, which keeps what comes
-    out as large as what goes in; norms are 1 and biases 0, as at the start of a training.
+    A tensor depends on the seed, its name, its shape and the type of the device, not on what was taken before
+    it. Matrices are normal with a variance of 1 / fan-in, which preserves the magnitude of activations; norms
+    are 1 and biases 0, as at the start of a training.
     """
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
@@ -119,19 +121,19 @@ class RandomWeights(Weights):
         self.fill(name, part)
 
     def fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite a tensor that is there already, in its own dtype and on its own device."""
+        """Overwrite an existing tensor, in its own dtype and on its own device, and return it."""
         if tensor.dim() < 2:
             return tensor.fill_(0 if name.endswith("bias") else 1)
         generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode(), self._seed))
         return tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
 
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
-        """There is nothing that could be left."""
+        """Does nothing: there is no checkpoint."""
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises ConfigError if there are none, or if one that the
-    index of a sharded checkpoint names is not there."""
+    """The safetensors files of a model directory. Raises ConfigError if there are none, or if a file that the
+    index of a sharded checkpoint names is missing."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         single = path / "model.safetensors"
@@ -146,5 +148,5 @@ def weight_files(path: Path) -> list[Path]:
     files = [path / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"model: {index.name} names {file.name}, which is not there")
+            raise ConfigError(f"model: {index.name} names {file.name}, which is missing")
     return files

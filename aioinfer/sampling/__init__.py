@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, on the device, the same whatever else is in the batch."""
+"""Sampling: from logits to tokens, on the device. A row's token does not depend on the batch."""

@@ -1,4 +1,4 @@
-"""SamplingBatch: the parameters of the rows that sample in one step."""
+"""SamplingBatch: the sampling parameters of the rows that sample in one step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["PenaltyReset", "SamplingBatch"]
 
 @dataclass(frozen=True, slots=True)
 class PenaltyReset:
-    """A request took this slot: with penalties, start its counts from what was said so far; without, forget
-    those of the slot's tenant before."""
+    """A request took this slot: replace the token counts of the slot's previous request."""
 
     slot: int
+    #: tokens of the prompt, and tokens generated so far: the initial counts
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
+    #: whether the request has penalties; without, the slot gets no counts
     penalised: bool = True
 
 
@@ -27,13 +28,13 @@ class PenaltyReset:
 class SamplingBatch:
     """One entry per sampling row, in the order of ``Batch.logits_rows``; tensors on the logits' device.
 
-    The flags are computed on the host from the same parameters, so that a step pays only for what its
-    rows use and nothing is read back from the device to find out.
+    The flags are computed on the host from the same parameters, so that a step skips what none of its rows
+    uses without reading the device.
     """
 
     #: [S] int64 slot of the row
     slots: torch.Tensor
-    #: [S] int64 position in its sequence of the token to be sampled: keys the noise, with the seed
+    #: [S] int64 position of the sampled token in its sequence; with the seed it keys the noise
     positions: torch.Tensor
     #: [S] int64
     seeds: torch.Tensor
@@ -41,7 +42,7 @@ class SamplingBatch:
     temperature: torch.Tensor
     #: [S] float32 in (0, 1]
     top_p: torch.Tensor
-    #: [S] float32
+    #: [S] float32 in [0, 1], 0 = off
     min_p: torch.Tensor
     #: [S] int64, 0 = off
     top_k: torch.Tensor
@@ -49,7 +50,7 @@ class SamplingBatch:
     repetition_penalty: torch.Tensor
     presence_penalty: torch.Tensor
     frequency_penalty: torch.Tensor
-    #: every row is greedy: nothing is drawn
+    #: every row is greedy: no noise is computed
     all_greedy: bool
     any_top_k: bool
     any_top_p: bool

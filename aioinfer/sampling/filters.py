@@ -1,18 +1,19 @@
-"""Filters: top-k, top-p and min-p as one number per row, the smallest scaled logit that survives.
+"""Filters: top-k, top-p and min-p as one number per row, the floor: the smallest scaled logit that is kept.
 
 Scaled logits are relative to the row's maximum and divided by the temperature, so the likeliest token is
-at 0 and everything else below. Tokens exactly as likely as the last one kept are kept too, which makes
-the outcome independent of how anybody orders equals.
+at 0 and all others are below. Tokens exactly as likely as the last one kept are kept too, so the result does
+not depend on the order of equal tokens.
 
 The vocabulary is never sorted. A threshold is the smallest *key* whose cumulative weight reaches a target
 (weight 1 and target k for top-k; probability mass and its share p for top-p), found digit by digit with
 one histogram per digit, as in a radix sort that only descends into the digit it needs: three passes, no
-synchronisation, exact on every device. On a CPU, where asking a tensor is free, the few hundred likeliest
-tokens of ``torch.topk`` nearly always hold the threshold already, and the search is left to other rows.
+synchronisation, exact on every device. On a CPU, where reading a tensor needs no synchronisation, the few
+hundred likeliest tokens of ``torch.topk`` nearly always contain the threshold; the search runs for the other
+rows.
 
 Masses are integers, in units so small that the likeliest token weighs 2**44 of them or more for 2**18
-tokens. Adding them up rounds nothing, so that a mass depends neither on the order of summation nor with
-it on batch, threads, device or method.
+tokens. Their sums are exact, so a mass does not depend on the order of summation, and hence not on batch,
+threads, device or method.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ __all__ = ["floors", "mass_unit"]
 _NEVER = float("-inf")
 #: (shift, bits) of the digits of a 31-bit key
 _DIGITS = ((20, 11), (10, 10), (0, 10))
-#: How many of the likeliest tokens a CPU looks at first, where top-k does not say, and at most: from there
-#: on the search is faster.
+#: number of the likeliest tokens that a CPU sorts first, for rows without top-k, and the most for any row:
+#: for more, the search is faster
 _WINDOW, _LARGEST_WINDOW = 512, 4096
 
 
 def floors(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The smallest surviving scaled logit of each row, float32 [S, 1]; -inf where nothing is filtered.
+    """The smallest scaled logit that each row keeps, float32 [S, 1]; -inf where nothing is filtered.
 
-    top-p is the share of what temperature and top-k left; min-p is relative to the likeliest token.
+    top-p is a share of the mass left by temperature and top-k; min-p is relative to the likeliest token.
 
     Args:
         scaled: [S, V] float32, maximum 0. Rows with NaN give an arbitrary floor and no error.
-        batch: the rows' parameters; only the filters whose ``any_`` flag is set are looked at.
+        batch: the rows' parameters; only filters whose ``any_`` flag is set are applied.
     """
     floor = scaled.new_full((len(scaled), 1), _NEVER)
     if batch.any_top_k or batch.any_top_p:
-        # To keep as many as there are is to keep all.
+        # A top-k of the whole vocabulary is off.
         top_k = (batch.top_k * (batch.top_k < scaled.shape[1])).unsqueeze_(1)
         top_p = batch.top_p.unsqueeze(1)
         if scaled.device.type == "cpu":
@@ -55,15 +56,15 @@ def floors(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _floors_by_window(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Floors from the likeliest tokens, and by search for the rows that they do not decide."""
+    """Floors from the likeliest tokens; by search for rows whose threshold is not among them."""
     vocab_size = scaled.shape[1]
     ks = top_k.flatten().tolist()
-    # One more than k, to see a tie that crosses the edge.
+    # One more than k, to detect a tie across the edge of the window.
     size = max(k + 1 if k else min(_WINDOW, max(64, vocab_size // 8)) for k in ks)
     size = min(size, _LARGEST_WINDOW, vocab_size)
     top = scaled.topk(size).values
     by_k = torch.where(top_k > 0, top.gather(1, (top_k - 1).clamp_(0, size - 1)), _NEVER)
-    # Equal to the edge, a k-th value may continue beyond it; so may a k larger than the window.
+    # A k-th value equal to the last of the window may occur beyond it; so may the k-th value of a larger k.
     whole = (top[:, -1:] < by_k) | (size == vocab_size)
     unit = mass_unit(vocab_size)
     cumulative = _weights(top, unit).mul_(top >= by_k).cumsum(1)
@@ -85,8 +86,8 @@ def _floors_by_window(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
 def _floors_by_search(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, any_top_k: bool, any_top_p: bool
 ) -> torch.Tensor:
-    """Floors by :func:`_smallest_key`, from [S, V], [S, 1] and [S, 1]: the same as by window, to the bit."""
-    # The bits of floats that are not negative order like the floats.
+    """Floors by :func:`_smallest_key`, from [S, V], [S, 1] and [S, 1]: bitwise equal to those by window."""
+    # Non-negative floats have the same order as their bits.
     keys = scaled.abs().view(torch.int32)
     floor = torch.full_like(top_p, _NEVER)
     if any_top_k:
@@ -103,7 +104,7 @@ def _floors_by_search(
 
 
 def _smallest_key(keys: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The smallest key such that it and all smaller ones weigh at least ``target``.
+    """The smallest key such that the total weight of the keys up to it is at least ``target``.
 
     Args:
         keys: [S, V] int32 in [0, 2**31).
@@ -137,10 +138,11 @@ def _weights(scaled: torch.Tensor, unit: float) -> torch.Tensor:
 
 
 def _share(top_p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """The least whole mass that is top_p of the mass."""
+    """The smallest integer mass that is at least the share top_p of ``mass``."""
     return (top_p.to(torch.float64) * mass).ceil_().to(torch.int64)
 
 
 def mass_unit(vocab_size: int) -> float:
-    """Weight of the likeliest token: with as many of them as there are tokens, sums stay below 2**63."""
+    """Weight of the likeliest token: the largest power of two with which sums over ``vocab_size`` tokens stay
+    below 2**63."""
     return 2.0 ** (62 - (vocab_size - 1).bit_length())

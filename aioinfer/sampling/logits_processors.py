@@ -1,7 +1,7 @@
-"""What callers ask of single tokens: some may not come next, some are to come more or less often.
+"""Logits processors: bias, ban or mask single tokens before sampling.
 
-The same three are kernels in :mod:`aioinfer.sampling.triton_logits` and
-:mod:`aioinfer.sampling.native_logits`.
+:mod:`aioinfer.sampling.triton_logits` and :mod:`aioinfer.sampling.native_logits` implement the same three
+functions as kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["LogitsProcessors", "add_biases_", "apply_masks_", "ban_"]
 
 
 class LogitsProcessors(Protocol):
-    """The functions of this module, whoever computes them."""
+    """The interface of this module's functions, for any backend."""
 
     def add_biases_(
         self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor
@@ -33,19 +33,19 @@ def add_biases_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bit
 
     Args:
         logits: [S, V] float32.
-        rows, ids: [B] int64, what to add to; no pair twice.
-        bits: [B] int64, what to add, as the bits of a float32.
+        rows, ids: [B] int64, the logits to change; no pair twice.
+        bits: [B] int64, the summands, each the bits of a float32.
     """
     logits.index_put_((rows, ids), bits.to(torch.int32).view(torch.float32), accumulate=True)
 
 
 def ban_(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
-    """Let single tokens never be sampled, in place. A row that is broken stays so: NaN remains, and +inf
-    becomes NaN.
+    """Set single logits to -inf, in place. NaN remains and +inf becomes NaN, so that the sampler still
+    detects a broken row.
 
     Args:
         logits: [S, V] float32.
-        rows, ids: [K] int64, which; pairs may come twice.
+        rows, ids: [K] int64, the logits to ban; pairs may occur more than once.
     """
     never = logits.new_full((), float("-inf")).expand_as(ids)
     logits.index_put_((rows, ids), never, accumulate=True)
@@ -57,8 +57,8 @@ def apply_masks_(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) 
     Args:
         logits: [S, V] float32.
         rows: [G] int64, the rows that have a mask.
-        masks: [G, words] int32; bit ``token % 32`` of word ``token // 32`` allows a token. What lies
-            beyond the last word is not allowed.
+        masks: [G, words] int32; bit ``token % 32`` of word ``token // 32`` allows a token. Tokens beyond
+            the last word are forbidden.
     """
     vocab = logits.shape[1]
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)

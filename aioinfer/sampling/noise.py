@@ -1,7 +1,7 @@
-"""Counter-based noise: a number for every (seed, position, token id), whatever the batch looks like.
+"""Counter-based noise: a number for every (seed, position, token id).
 
-There is no generator state, so a request's noise depends neither on its neighbours, slot or order nor on
-the in-flight window, retraction or padding, and any device can make the same bits. The function, with
+There is no generator state, so a request's noise depends neither on the batch, its slot or order nor on the
+number of steps in flight, retraction or padding, and every device computes the same bits. The function, with
 ``>>>`` shifting in zeros and all arithmetic modulo the width of the words::
 
     64 bit:  mix(h) = h ^= h >>> 33;  h *= 0xFF51AFD7ED558CCD
@@ -18,8 +18,9 @@ the in-flight window, retraction or padding, and any device can make the same bi
 
 ``mix`` is the finalizer of MurmurHash3 (Appleby, 2011). It is a bijection, and so is the key: at one
 position no two seeds, and for one seed no two positions, have the same key. The per-token rounds are the
-``triple32`` of hash-prospector (Wellons, 2018) with the high word let in after the first; they too are a
-bijection for each key. Only they run once per token, on 32-bit words, which is what vector units like.
+``triple32`` of hash-prospector (Wellons, 2018) with the high word added after the first; they too are a
+bijection for each key. Only these rounds run once per token, on 32-bit words, which vector units process
+fastest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["gumbel", "gumbel_of_keys", "random_bits", "row_keys", "uniform"]
 
 
 def _signed(word: int, bits: int) -> int:
-    """The two's complement reading of a word: torch multiplies signed integers, with the same bits."""
+    """A word as a two's complement integer: torch multiplies signed integers, with the same bits."""
     return word - (1 << bits) if word >> (bits - 1) else word
 
 
@@ -45,10 +46,10 @@ _MIX_2 = _signed(0xC4CEB9FE1A85EC53, 64)
 _TOKEN_1 = _word(0xED5AD4BB)
 _TOKEN_2 = _word(0xAC4C1B51)
 _TOKEN_3 = _word(0x31848BAB)
-#: x ^= x >>> n is a signed shift by n and a mask that undoes the sign it drags in.
+#: by n, the operands of x ^= x >>> n: a signed shift by n, and the mask that clears the copies of the sign
 _SHIFTS = {n: (_word(n), _word((1 << (32 - n)) - 1)) for n in (17, 11, 15, 14)}
 _LOW_31 = _word(0x7FFFFFFF)
-#: Uniform numbers are (n + 1/2) / 2**31 for the low 31 bits n, rounded to float32 but never to 1.
+#: uniform numbers are (n + 1/2) / 2**31 for the low 31 bits n, rounded to float32 but never to 1
 _STEP = 2.0**-31
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
@@ -77,8 +78,8 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
     """Standard Gumbel noise, float32 [S, N]: argmax(logits + noise) samples the softmax of the logits.
 
     It is ``-log(-log(1 - u))``. 1 - u is as uniform as u, but ``-log1p(-u)`` keeps the fine resolution of
-    u near 0 for the upper tail of the noise, which is the one that decides who wins: up to 22.2, where
-    ``-log(-log(u))`` in float32 could not get past 16.6.
+    u near 0 for the upper tail of the noise, which decides the maximum: the noise reaches 22.2, where
+    ``-log(-log(u))`` in float32 would end at 16.6.
     """
     return gumbel_of_keys(row_keys(seeds, positions), token_ids.to(torch.int32))
 
@@ -103,15 +104,15 @@ def _minus_uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(h: torch.Tensor) -> torch.Tensor:
-    """``mix`` of the module on int64; writes over its argument."""
+    """``mix`` of the module on int64, in place."""
     h.bitwise_xor_((h >> 33).bitwise_and_(0x7FFFFFFF)).mul_(_MIX_1)
     h.bitwise_xor_((h >> 33).bitwise_and_(0x7FFFFFFF)).mul_(_MIX_2)
     return h.bitwise_xor_((h >> 33).bitwise_and_(0x7FFFFFFF))
 
 
 def _hash(keys: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The per-token rounds, int32 [S, N], and a scratch tensor of the same shape that is free for use:
-    on a CPU, fresh memory for each operation would cost more than the arithmetic."""
+    """The per-token rounds, int32 [S, N], and a scratch tensor of the same shape for the caller: on a CPU,
+    new memory for each operation would cost more than the arithmetic."""
     x = keys[0] + token_ids
     scratch = torch.empty_like(x)
     _xor_shifted(x, 17, scratch).mul_(_TOKEN_1).add_(keys[1])

@@ -1,4 +1,4 @@
-"""Penalties: token counts that live on the device, by slot, so that they never wait for the host."""
+"""Penalties: token counts by slot, kept on the device so that penalties never wait for the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 
 __all__ = ["Penalise", "Penalties", "penalised"]
 
-#: :func:`aioinfer.sampling.triton_logits.penalise`, or what has its arguments
+#: the signature of :func:`aioinfer.sampling.triton_logits.penalise`
 Penalise = Callable[
     [
         torch.Tensor,
@@ -23,17 +23,17 @@ Penalise = Callable[
     torch.Tensor,
 ]
 
-#: In a count: the token is in the prompt.
+#: the bit of a count that marks a token of the prompt
 _IN_PROMPT = 1 << 30
 
 
 class Penalties:
-    """How often each token was said and whether it was in the prompt, for the slots that need to know.
+    """How often each token was generated and whether it is in the prompt, for slots with penalties.
 
-    A step that is launched before the host has read the last token counts it all the same. Memory is one
-    int32 row of the vocabulary per slot with penalties, made when the first of them shows up and used
-    again for the next tenant. Row 0 stays empty and stands for all slots without penalties: penalties
-    that are neutral, or that meet no counts, change no bit of a logit.
+    Counting happens on the device, so a step includes tokens that the host has not read yet. Memory is one
+    int32 row of the vocabulary per slot with penalties, allocated on first use and reused by later requests.
+    Row 0 stays empty and serves all slots without penalties: neutral penalties, or empty counts, change no
+    bit of a logit.
     """
 
     __slots__ = ("_counts", "_device", "_free", "_penalise", "_row_of", "_used", "_vocab_size")
@@ -41,19 +41,19 @@ class Penalties:
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device, penalise: Penalise | None = None
     ) -> None:
-        """``penalise``: a kernel that applies penalties; torch's operations without."""
+        """``penalise`` is the kernel that applies penalties; None for torch's operations."""
         self._penalise = penalise
         self._vocab_size = vocab_size
         self._device = device
-        #: [slots] row of each slot; 0: none
+        #: [slots] row of ``_counts`` of each slot; 0 for none
         self._row_of = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._used: dict[int, int] = {}
         self._free: list[int] = []
-        #: [rows, V] times the token was sampled, plus _IN_PROMPT
+        #: [rows, V] int32: how often the token was sampled, plus _IN_PROMPT for a token of the prompt
         self._counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
 
     def reset(self, resets: Sequence[PenaltyReset]) -> None:
-        """Requests took these slots: count what was said so far, or let the slot's row serve another."""
+        """Requests took these slots: set their counts, or release the rows of slots without penalties."""
         for reset in resets:
             if not reset.penalised:
                 self._release(reset.slot)
@@ -80,7 +80,7 @@ class Penalties:
             return _penalise(
                 logits, counts, repetition.unsqueeze(1), presence.unsqueeze(1), frequency.unsqueeze(1)
             )
-        # Few tokens were seen, and looking for them is cheaper than arithmetic on all.
+        # Few counts are nonzero, and finding them is cheaper than arithmetic on all tokens.
         rows, ids = counts.nonzero(as_tuple=True)
         result = logits.clone()
         result[rows, ids] = _penalise(
@@ -89,7 +89,7 @@ class Penalties:
         return result
 
     def record(self, batch: SamplingBatch, tokens: torch.Tensor) -> None:
-        """Count sampled tokens, int64 [S], where the slot has a row and the token is one."""
+        """Count sampled tokens, int64 [S], of slots with a row; negative entries are not tokens."""
         rows = self._row_of[batch.slots]
         counted = ((rows > 0) & (tokens >= 0)).to(torch.int32)
         cells = rows * self._vocab_size + tokens.clamp(min=0)
@@ -106,7 +106,7 @@ class Penalties:
         return self._counts[row]
 
     def _grow(self) -> None:
-        """Twice the rows, but never more than there are slots."""
+        """Double the rows, up to one per slot."""
         old = self._counts
         rows = min(2 * len(old), len(self._row_of) + 1)
         self._counts = torch.zeros(rows, self._vocab_size, dtype=old.dtype, device=old.device)
@@ -114,7 +114,7 @@ class Penalties:
         self._free.extend(range(rows - 1, len(old) - 1, -1))
 
     def _to_device(self, ids: Sequence[int]) -> torch.Tensor:
-        """Ids on the device, int64, without waiting for it."""
+        """Ids as int64 on the device, by an asynchronous copy on CUDA."""
         tensor = torch.tensor(ids, dtype=torch.int64)
         if self._device.type != "cuda":
             return tensor.to(self._device)
@@ -122,7 +122,7 @@ class Penalties:
 
 
 def penalised(batch: SamplingBatch) -> torch.Tensor:
-    """Which rows have a penalty that is not neutral, bool [S]."""
+    """The rows with a penalty that is not neutral, bool [S]."""
     return (batch.repetition_penalty != 1) | (batch.presence_penalty != 0) | (batch.frequency_penalty != 0)
 
 
@@ -133,9 +133,9 @@ def _penalise(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> torch.Tensor:
-    """Repetition (Keskar et al., CTRL, 2019) on prompt and output, then OpenAI's frequency and presence
-    on the output. Elementwise, all arguments broadcast."""
+    """The repetition penalty (Keskar et al., CTRL, 2019) on prompt and output, then OpenAI's frequency and
+    presence penalties on the output. Elementwise, all arguments broadcast."""
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(counts > 0, repeated, logits)
-    said = counts & (_IN_PROMPT - 1)
-    return logits - frequency * said - presence * (said > 0)
+    generated = counts & (_IN_PROMPT - 1)
+    return logits - frequency * generated - presence * (generated > 0)

@@ -1,17 +1,17 @@
-"""Sampler: logits and parameters of a step's rows into one token per row."""
+"""Sampler: one token per row, from the logits and sampling parameters of a step's rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 
+from aioinfer.model.backend import Backend
 from aioinfer.sampling import logits_processors
+from aioinfer.sampling.backend import SamplingBackend, choose_sampling
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
-from aioinfer.sampling.choice import Kernels, SamplingChoice, choose_sampling
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.logits_processors import LogitsProcessors
 from aioinfer.sampling.logprobs import Logprobs, TorchLogprobs
@@ -22,10 +22,10 @@ from aioinfer.sampling.penalties import Penalise, Penalties, penalised
 __all__ = ["Sampler"]
 
 _NEVER = float("-inf")
-#: Colder rows are taken for this cold: no division by 0, which is what greedy rows have, or by denormals.
-_COLDEST = 1e-37
-#: On a CPU, rows of a larger vocabulary are taken one at a time: their intermediate results then stay in
-#: the cache, and each row pays for its own parameters only.
+#: lower temperatures are raised to this one: no division by 0 (greedy rows) or denormals
+_MIN_TEMPERATURE = 1e-37
+#: on a CPU, rows of a larger vocabulary are computed one at a time: their intermediate results then stay
+#: in the cache, and a row skips the filters that it does not use
 _MANY_TOKENS = 4096
 #: fields of a batch that have an entry per row
 _COLUMNS = (
@@ -35,25 +35,24 @@ _COLUMNS = (
 
 
 class Sampler:
-    """Order per row: penalties, banned ids, temperature, top-k, top-p, min-p, then Gumbel-max.
+    """Applies to each row in order: penalties, banned ids, temperature, top-k, top-p, min-p, Gumbel-max.
 
-    Gumbel-max: the token with the largest sum of scaled logit and noise, where the noise is a function
-    of seed, position and token id alone (:mod:`aioinfer.sampling.noise`). Every row therefore gets the
-    same token in any batch, and computing the noise for the survivors only changes nothing. Of equal
-    sums the lowest id wins. Filters: :mod:`aioinfer.sampling.filters`.
+    Gumbel-max takes the token with the largest sum of scaled logit and noise. The noise is a function of
+    seed, position and token id alone (:mod:`aioinfer.sampling.noise`), so a row gets the same token in any
+    batch, and the noise is needed only for tokens that the filters keep (:mod:`aioinfer.sampling.filters`).
+    Among equal sums the lowest id is taken.
 
-    On CUDA this is done by kernels in Triton (:mod:`aioinfer.sampling.triton_sampler`), on a CPU by kernels
-    in C++ (:mod:`aioinfer.sampling.native_sampler`), elsewhere by torch's operations;
-    :mod:`aioinfer.sampling.choice` says which. They draw the same tokens.
+    :mod:`aioinfer.sampling.backend` chooses between Triton kernels (:mod:`aioinfer.sampling.triton_sampler`),
+    native kernels (:mod:`aioinfer.sampling.native_sampler`) and torch's operations. All draw the same tokens.
 
-    Nothing is read back from a device other than the CPU, and input logits are left as they are. With Triton,
-    :meth:`sample` can be captured in a CUDA graph if nothing is penalised or banned. Of the flags it then
-    looks at ``all_greedy`` alone: two graphs, with and without, serve rows of any parameters.
+    Nothing is read back from a device other than the CPU, and input logits are not changed. With Triton,
+    :meth:`sample` can be captured in a CUDA graph if no row is penalised or has banned ids. Of the flags it
+    then reads ``all_greedy`` alone: two graphs, with and without it, serve rows of any parameters.
     """
 
     __slots__ = (
         *("_device", "_kernel", "_on_host", "_penalties", "_token_ids", "_vocab_size"),
-        *("choice", "logprobs", "logits_processors"),
+        *("backend", "logprobs", "logits_processors"),
     )
 
     def __init__(
@@ -61,44 +60,45 @@ class Sampler:
         num_slots: int,
         vocab_size: int,
         device: torch.device,
-        kernels: Literal["auto"] | Kernels = "auto",
+        backend: SamplingBackend = "auto",
     ) -> None:
-        """Raises ConfigError if ``kernels`` are wanted that the device cannot run."""
-        self.choice: SamplingChoice = choose_sampling(device, kernels)
-        #: how single tokens are biased, banned and masked
+        """Raises ConfigError if the device cannot run ``backend``."""
+        self.backend: Backend = choose_sampling(device, backend)
+        #: biases, bans and masks single tokens
         self.logits_processors: LogitsProcessors = logits_processors
-        #: logprobs of [N, V] float32 that nobody writes to any more, and so many of the likeliest tokens
+        #: makes the logprobs of logits [N, V] float32, which must not change afterwards, and
+        #: of a number of likeliest tokens per row
         self.logprobs: Callable[[torch.Tensor, int], Logprobs] = TorchLogprobs
-        #: one token per row, of logits with penalties; None: by torch's operations
+        #: samples one token per row, after penalties; None for torch's operations
         self._kernel: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] | None = None
         penalise: Penalise | None = None
-        if self.choice.kernels == "triton":
+        if self.backend.name == "triton":
             from aioinfer.sampling import triton_logits, triton_sampler
 
             self.logits_processors, penalise = triton_logits, triton_logits.penalise
             self._kernel = triton_sampler.sample_tokens
-        elif self.choice.kernels == "native":
+        elif self.backend.name == "native":
             from aioinfer.native.bindings import shared_thread_pool
             from aioinfer.sampling import native_logits, native_sampler
 
-            team = shared_thread_pool(torch.get_num_threads())
-            self.logits_processors = native = native_logits.NativeLogits(team)
-            self._kernel, penalise = partial(native_sampler.sample_tokens, team), native.penalise
-            self.logprobs = partial(native_logits.NativeLogprobs, team)
+            thread_pool = shared_thread_pool(torch.get_num_threads())
+            self.logits_processors = native = native_logits.NativeLogits(thread_pool)
+            self._kernel, penalise = partial(native_sampler.sample_tokens, thread_pool), native.penalise
+            self.logprobs = partial(native_logits.NativeLogprobs, thread_pool)
         self._device, self._vocab_size = device, vocab_size
         self._penalties = Penalties(num_slots, vocab_size, device, penalise)
-        #: torch's operations on a CPU: what rows ask for may be looked at
+        #: torch's operations on a CPU, which may read the parameters of rows without synchronisation
         self._on_host = device.type == "cpu" and self._kernel is None
         ids = vocab_size if self._kernel is None else 0
         self._token_ids = torch.arange(ids, dtype=torch.int32, device=device)
 
     def reset(self, resets: Sequence[PenaltyReset]) -> None:
-        """Start the counts of new tenants. :meth:`sample` does it with its batch's ``penalty_resets``; a
-        step that samples nothing must hand over its own here."""
+        """Replace the token counts of slots that have new requests. :meth:`sample` does it for the
+        ``penalty_resets`` of its batch; a step without sampling rows passes them to this method."""
         self._penalties.reset(resets)
 
     def warm_up(self) -> None:
-        """Do once everything that a request may ask for, so that none waits for kernels to be compiled."""
+        """Run every kernel that a request may need once, so that no request waits for compilation."""
         device = self._device
         logits = torch.zeros(1, self._vocab_size, device=device)
         zero, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
@@ -120,8 +120,7 @@ class Sampler:
             batch: parameters of the rows.
 
         Returns:
-            [S] int64: token ids, and BAD_LOGITS for the rows with NaN or +inf somewhere or with nothing
-            that can be sampled.
+            [S] int64: token ids, and BAD_LOGITS for rows with a NaN, a +inf, or no token that can be sampled
         """
         if batch.penalty_resets:
             self._penalties.reset(batch.penalty_resets)
@@ -135,11 +134,11 @@ class Sampler:
         return tokens
 
     def _rows(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """:meth:`sample` without the bookkeeping."""
+        """:meth:`sample` without the counts of penalties."""
         if batch.any_penalty:
             logits = self._penalties.apply(logits, batch)
-        # Native kernels write bans into the logits and undo it.
-        if batch.banned_ids is not None and batch.banned_rows is not None and self.choice.kernels != "native":
+        # Native kernels write bans into the logits and restore them.
+        if batch.banned_ids is not None and batch.banned_rows is not None and self.backend.name != "native":
             logits = logits if batch.any_penalty else logits.clone()
             self.logits_processors.ban_(logits, batch.banned_rows, batch.banned_ids)
         if self._kernel is not None:
@@ -147,7 +146,7 @@ class Sampler:
         return self._by_torch(logits, batch)
 
     def _by_torch(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """One token per row of logits that are as they should be."""
+        """One token per row, from logits after penalties and bans."""
         if batch.all_greedy:
             return _checked(*logits.max(dim=1))
         greedy = batch.temperature == 0
@@ -162,9 +161,12 @@ class Sampler:
         return _checked(best, torch.where(greedy, likeliest, self._draw(logits, best, batch)))
 
     def _draw(self, logits: torch.Tensor, best: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Gumbel-max over what the filters leave, [S] int64. Greedy and broken rows come out as anything."""
-        # Relative to the maximum: however cold, the likeliest token stays at 0.
-        scaled = (logits - best.unsqueeze(1)).div_(batch.temperature.clamp(min=_COLDEST).unsqueeze_(1))
+        """Gumbel-max over the tokens that the filters keep, [S] int64. Arbitrary for greedy or broken
+        rows."""
+        # Relative to the maximum: the likeliest token stays at 0 for any temperature.
+        scaled = (logits - best.unsqueeze(1)).div_(
+            batch.temperature.clamp(min=_MIN_TEMPERATURE).unsqueeze_(1)
+        )
         keys = row_keys(batch.seeds, batch.positions)
         if not (batch.any_top_k or batch.any_top_p or batch.any_min_p):
             return gumbel_of_keys(keys, self._token_ids).add_(scaled).argmax(dim=1)
@@ -180,12 +182,12 @@ class Sampler:
 
 
 def _checked(best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens of rows whose maximum is a number."""
+    """``tokens``, with BAD_LOGITS in rows whose maximum ``best`` is not finite; in place."""
     return tokens.masked_fill_(~(best.abs() < float("inf")), BAD_LOGITS)
 
 
 def _single_rows(batch: SamplingBatch) -> Iterator[SamplingBatch]:
-    """The rows as batches of their own, flagged for what each of them uses. It reads the device."""
+    """One batch per row, with the flags of its own parameters. Reads the device."""
     on = zip(
         (batch.temperature == 0).tolist(),
         (batch.top_k > 0).tolist(),

@@ -1,12 +1,12 @@
-"""Floors of top-k, top-p and min-p, and the draw, in Triton: what one program does with one row.
+"""Floors of top-k, top-p and min-p, and the draw, in Triton: the work of one program on one row.
 
-As in :mod:`aioinfer.sampling.filters`, whose results these are, a threshold is the smallest 31-bit key
-whose cumulative weight reaches a target; here it is found two bits at a time: a pass over the entries
-weighs what lies below each of three pivots. Weights are whole numbers (int64), so that neither the order
-of addition nor who adds up what changes anything.
+The results are those of :mod:`aioinfer.sampling.filters`. A threshold is the smallest 31-bit key whose
+cumulative weight reaches a target; here it is found two bits at a time: a pass over the entries adds the
+weights below each of three pivots. Weights are integers (int64): their sums do not depend on the order of
+addition.
 
-"Entries" are logits: a whole row, where entry i is token i, or a list of candidates with their ids beside
-them, of which nothing is asked but that all tokens above some bound are among them.
+"Entries" are logits: a whole row, where entry i is token i, or a list of candidates with their ids, which
+must contain all tokens above some bound.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import triton.language as tl
 
 from aioinfer.sampling.triton_noise import exponential, gumbel
 
-__all__ = ["NOBODY", "draw", "filter_floor", "keys_of", "scale", "unit_weights"]
+__all__ = ["NO_ID", "draw", "filter_floor", "keys_of", "scale", "unit_weights"]
 
-#: an id above all token ids
-NOBODY = tl.constexpr(0x7FFFFFFF)
+#: an id above all token ids, for "no token"
+NO_ID = tl.constexpr(0x7FFFFFFF)
 _INFINITE_KEY = tl.constexpr(0x7F800000)
 _LARGEST_KEY = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def scale(x: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Logits relative to the row's maximum, by temperature, rounded as torch does: at most 0."""
-    # Colder rows are taken for as cold as the sampler's torch path takes them.
+    """Logits relative to the row's maximum, divided by the temperature, rounded as in torch: at most 0."""
+    # The minimum is that of the sampler's torch path.
     return tl.div_rn(x - peak, tl.maximum(temperature, 1e-37))
 
 
 @triton.jit
 def keys_of(scaled: tl.tensor) -> tl.tensor:
-    """uint32 that rise as scaled logits fall; infinite for -inf."""
+    """uint32 keys that rise as scaled logits fall; _INFINITE_KEY for -inf."""
     return tl.abs(scaled).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def unit_weights(scaled: tl.tensor, UNIT: tl.constexpr, WIDEN: tl.constexpr) -> tl.tensor:
-    """exp of scaled logits in whole units, int64."""
+    """exp of scaled logits in integer units, int64."""
     return (exponential(scaled, WIDEN) * UNIT).to(tl.int64)
 
 
@@ -48,8 +48,8 @@ def _smallest_key(
     entries: tl.tensor, number: tl.tensor, peak: tl.tensor, temperature: tl.tensor, target: tl.tensor,
     COUNT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The smallest key such that it and all smaller ones weigh at least ``target``; above all keys if even
-    all of them do not. An entry weighs 1 with COUNT, else its mass."""
+    """The smallest key such that the total weight of the keys up to it is at least ``target``; a value above
+    all keys if the weight of all is less. An entry weighs 1 with COUNT, else its mass."""
     nothing = tl.full([], 0, tl.int64)
     prefix = tl.full([], 0, tl.uint32)
     for step in range(16):
@@ -76,7 +76,7 @@ def _mass(
     entries: tl.tensor, number: tl.tensor, peak: tl.tensor, temperature: tl.tensor, floor: tl.tensor,
     UNIT: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What the entries not below ``floor`` weigh, int64."""
+    """The mass of the entries not below ``floor``, int64."""
     total = tl.full([], 0, tl.int64)
     for start in tl.range(0, number, TILE):
         at = start + tl.arange(0, TILE)
@@ -92,9 +92,9 @@ def filter_floor(
     count: tl.tensor, top_p: tl.tensor, total: tl.tensor,
     UNIT: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The smallest scaled logit that top-k and top-p leave, and whether the entries sufficed to tell.
+    """The smallest scaled logit that top-k and top-p keep, and whether the entries sufficed to find it.
 
-    ``count`` is top-k's, 0 for off; ``total`` the mass of the row, which is looked at without top-k only.
+    ``count`` is the k of top-k, 0 for off; ``total`` is the mass of the row, read only without top-k.
     """
     floor = tl.full([], float("-inf"), tl.float32)
     enough = tl.full([], 1, tl.int32)
@@ -118,21 +118,21 @@ def draw(
     floor: tl.tensor, low: tl.tensor, high: tl.tensor,
     LISTED: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Gumbel-max over the entries not below ``floor``: an id, the lowest of those with the largest sum.
+    """Gumbel-max over the entries not below ``floor``: the lowest id with the largest sum.
 
-    With LISTED the entries' ids are in ``ids``, else they are their places.
+    With LISTED the ids of the entries are in ``ids``, else they are their indices.
     """
     best = tl.full([], float("-inf"), tl.float32)
-    token = tl.full([], NOBODY, tl.int32)
+    token = tl.full([], NO_ID, tl.int32)
     for start in tl.range(0, number, TILE):
         at = start + tl.arange(0, TILE)
         inside = at < number
         x = tl.load(entries + at, mask=inside, other=float("-inf"))
         scaled = scale(x, peak, temperature)
-        name = tl.load(ids + at, mask=inside, other=NOBODY) if LISTED else at
+        name = tl.load(ids + at, mask=inside, other=NO_ID) if LISTED else at
         noisy = tl.where(inside & (scaled >= floor), scaled + gumbel(low, high, name, WIDEN), float("-inf"))
         top = tl.max(noisy, 0)
-        first = tl.min(tl.where(noisy == top, name, NOBODY), 0)
+        first = tl.min(tl.where(noisy == top, name, NO_ID), 0)
         token = tl.where((top > best) | ((top == best) & (first < token)), first, token)
         best = tl.maximum(best, top)
     return token

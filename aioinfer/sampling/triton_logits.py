@@ -1,8 +1,8 @@
-"""What changes single logits before sampling, in Triton: penalties, biases, banned ids and masks.
+"""Logits processors and penalties in Triton.
 
-Each is one launch that reads and writes a logit once, or only the logits that it changes, where the torch
-path has a handful of temporaries as large as the logits, or sorts its indices. The arithmetic is the same,
-each operation rounded on its own, and so are the bits.
+Each is one launch that reads and writes a logit once, or only the logits that it changes; torch's operations
+need several temporaries as large as the logits, or sort their indices. Every operation is rounded separately,
+as in torch: the results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _penalise_kernel(
     repetition: tl.tensor, presence: tl.tensor, frequency: tl.tensor, vocab: tl.tensor, stride: tl.tensor,
     IN_PROMPT: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A chunk of a row, penalised by the counts of its slot. Grid (chunks, rows)."""
+    """Penalise a chunk of a row by the counts of its slot. Grid (chunks, rows)."""
     row = tl.program_id(1).to(tl.int64)
     ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
@@ -33,9 +33,9 @@ def _penalise_kernel(
     seen = tl.load(counts + counted * vocab + ids, mask=inside, other=0)
     factor = tl.load(repetition + row)
     x = tl.where(seen > 0, tl.where(x > 0.0, tl.div_rn(x, factor), x * factor), x)
-    said = seen & (IN_PROMPT - 1)
-    x = x - tl.load(frequency + row) * said.to(tl.float32)
-    x = x - tl.load(presence + row) * (said > 0).to(tl.float32)
+    generated = seen & (IN_PROMPT - 1)
+    x = x - tl.load(frequency + row) * generated.to(tl.float32)
+    x = x - tl.load(presence + row) * (generated > 0).to(tl.float32)
     tl.store(out + row * vocab + ids, x, mask=inside)
 
 
@@ -44,7 +44,7 @@ def _add_kernel(
     logits: tl.tensor, rows: tl.tensor, ids: tl.tensor, bits: tl.tensor, number: tl.tensor, stride: tl.tensor,
     BAN: tl.constexpr, PAIRS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Add to single logits. Grid (pairs / PAIRS,). To add -inf twice is to add it once."""
+    """Add to single logits, with BAN -inf (which may be added twice). Grid (pairs / PAIRS,)."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = pair < number
     row = tl.load(rows + pair, mask=inside, other=0)
@@ -62,7 +62,7 @@ def _mask_kernel(
     logits: tl.tensor, rows: tl.tensor, masks: tl.tensor, words: tl.tensor, vocab: tl.tensor,
     stride: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write -inf where a chunk of a row is not allowed; nothing else is touched. Grid (chunks, masks)."""
+    """Write -inf to the forbidden tokens in a chunk of a row, and nothing else. Grid (chunks, masks)."""
     mask = tl.program_id(1).to(tl.int64)
     ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     word = tl.load(masks + mask * words + ids // 32, mask=ids // 32 < words, other=0)
@@ -82,11 +82,12 @@ def penalise(
     """Penalised logits, a new float32 [S, V].
 
     Args:
-        logits: [S, V] float32, the tokens of a row next to each other.
-        counts: [rows, V] int32: times a token was said, below ``in_prompt``, plus that if it was asked.
+        logits: [S, V] float32, the tokens of a row contiguous.
+        counts: [rows, V] int32: how often a token was generated, plus ``in_prompt`` if the prompt has it.
         row_of: [slots] int64, row of ``counts`` of each slot.
-        slots: [S] int64.
+        slots: [S] int64, slot of each row.
         penalties: repetition, presence and frequency, [S] float32 each.
+        in_prompt: a power of two above any count.
     """
     rows, vocab = logits.shape
     out = torch.empty((rows, vocab), dtype=logits.dtype, device=logits.device)

@@ -1,12 +1,12 @@
 """The noise of :mod:`aioinfer.sampling.noise` inside Triton kernels.
 
-Bits and uniform numbers are the same to the last bit: integer arithmetic, a conversion and two operations
-that are correctly rounded everywhere. The Gumbel noise takes two logarithms. Compiled, they are the
-functions of libdevice that torch's own CUDA kernels call, so that it is torch's noise on the same device;
+Random bits and uniform numbers are bitwise equal: they take integer arithmetic, a conversion and two
+operations that are correctly rounded everywhere. The Gumbel noise takes two logarithms. Compiled, they are
+the functions of libdevice that torch's own CUDA kernels call, so the noise is torch's on the same device;
 between a CPU and a GPU it differs in the last place or two of the inner logarithm, which is at most 4e-7
 where the noise is near 0 and an ulp or two where it is large.
 
-Triton's interpreter has no libdevice. There the logarithms are taken in float64 and rounded.
+Triton's interpreter has no libdevice. There the logarithms are computed in float64 and rounded.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def gumbel(low: tl.tensor, high: tl.tensor, ids: tl.tensor, WIDEN: tl.constexpr)
     """Standard Gumbel noise for each token id, float32."""
     u = uniform(low, high, ids)
     if WIDEN:
-        # u is a multiple of 2**-32, so 1 - u is exact in float64; its logarithm cancels nothing below
-        # the last place of a float32.
+        # u is a multiple of 2**-32, so 1 - u is exact in float64; the error of its logarithm is below the
+        # last place of a float32.
         return (-tl.log(-tl.log(1.0 - u.to(tl.float64)).to(tl.float32).to(tl.float64))).to(tl.float32)
     return -libdevice.log(-libdevice.log1p(-u))
 
 
 @triton.jit
 def logarithm(x: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
-    """log as torch has it, float32; -inf for 0."""
+    """log as torch computes it, float32; -inf for 0."""
     if WIDEN:
         return tl.log(x.to(tl.float64)).to(tl.float32)
     return libdevice.log(x)
@@ -76,7 +76,7 @@ def logarithm(x: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def exponential(x: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
-    """exp as torch has it, float32; tl.exp is off by more the farther x is from 0."""
+    """exp as torch computes it, float32; the error of tl.exp grows with the distance of x from 0."""
     if WIDEN:
         return tl.exp(x.to(tl.float64)).to(tl.float32)
     return libdevice.exp(x)

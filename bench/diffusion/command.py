@@ -105,7 +105,7 @@ async def measure(
         async with gate:
             return await engine.generate(question.prompt, params)
 
-    counters = scheduler_of(engine).counters
+    counters = scheduler_of(engine).queues.counters
     forwards, start = counters.forwards, time.perf_counter()
     results = await asyncio.gather(*[ask(question) for question in questions])
     wall = time.perf_counter() - start

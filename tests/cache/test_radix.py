@@ -51,7 +51,7 @@ def machine(tree_class: type[RadixTree]) -> type[RuleBasedStateMachine]:
             self.launched = self.resolved = 0
             #: naive: which page holds the KV of the last page of this prefix
             self.known: dict[Prefix, int] = {}
-            #: pages that nobody finds any more and somebody still reads
+            #: pages that are no longer matched and still read
             self.orphans: set[int] = set()
             #: newest step that may touch a page, and the time of a prefix's last use
             self.touched = dict.fromkeys(range(1, PAGES + 1), 0)
@@ -165,7 +165,7 @@ def machine(tree_class: type[RadixTree]) -> type[RuleBasedStateMachine]:
                     self.prefixes(reader.namespace, reader.ids)[reader.shared : stop], own, strict=True
                 )
             ]
-            assert kept == wanted, "who was there first stays"
+            assert kept == wanted, "the first copy stays"
             doubles = [mine for mine, theirs in zip(own, kept, strict=True) if mine != theirs]
             self.pages.keep(len(own) - len(doubles))
             self.pages.give(doubles, reader.last_step)
@@ -199,7 +199,7 @@ def machine(tree_class: type[RadixTree]) -> type[RuleBasedStateMachine]:
                 self.tree.unlock(reader.lock, reader.last_step)
 
         def forgotten(self, reader: Reader) -> None:
-            """The end of its prefix that nobody else holds and nothing hangs from is not found again."""
+            """The end of its prefix without other locks and children is not matched again."""
             if reader.flushed:
                 return
             others = self.locked()
@@ -219,10 +219,10 @@ def machine(tree_class: type[RadixTree]) -> type[RuleBasedStateMachine]:
             locked = self.locked()
             for page in self.tree.evict(count, self.resolved):
                 (prefix,) = (prefix for prefix, owner in self.known.items() if owner == page)
-                assert page not in locked, "evicted while somebody reads it"
+                assert page not in locked, "evicted while it is read"
                 assert self.touched[page] <= self.resolved, "evicted while a step may read it"
                 leaves = [each for each in self.known if self.is_spare(each, locked)]
-                assert prefix in leaves, "evicted before what hangs from it"
+                assert prefix in leaves, "evicted before its children"
                 assert self.used[prefix] == min(self.used[each] for each in leaves), "used more recently"
                 del self.known[prefix]
                 self.pages.drop([page], self.resolved)
@@ -459,7 +459,7 @@ def test_a_run_is_evicted_from_its_end() -> None:
 
 def evicted_while_a_step_may_read(tree_class: type[RadixTree]) -> list[int]:
     """Step 5, which has not resolved, reads two pages. Their node is split, and the lower half is forgotten
-    while somebody who was never in a step holds the upper one."""
+    while a request that was never in a step holds the upper one."""
     tree = tree_class(PAGE)
     lock = tree.lock(b"")
     tree.extend(lock, token_key([0, 0, 0, 0]), [1, 2])

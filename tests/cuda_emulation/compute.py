@@ -23,7 +23,7 @@ from torch import library
 
 import aioinfer.model.triton_support
 
-# Nothing of ours may have asked yet whether Triton can run on the device.
+# Before any other module of the package imports the function.
 aioinfer.model.triton_support.triton_unsupported = lambda device: None
 
 from aioinfer.model.attention import triton_attention  # noqa: E402
@@ -33,7 +33,7 @@ from aioinfer.model.heads import HeadNorm, split_heads  # noqa: E402
 from aioinfer.model.operations import triton_operations  # noqa: E402
 from aioinfer.model.operations.torch_operations import TorchOperations  # noqa: E402
 from aioinfer.model.rope import Rotary  # noqa: E402
-from aioinfer.sampling import choice  # noqa: E402
+from aioinfer.sampling import backend  # noqa: E402
 
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p, ctypes.c_int]
@@ -224,7 +224,7 @@ def _launch(self: Any, *args: Any, **kwargs: Any) -> Any:
 triton.runtime.interpreter.GridExecutor.__call__ = _launch
 
 
-# -- twins of our kernels, which are quicker than the interpreter ----------------------------------------
+# -- replacements of the kernels in torch, which are faster than the interpreter ------------------------
 
 
 def _attend(
@@ -296,7 +296,7 @@ for twin in (paged_decode, paged_prefill, rotate_and_store, store_kv):
     setattr(triton_attention, twin.__name__, twin)
 triton_operations.TritonOperations.add_rms_norm = TorchOperations.add_rms_norm  # type: ignore[assignment]
 triton_operations.TritonOperations.silu_mul = TorchOperations.silu_mul  # type: ignore[assignment]
-_choose = choice.choose_sampling
-choice.choose_sampling = lambda device, wanted="auto": _choose(
+_choose = backend.choose_sampling
+backend.choose_sampling = lambda device, wanted="auto": _choose(
     device, "torch" if wanted == "auto" else wanted
 )

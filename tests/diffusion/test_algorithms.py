@@ -139,7 +139,7 @@ def test_joint_threshold_saves_the_forwards_that_change_nothing() -> None:
 def met_is_passed(patch: Patch) -> None:
     def choose(self: LowConfidence, proposal: Proposal, block: Block, state: Rows) -> torch.Tensor:
         sure = proposal.confidence >= state["threshold"].unsqueeze(1)
-        return sure | (ranks(proposal.confidence, block.masked) < self.due(block, state))
+        return sure | (ranks(proposal.confidence, block.masked) < self.quota(block, state))
 
     patch.setattr(LowConfidence, "choose", choose)
 
@@ -148,7 +148,7 @@ def met_is_not_passed(patch: Patch) -> None:
     def choose(self: Factor, proposal: Proposal, block: Block, state: Rows) -> torch.Tensor:
         rank = ranks(proposal.confidence, block.masked)
         asked = 1 - state["factor"].unsqueeze(1) / (rank + 2)
-        return (proposal.confidence > asked) | (rank < self.due(block, state))
+        return (proposal.confidence > asked) | (rank < self.quota(block, state))
 
     patch.setattr(Factor, "choose", choose)
 
@@ -245,32 +245,32 @@ def done_rows_go_on(patch: Patch) -> None:
 
 
 def edits_without_end(patch: Patch) -> None:
-    patch.setattr(JointThreshold, "settled", lambda self, block, state: ~block.changed)
+    patch.setattr(JointThreshold, "finished", lambda self, block, state: ~block.changed)
 
 
 def one_edit_less(patch: Patch) -> None:
-    def settled(self: JointThreshold, block: Block, state: Rows) -> torch.Tensor:
+    def finished(self: JointThreshold, block: Block, state: Rows) -> torch.Tensor:
         spent = state["post_edits"] + 1 >= state["max_post_edits"]
         return ~block.changed | (~block.masked.any(1) & spent)
 
-    patch.setattr(JointThreshold, "settled", settled)
+    patch.setattr(JointThreshold, "finished", finished)
 
 
 def penalty_at_its_own_position(patch: Patch) -> None:
-    def bend(self: JointThreshold, logits: torch.Tensor, block: Block, state: Rows) -> torch.Tensor:
+    def adjust_logits(self: JointThreshold, logits: torch.Tensor, block: Block, state: Rows) -> torch.Tensor:
         at = block.ids.unsqueeze(2)
         return logits.scatter_add_(2, at, -state["penalty"].view(-1, 1, 1).expand(at.shape))
 
-    patch.setattr(JointThreshold, "bend", bend)
+    patch.setattr(JointThreshold, "adjust_logits", adjust_logits)
 
 
 def ties_from_the_right(patch: Patch) -> None:
-    ahead = algorithm_module.ahead
+    precedes = algorithm_module.precedes
 
     def wrong(score: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-        return ahead(score.flip(1), among.flip(1)).flip(1, 2)
+        return precedes(score.flip(1), among.flip(1)).flip(1, 2)
 
-    patch.setattr(algorithm_module, "ahead", wrong)
+    patch.setattr(algorithm_module, "precedes", wrong)
 
 
 def half_precision(patch: Patch) -> None:
@@ -310,7 +310,7 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None]]] = {
     ),
     "broken logits accepted": (
         "static_steps",
-        altered_proposal(lambda proposal: proposal.sound.fill_(True)),
+        altered_proposal(lambda proposal: proposal.valid.fill_(True)),
     ),
     "done rows go on": ("joint_threshold", done_rows_go_on),
     "ties from the right": ("static_steps", ties_from_the_right),

@@ -17,7 +17,7 @@ from aioinfer.execution.decoding import kind as kind_of
 from aioinfer.execution.device import DeviceInfo, StepResult
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.attention.choice import choose_attention
+from aioinfer.model.attention.backend import choose_attention
 from aioinfer.model.loader import load_model
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams

@@ -13,7 +13,7 @@ from aioinfer.execution.build import Parts, build
 from aioinfer.execution.decoding import kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import PoolSize, cuda_budget, size_pool
-from aioinfer.model.attention.choice import choose_attention
+from aioinfer.model.attention.backend import choose_attention
 from aioinfer.model.loader import load_model
 from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane

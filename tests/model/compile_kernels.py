@@ -119,7 +119,7 @@ def compile_steps(
     attention, operations = TritonAttention(pool), TritonOperations()
     normed = options.pop("normed")
     norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if normed else None
-    scoring = AttentionParams(0.1, **options)
+    params = AttentionParams(0.1, **options)
     rng = random.Random(0)
     recorder = Recorder(name)
     for at in range(12):
@@ -130,9 +130,9 @@ def compile_steps(
         batch = step(decodes + chunks, len(decodes), page_size, rng)
         qkv = torch.empty(len(batch.input_ids), heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        attention(0, q, k, v, batch, scoring)
+        attention(0, q, k, v, batch, params)
         factors = torch.empty(len(qkv), 1, head_dim, dtype=dtype)
-        attention.fused(0, qkv, norm, Rotary(factors, factors), batch, scoring)
+        attention.fused(0, qkv, norm, Rotary(factors, factors), batch, params)
         hidden = torch.empty(len(qkv), heads * head_dim, dtype=dtype)
         for delta in (None, hidden):
             operations.add_rms_norm(hidden, delta, hidden[0], 1e-6)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from aioinfer.model.attention.backend import AttentionBackend, choose_attention, make_attention
 from aioinfer.model.attention.base import Attention
-from aioinfer.model.attention.choice import Kernels, choose_attention, make_attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
@@ -63,7 +63,7 @@ def attention_for(
     spec: ModelSpec,
     num_pages: int,
     page_size: int,
-    kernels: Literal["auto"] | Kernels = "auto",
+    kernels: AttentionBackend = "auto",
     device: torch.device | str = "cpu",
 ) -> Attention:
     """What goes with a model that was loaded for ``kernels``."""
@@ -141,7 +141,7 @@ class Driver:
         num_pages: int = 96,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        kernels: Literal["auto"] | Kernels = "auto",
+        kernels: AttentionBackend = "auto",
     ) -> None:
         self.model = model
         self.chunk = chunk

@@ -60,7 +60,7 @@ class Bench:
         self.pool.write(0, torch.tensor(cells), self.k[sequence][:stop], self.v[sequence][:stop])
 
     def attend(
-        self, rows: Sequence[tuple[int, int, int]], num_decodes: int, scoring: AttentionParams = CAUSAL
+        self, rows: Sequence[tuple[int, int, int]], num_decodes: int, params: AttentionParams = CAUSAL
     ) -> list[torch.Tensor]:
         """Rows (sequence, start, stop) in one step; the output of each."""
         for sequence, start, _ in rows:
@@ -74,23 +74,23 @@ class Bench:
             torch.cat([source[at][start:stop] for at, start, stop in rows])
             for source in (self.q, self.k, self.v)
         )
-        output = SDPAAttention(self.pool)(0, q, k, v, batch, scoring)
+        output = SDPAAttention(self.pool)(0, q, k, v, batch, params)
         return list(output.split([stop - start for _, start, stop in rows]))
 
-    def expected(self, row: tuple[int, int, int], scoring: AttentionParams = CAUSAL) -> torch.Tensor:
+    def expected(self, row: tuple[int, int, int], params: AttentionParams = CAUSAL) -> torch.Tensor:
         """Attention as the formula says, in float64."""
         sequence, start, stop = row
         results = []
         for position in range(start, stop):
-            first = 0 if scoring.window is None else max(0, position + 1 - scoring.window)
-            last = min(stop, (position // scoring.block + 1) * scoring.block)
+            first = 0 if params.window is None else max(0, position + 1 - params.window)
+            last = min(stop, (position // params.block + 1) * params.block)
             k, v = (
                 source[sequence][first:last].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
                 for source in (self.k, self.v)
             )
-            scores = torch.einsum("hd,nhd->hn", self.q[sequence][position].double(), k) * scoring.scale
-            if scoring.soft_cap is not None:
-                scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+            scores = torch.einsum("hd,nhd->hn", self.q[sequence][position].double(), k) * params.scale
+            if params.soft_cap is not None:
+                scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
             results.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v))
         return torch.stack(results)
 
@@ -103,10 +103,10 @@ MIXED = [(1, 4, 5), (3, 32, 33), (4, 69, 70), (0, 0, 1), (2, 7, 16)]
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 33, 1000])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24])
 def test_a_mixed_step_is_what_the_formula_says(page_size: int, window: int | None) -> None:
-    bench, scoring = Bench(page_size, LENGTHS), AttentionParams(0.3, window)
+    bench, params = Bench(page_size, LENGTHS), AttentionParams(0.3, window)
     rows = MIXED
-    for got, row in zip(bench.attend(rows, 3, scoring), rows, strict=True):
-        torch.testing.assert_close(got.double(), bench.expected(row, scoring), rtol=1e-5, atol=1e-5)
+    for got, row in zip(bench.attend(rows, 3, params), rows, strict=True):
+        torch.testing.assert_close(got.double(), bench.expected(row, params), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
@@ -116,69 +116,71 @@ def test_blocks_windows_and_soft_caps_are_what_the_formula_says(
     block: int, window: int | None, soft_cap: float | None
 ) -> None:
     """Rows begin and end within blocks and at their edges, alone in the pool and behind a context."""
-    bench, scoring = Bench(8, LENGTHS), AttentionParams(0.3, window, soft_cap, block)
+    bench, params = Bench(8, LENGTHS), AttentionParams(0.3, window, soft_cap, block)
     rows = [*MIXED, (3, 0, 32), (4, 32, 64), (1, 1, 5), (4, 27, 61), (3, 3, 5)]
     for row in (rows[:3], rows[3:6], rows[6:], [rows[2], *rows[6:8]]):
         num_decodes = sum(stop - start == 1 and start > 0 for _, start, stop in row)
-        for got, at in zip(bench.attend(row, num_decodes, scoring), row, strict=True):
-            torch.testing.assert_close(got.double(), bench.expected(at, scoring), rtol=1e-5, atol=1e-5)
+        for got, at in zip(bench.attend(row, num_decodes, params), row, strict=True):
+            torch.testing.assert_close(got.double(), bench.expected(at, params), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "scoring",
+    "params",
     [CAUSAL, AttentionParams(0.3, 4), AttentionParams(0.3, soft_cap=0.7), AttentionParams(0.3, block=16)],
     ids=str,
 )
 @pytest.mark.parametrize("row", [(4, 40, 41), (4, 40, 57), (4, 0, 30)])
-def test_nan_in_cells_of_others_reaches_nobody(row: tuple[int, int, int], scoring: AttentionParams) -> None:
+def test_nan_in_cells_of_others_reaches_no_other_row(
+    row: tuple[int, int, int], params: AttentionParams
+) -> None:
     """What a freed page holds is its last owner's; a mask alone would let 0 * NaN through."""
     bench = Bench(8, LENGTHS)
     bench.spoil()
     # With a long neighbour, so that the row's own context is padded.
     decode = row[2] - row[1] == 1
     rows = [(1, 4, 5), row] if decode else [(3, 32, 33), row]
-    got = bench.attend(rows, 2 if decode else 1, scoring)[1]
-    torch.testing.assert_close(got.double(), bench.expected(row, scoring), rtol=1e-5, atol=1e-5)
+    got = bench.attend(rows, 2 if decode else 1, params)[1]
+    torch.testing.assert_close(got.double(), bench.expected(row, params), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_decode_has_the_same_bits_in_any_company_and_grouping(
+def test_a_decode_has_the_same_bits_in_any_batch_and_grouping(
     dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
     lengths = [70, 3, 16, 17, 33, 50, 1, 70, 41]
-    bench, scoring = Bench(8, lengths, dtype), AttentionParams(0.3, window)
+    bench, params = Bench(8, lengths, dtype), AttentionParams(0.3, window)
     rows = [(at, length - 1, length) for at, length in enumerate(lengths) if length > 1]
-    alone = [bench.attend([row], 1, scoring)[0] for row in rows]
+    alone = [bench.attend([row], 1, params)[0] for row in rows]
     for limit in (1, 2000, 5000, 1 << 19):
         monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", limit)
         for seed in range(3):
             order = list(range(len(rows)))
             random.Random(seed).shuffle(order)
-            together = bench.attend([rows[at] for at in order], len(rows), scoring)
+            together = bench.attend([rows[at] for at in order], len(rows), params)
             for at, got in zip(order, together, strict=True):
                 assert torch.equal(got, alone[at]), (limit, seed, rows[at])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_has_the_same_bits_in_any_company_and_grouping(
+def test_a_block_has_the_same_bits_in_any_batch_and_grouping(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks at any depth of their sequences, some of them two of one, between prompts and decodes."""
     torch.set_num_threads(1)
-    bench, scoring = Bench(16, [96, 8, 40, 96, 16, 72, 24, 96], dtype), AttentionParams(0.3, block=8)
+    bench, params = Bench(16, [96, 8, 40, 96, 16, 72, 24, 96], dtype), AttentionParams(0.3, block=8)
     rows = [(at, len(bench.q[at]) - 8, len(bench.q[at])) for at in range(8)] + [(0, 80, 88), (3, 0, 8)]
-    alone = [bench.attend([row], 0, scoring)[0] for row in rows]
+    alone = [bench.attend([row], 0, params)[0] for row in rows]
     for row, got in zip(rows, alone, strict=True):
         if dtype == torch.float32:
-            torch.testing.assert_close(got.double(), bench.expected(row, scoring), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got.double(), bench.expected(row, params), rtol=1e-5, atol=1e-5)
     others = [(5, 0, 64), (2, 16, 32), (6, 15, 16), (4, 7, 8)]
     for limit in (1, 20_000, 50_000, 1 << 19):
         monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", limit)
         for seed in range(3):
             order = random.Random(seed).sample([*rows, *others], len(rows) + len(others))
-            for row, got in zip(order, bench.attend(order, 0, scoring), strict=True):
+            for row, got in zip(order, bench.attend(order, 0, params), strict=True):
                 if row in rows:
                     assert torch.equal(got, alone[rows.index(row)]), (limit, seed, row)
 

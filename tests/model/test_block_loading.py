@@ -58,8 +58,8 @@ def test_who_decides_on_the_blocks(tmp_path: Path, family: str, words: int, usua
         ({"block_size": 12}, "power of two, got 12"),
         ({"block_size": "8"}, "power of two, got '8'"),
         ({"block_size": True}, "power of two, got True"),
-        ({"mask_token_id": None}, "mask token .* would be 156895, and it knows 101 tokens"),
-        ({"mask_token_id": VOCAB}, "mask token .* would be 101, .* must say its mask_token_id"),
+        ({"mask_token_id": None}, "mask token .* would be 156895, outside its 101 tokens"),
+        ({"mask_token_id": VOCAB}, "mask token .* would be 101, .* must state its mask_token_id"),
         ({"mask_token_id": -1}, "mask token .* would be -1"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size must be"),
@@ -93,7 +93,7 @@ def test_what_is_asked_of_the_wrong_model_is_refused(tmp_path: Path) -> None:
     for call in (inspect, lambda path, **asked: load(path, load_format="random", **asked)):
         with pytest.raises(ConfigError, match="Qwen3ForCausalLM writes token after token"):
             call(tmp_path / "qwen3", block_size=4)
-        with pytest.raises(ConfigError, match="transformers has no code of LLaDA2MoeModelLM"):
+        with pytest.raises(ConfigError, match="transformers has no implementation of LLaDA2MoeModelLM"):
             call(tmp_path, force_transformers=True)
     assert load(tmp_path / "qwen3").spec.block_size is None
     (tmp_path / "config.json").write_text("[]")

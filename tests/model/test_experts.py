@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.backend import Backend
 from aioinfer.model.linear import TorchLinear
 from aioinfer.model.mlp import SwiGLU
-from aioinfer.model.moe import choice as choices
-from aioinfer.model.moe.choice import Choice, choose_experts, make_experts
+from aioinfer.model.moe import backend as backends
+from aioinfer.model.moe.backend import choose_experts, make_experts
 from aioinfer.model.moe.experts import ExpertWeights, GroupedExperts, LoopExperts
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP
@@ -123,8 +124,8 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
     shared = block.shared_experts
     gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
     stack = ExpertWeights(block.experts.gate_up_proj, block.experts.down_proj)
-    everybody = SwiGLU(TorchLinear(gate_up), TorchLinear(shared.down_proj.weight), TorchOperations())
-    ours = SparseMLP(router, kind(stack), everybody)
+    shared_mlp = SwiGLU(TorchLinear(gate_up), TorchLinear(shared.down_proj.weight), TorchOperations())
+    ours = SparseMLP(router, kind(stack), shared_mlp)
     assert_near(ours(hidden), block(hidden[None])[0])
 
 
@@ -140,10 +141,10 @@ def test_shared_experts_come_on_top() -> None:
 
 
 def test_sizes_that_torch_does_not_take_are_looped_over() -> None:
-    assert choose_experts(CPU, 48, 24, torch.float32) == Choice("grouped", "the device is a cpu")
-    assert choose_experts(CPU, 48, 24, torch.bfloat16).kernels == "grouped"
+    assert choose_experts(CPU, 48, 24, torch.float32) == Backend("grouped", "the layers are not native")
+    assert choose_experts(CPU, 48, 24, torch.bfloat16).name == "grouped"
     odd = choose_experts(CPU, 48, 22, torch.float32)
-    assert odd == Choice("loop", "the device is a cpu, and sizes 48 and 22 are no multiples of 4")
+    assert odd == Backend("loop", "the layers are not native, and sizes 48 and 22 are no multiples of 4")
     task = Mixture.make(5, hidden=18, middle=7)
     assert_close(
         make_experts(task.stack, odd)(task.hidden, task.weights, task.experts), task.expected(), torch.float32
@@ -154,16 +155,16 @@ def test_a_torch_without_grouped_multiplication_loops(monkeypatch: pytest.Monkey
     def refuse(*args: object) -> torch.Tensor:
         raise RuntimeError("not here\nlong story")
 
-    monkeypatch.setattr(choices, "grouped_mm", refuse)
-    choice = choose_experts(CPU, 48, 24, torch.float32)
-    assert choice == Choice("loop", "the device is a cpu, and torch says: not here")
+    monkeypatch.setattr(backends, "grouped_mm", refuse)
+    backend = choose_experts(CPU, 48, 24, torch.float32)
+    assert backend == Backend("loop", "the layers are not native, and torch says: not here")
     with pytest.raises(ConfigError, match="grouped was asked for, and torch says: not here"):
         choose_experts(CPU, 48, 24, torch.float32, "grouped")
 
 
 def test_what_is_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_experts(CPU, 48, 24, torch.float32, "loop") == Choice("loop", "asked for")
-    assert choose_experts(CPU, 48, 24, torch.float32, "grouped") == Choice("grouped", "asked for")
+    assert choose_experts(CPU, 48, 24, torch.float32, "loop") == Backend("loop", "asked for")
+    assert choose_experts(CPU, 48, 24, torch.float32, "grouped") == Backend("grouped", "asked for")
     with pytest.raises(ConfigError, match="no multiples"):
         choose_experts(CPU, 48, 22, torch.float32, "grouped")
     with pytest.raises(ConfigError, match="triton was asked for, and there are no kernels for float64"):
@@ -171,8 +172,8 @@ def test_what_is_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_cuda_triton_is_first_and_grouped_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    obstacles = iter([None, "triton is not installed"])
-    monkeypatch.setattr(choices, "triton_unsupported", lambda device: next(obstacles))
-    monkeypatch.setattr(choices, "_grouped_unsupported", lambda *args: None)
-    assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Choice("triton", "the device is CUDA")
-    assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Choice("grouped", "triton is not installed")
+    reasons = iter([None, "triton is not installed"])
+    monkeypatch.setattr(backends, "triton_unsupported", lambda device: next(reasons))
+    monkeypatch.setattr(backends, "_grouped_unsupported", lambda *args: None)
+    assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Backend("triton", "the device is CUDA")
+    assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Backend("grouped", "triton is not installed")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.model.attention.choice import Kernels
+from aioinfer.model.attention.backend import AttentionBackend
 from aioinfer.model.loader import load_model
 from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.checkpoints import BY_KERNELS, VOCAB
@@ -19,7 +19,7 @@ from tests.model.harness import Driver, require
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
 NEW = 10
-KERNELS: list[Kernels] = ["sdpa", "native"]
+KERNELS: list[AttentionBackend] = ["sdpa", "native"]
 ROUNDED = ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2"]
 
 
@@ -48,7 +48,7 @@ def oracle_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(("family", "kernels"), BY_KERNELS)
 @pytest.mark.parametrize("chunk", [1, 3, 8, 100])
 def test_ids_equal_generate_and_every_logit_is_close(
-    checkpoint: Checkpoint, family: str, kernels: Kernels, chunk: int
+    checkpoint: Checkpoint, family: str, kernels: AttentionBackend, chunk: int
 ) -> None:
     """Four sequences arrive one after the other, so that chunks and decodes share steps."""
     require(kernels)
@@ -68,7 +68,9 @@ def test_ids_equal_generate_and_every_logit_is_close(
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("page_size", [1, 5, 16, 32])
-def test_page_size_changes_no_token(checkpoint: Checkpoint, page_size: int, kernels: Kernels) -> None:
+def test_page_size_changes_no_token(
+    checkpoint: Checkpoint, page_size: int, kernels: AttentionBackend
+) -> None:
     require(kernels)
     path, oracle = checkpoint("mistral-window")
     model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
@@ -78,7 +80,9 @@ def test_page_size_changes_no_token(checkpoint: Checkpoint, page_size: int, kern
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_logits_are_computed_for_the_wanted_rows_only(checkpoint: Checkpoint, kernels: Kernels) -> None:
+def test_logits_are_computed_for_the_wanted_rows_only(
+    checkpoint: Checkpoint, kernels: AttentionBackend
+) -> None:
     require(kernels)
     path, _ = checkpoint("qwen3")
     model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
@@ -99,7 +103,7 @@ def test_logits_are_computed_for_the_wanted_rows_only(checkpoint: Checkpoint, ke
     ],
 )
 def test_bfloat16_is_as_close_as_rounding_allows(
-    checkpoint: Checkpoint, family: str, kernels: Kernels
+    checkpoint: Checkpoint, family: str, kernels: AttentionBackend
 ) -> None:
     """No further from transformers in bfloat16 than transformers in bfloat16 is from float32."""
     require(kernels)

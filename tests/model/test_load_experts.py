@@ -163,7 +163,7 @@ def test_the_doctor_says_what_computes_the_experts(tmp_path: Path) -> None:
         return found.get("experts"), description
 
     text, description = report()
-    assert text == "grouped: the device is a cpu"
+    assert text == "grouped: the layers are not native"
     assert "attention, grouped experts" in description
     text, description = report(moe_backend="loop")
     assert text == "loop: asked for"

@@ -91,7 +91,7 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[
             lambda path: (path / "model.safetensors.index.json").write_text(
                 '{"weight_map": {"a": "gone.safetensors"}}'
             ),
-            "gone.safetensors, which is not there",
+            "gone.safetensors, which is missing",
         ),
         broken(lambda path: (path / "model.safetensors").rename(path / "weights.bin"), "are not loaded"),
         broken(edit_weights(lambda tensors: tensors.pop("model.norm.weight")), "no tensor model.norm.weight"),

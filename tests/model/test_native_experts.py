@@ -14,9 +14,10 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import load_model
-from aioinfer.model.moe.choice import Choice, choose_experts
+from aioinfer.model.moe.backend import choose_experts
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
@@ -181,7 +182,7 @@ def test_half_precision_rounds_as_torch_does(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     sizes = {"top_k": 3, "num_experts": 7, "hidden": 48, "middle": 32}
     task = Mixture.make(61, dtype=dtype, **sizes)
     rule = sigmoid(7, 3, 7, 5, True, 2.5, hidden=48)
@@ -288,18 +289,20 @@ def test_experts_are_read_one_by_one_whatever_the_checkpoint(tmp_path: Path, lay
 
 
 def test_native_experts_go_with_native_layers() -> None:
-    def choose(wanted: Any = "auto", **changes: Any) -> Choice:
+    def choose(wanted: Any = "auto", **changes: Any) -> Backend:
         return choose_experts(CPU, 48, 32, torch.float32, wanted, **changes)
 
-    assert choose(native=True) == Choice("native", "so are the layers")
-    assert choose("native", native=True) == Choice("native", "asked for")
-    assert choose("loop", native=True) == Choice("loop", "asked for")
-    assert choose() == Choice("grouped", "the device is a cpu")
-    with pytest.raises(ConfigError, match="native was asked for, and the layers are not"):
+    assert choose(native=True) == Backend("native", "the device is a cpu")
+    assert choose("native", native=True) == Backend("native", "asked for")
+    assert choose("loop", native=True) == Backend("loop", "asked for")
+    assert choose() == Backend("grouped", "the layers are not native")
+    with pytest.raises(
+        ConfigError, match=r"^moe_backend: native was asked for, and the layers are not native"
+    ):
         choose("native")
 
 
-@pytest.mark.parametrize(("middle", "experts"), [(32, "native: so are"), (24, "grouped: the device")])
+@pytest.mark.parametrize(("middle", "experts"), [(32, "native: the device"), (24, "grouped: the layers")])
 def test_the_doctor_says_what_computes(tmp_path: Path, middle: int, experts: str) -> None:
     write_config(tmp_path, block_config(**{**WIDE, "moe_intermediate_size": middle}))
     config = EngineConfig(model=str(tmp_path), load_format="random", device="cpu")

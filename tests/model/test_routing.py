@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.model.moe.choice import Choice, make_router
+from aioinfer.model.backend import Backend
+from aioinfer.model.moe.backend import make_router
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from tests.model.kernels import DEVICES, kernels_or_skip
 
@@ -33,7 +34,7 @@ class Follow:
             if isinstance(getattr(rule, field.name), torch.Tensor)
         }
         router = make_router(
-            dataclasses.replace(rule, **tensors), Choice("triton" if self.triton else "grouped", "a test")
+            dataclasses.replace(rule, **tensors), Backend("triton" if self.triton else "grouped", "a test")
         )
         assert isinstance(router, type(rule)) != self.triton
         with np.errstate(invalid="ignore"):
@@ -184,7 +185,7 @@ def test_half_precision_and_no_tokens(follow: Follow, make: Callable[[torch.Tens
 
 
 def test_groups_that_are_no_powers_of_two_are_left_to_torch() -> None:
-    triton = Choice("triton", "a test")
+    triton = Backend("triton", "a test")
     kernels_or_skip("cuda" if torch.cuda.is_available() else "cpu")
     for experts, groups in ((12, 4), (12, 3)):
         rule = GroupedSigmoidRouter(noise(experts, HIDDEN), None, 2, groups, 2, True, 1.0)

@@ -15,10 +15,11 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model import triton_support
+from aioinfer.model.attention.backend import choose_attention, make_attention, make_operations
 from aioinfer.model.attention.base import Attention, AttentionParams
-from aioinfer.model.attention.choice import Choice, choose_attention, make_attention, make_operations
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
+from aioinfer.model.backend import Backend
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.operations.torch_operations import TorchOperations
@@ -89,19 +90,17 @@ class Setup:
             num_decodes=self.num_decodes,
         )
 
-    def run(self, attention: Attention, scoring: AttentionParams) -> torch.Tensor:
+    def run(self, attention: Attention, params: AttentionParams) -> torch.Tensor:
         task = self.task
-        return attention(1, task.q, self.k, self.v, self.batch(), scoring)
+        return attention(1, task.q, self.k, self.v, self.batch(), params)
 
-    def run_fused(
-        self, attention: Attention, norm: HeadNorm | None, scoring: AttentionParams
-    ) -> torch.Tensor:
+    def run_fused(self, attention: Attention, norm: HeadNorm | None, params: AttentionParams) -> torch.Tensor:
         """The same heads as a projection, at positions of their own."""
         qkv = torch.cat((self.task.q, self.k, self.v), dim=1)
         generator = torch.Generator().manual_seed(0)
         angles = torch.randn(len(qkv), 1, qkv.shape[2], generator=generator)
         rotary = Rotary(*(f(angles).to(qkv) for f in (torch.cos, torch.sin)))
-        return attention.fused(1, qkv, norm, rotary, self.batch(), scoring)
+        return attention.fused(1, qkv, norm, rotary, self.batch(), params)
 
 
 def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, AttentionParams]:
@@ -140,7 +139,7 @@ def triton_attention(pool: KVPool) -> Attention:
 def test_a_step_is_what_the_sdpa_kernels_make_of_it(device: str, seed: int, dtype: torch.dtype) -> None:
     """Decodes only, chunks only, and both; all kinds of groups, windows, blocks, page and head sizes; heads
     that were prepared and, every other time, a projection, whose keys may be normed."""
-    setup, scoring = random_setup(seed, device, dtype)
+    setup, params = random_setup(seed, device, dtype)
     reference, pool = setup.pool(), setup.pool()
     run = setup.run
     if seed % 2:
@@ -148,11 +147,11 @@ def test_a_step_is_what_the_sdpa_kernels_make_of_it(device: str, seed: int, dtyp
         weight = torch.linspace(-1.5, 1.5, heads * setup.k.shape[2], device=device).to(dtype)
         norm = HeadNorm(weight.view(heads, -1), 1e-6) if seed % 3 else None
 
-        def run(attention: Attention, scoring: AttentionParams) -> torch.Tensor:
-            return setup.run_fused(attention, norm, scoring)
+        def run(attention: Attention, params: AttentionParams) -> torch.Tensor:
+            return setup.run_fused(attention, norm, params)
 
-    expected = run(SDPAAttention(reference), scoring)
-    got = run(triton_attention(pool), scoring)
+    expected = run(SDPAAttention(reference), params)
+    got = run(triton_attention(pool), params)
     bound = TOLERANCE[dtype]
     torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
     # Of a norm the last bit may differ.
@@ -273,14 +272,14 @@ def test_greedy_ids_equal_transformers(
 
 def test_a_cpu_has_torchs_own_kernels_for_the_asking() -> None:
     cpu = torch.device("cpu")
-    choice = choose_attention(cpu, 64, torch.float32, "sdpa")
-    assert choice == Choice("sdpa", "asked for")
+    backend = choose_attention(cpu, 64, torch.float32, "sdpa")
+    assert backend == Backend("sdpa", "asked for")
     attention = make_attention(
-        choice, num_layers=1, num_kv_heads=1, head_dim=16, num_pages=1, page_size=8,
+        backend, num_layers=1, num_kv_heads=1, head_dim=16, num_pages=1, page_size=8,
         dtype=torch.float32, device=cpu,
     )  # fmt: skip
     assert isinstance(attention, SDPAAttention)
-    assert isinstance(make_operations(choice), TorchOperations)
+    assert isinstance(make_operations(backend), TorchOperations)
 
 
 def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,24 +288,26 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
     pytest.importorskip("triton", reason="triton is not installed")
 
     monkeypatch.setattr(triton_support, "interpreted", lambda: False)
-    assert choose_attention(cuda, 128, bf16) == Choice("triton", "the device is CUDA")
-    assert choose_attention(cuda, 128, bf16, "sdpa").kernels == "sdpa"
-    assert choose_attention(cuda, 257, bf16) == Choice("sdpa", "heads of size 257 are larger than 256")
-    assert choose_attention(cuda, 64, torch.float64) == Choice("sdpa", "there are no kernels for float64")
-    with pytest.raises(ConfigError, match="triton was asked for, and TRITON_INTERPRET is not set"):
+    assert choose_attention(cuda, 128, bf16) == Backend("triton", "the device is CUDA")
+    assert choose_attention(cuda, 128, bf16, "sdpa").name == "sdpa"
+    assert choose_attention(cuda, 257, bf16) == Backend("sdpa", "heads of size 257 are larger than 256")
+    assert choose_attention(cuda, 64, torch.float64) == Backend("sdpa", "there are no kernels for float64")
+    with pytest.raises(
+        ConfigError, match=r"^attention_backend: triton was asked for, and TRITON_INTERPRET is not set"
+    ):
         choose_attention(torch.device("cpu"), 64, bf16, "triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert choose_attention(cuda, 64, bf16) == Choice(
+    assert choose_attention(cuda, 64, bf16) == Backend(
         "sdpa", "the device is older than compute capability 8.0"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(triton_support, "interpreted", lambda: True)
-    assert choose_attention(cuda, 64, bf16) == Choice("sdpa", "TRITON_INTERPRET is set")
+    assert choose_attention(cuda, 64, bf16) == Backend("sdpa", "TRITON_INTERPRET is set")
 
 
 def test_without_triton_everything_runs_on_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda _: None)
     chosen = choose_attention(torch.device("cuda"), 64, torch.float16)
-    assert chosen == Choice("sdpa", "triton is not installed")
+    assert chosen == Backend("sdpa", "triton is not installed")
     with pytest.raises(ConfigError, match="not installed"):
         choose_attention(torch.device("cuda"), 64, torch.float16, "triton")

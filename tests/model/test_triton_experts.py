@@ -191,12 +191,13 @@ def test_a_model_on_these_kernels_generates_what_transformers_does(
 def test_a_captured_layer_follows_what_changes_on_the_device(tokens: int) -> None:
     """Experts that other tokens choose, and junk in the rows that a captured size has too many."""
     kernels_or_skip("cuda")
-    from aioinfer.model.moe.choice import Choice, make_experts, make_router
+    from aioinfer.model.backend import Backend
+    from aioinfer.model.moe.backend import make_experts, make_router
 
-    choice = Choice("triton", "a test")
+    backend = Backend("triton", "a test")
     task = Mixture.make(tokens, num_experts=8, dtype=torch.bfloat16, device="cuda")
     gate = torch.randn(8, 32, generator=torch.Generator().manual_seed(9)).to("cuda", torch.bfloat16)
-    layer = SparseMLP(make_router(SoftmaxRouter(gate, 2, True), choice), make_experts(task.stack, choice))
+    layer = SparseMLP(make_router(SoftmaxRouter(gate, 2, True), backend), make_experts(task.stack, backend))
     hidden = task.hidden.clone()
     # Compiled before it is captured.
     layer(hidden)

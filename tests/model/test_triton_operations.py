@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from aioinfer.model.attention.choice import Choice, make_operations
+from aioinfer.model.attention.backend import make_operations
+from aioinfer.model.backend import Backend
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rotary
@@ -26,7 +27,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def fast(device: str) -> Operations:
-    return make_operations(Choice("triton", "for the test"))
+    return make_operations(Backend("triton", "for the test"))
 
 
 def assert_last_bits(got: torch.Tensor, expected: torch.Tensor, share: float, single: float = 6e-7) -> None:
@@ -77,7 +78,7 @@ def test_a_norm_of_anything_differs_in_last_bits_only(
     assert torch.equal(got[1][4].cpu().isnan(), normed[4].isnan())
 
 
-def test_a_row_is_normed_alike_in_any_company_and_layout(fast: Operations, device: str) -> None:
+def test_a_row_is_normed_alike_in_any_batch_and_layout(fast: Operations, device: str) -> None:
     rows, weight = normal(4, 100, seed=6).to(device), normal(100, seed=7).to(device)
     rows[2] = math.nan
     total, normed = fast.add_rms_norm(rows, rows, weight, 1e-6)

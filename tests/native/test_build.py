@@ -22,7 +22,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
-from aioinfer.model.attention.choice import Choice, choose_attention
+from aioinfer.model.attention.backend import choose_attention
+from aioinfer.model.backend import Backend
 from aioinfer.model.layers import TorchLayers, make_layers
 from aioinfer.native import bindings
 from aioinfer.native import build as building
@@ -319,13 +320,13 @@ def test_flags_that_a_real_compiler_refuses(
 def test_a_cpu_has_native_kernels_where_they_fit_a_model() -> None:
     require("native")
     for dtype in (torch.float32, torch.bfloat16):
-        assert choose_attention(CPU, 64, dtype) == Choice("native", "the device is a cpu")
-        assert choose_attention(CPU, 16, dtype, "native") == Choice("native", "asked for")
+        assert choose_attention(CPU, 64, dtype) == Backend("native", "the device is a cpu")
+        assert choose_attention(CPU, 16, dtype, "native") == Backend("native", "asked for")
     for head_dim, dtype, why in (
         (24, torch.float32, "heads of size 24 are no multiple of 16"),
         (64, torch.float16, "there are no native kernels for float16"),
     ):
-        assert choose_attention(CPU, head_dim, dtype) == Choice("sdpa", why)
+        assert choose_attention(CPU, head_dim, dtype) == Backend("sdpa", why)
         with pytest.raises(ConfigError, match=f"native was asked for, and {why}"):
             choose_attention(CPU, head_dim, dtype, "native")
     with pytest.raises(ConfigError, match="the device is no CPU"):
@@ -334,9 +335,9 @@ def test_a_cpu_has_native_kernels_where_they_fit_a_model() -> None:
 
 def test_layers_of_other_sizes_are_torchs() -> None:
     require("native")
-    choice = Choice("native", "a test")
-    assert isinstance(make_layers(choice, CPU, torch.float32, [64, 40]), TorchLayers)
-    assert not isinstance(make_layers(choice, CPU, torch.float32, [64, 48]), TorchLayers)
+    backend = Backend("native", "a test")
+    assert isinstance(make_layers(backend, CPU, torch.float32, [64, 40]), TorchLayers)
+    assert not isinstance(make_layers(backend, CPU, torch.float32, [64, 48]), TorchLayers)
 
 
 def test_what_fails_in_there_is_an_error_in_words() -> None:

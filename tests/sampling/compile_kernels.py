@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 import triton
 
+from aioinfer.model.backend import Backend
 from aioinfer.sampling import sampler, triton_logits
 from aioinfer.sampling.batch import SamplingBatch
-from aioinfer.sampling.choice import SamplingChoice
 from aioinfer.sampling.penalties import Penalties
 from aioinfer.sampling.triton_sampler import sample_tokens
 from tests.model.compile_kernels import Driver, Recorder, ints
@@ -55,7 +55,7 @@ def compile_sampling(name: str, vocab: int) -> None:
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
-    sampler.choose_sampling = lambda *_: SamplingChoice("triton", "for its kernels")  # type: ignore[attr-defined]
+    sampler.choose_sampling = lambda *_: Backend("triton", "for its kernels")  # type: ignore[attr-defined]
     # There are no tokens to count, for nothing was launched.
     Penalties.record = lambda *_: None  # type: ignore[method-assign]
     compile_sampling("qwen3", 151_936)

@@ -1,4 +1,4 @@
-"""Where kernels run: in Triton's interpreter on the CPU, or compiled on CUDA; and who samples on a CPU."""
+"""Where kernels run (in the interpreter on the CPU, or on CUDA), and the backends of sampling on a CPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from aioinfer.sampling.choice import Kernels
+from aioinfer.sampling.backend import SamplingBackend
 from tests.model.kernels import DEVICES, kernels_or_skip
-from tests.sampling.support import native_team
+from tests.sampling.support import native_thread_pool
 
 
 @pytest.fixture(params=["torch", "native"])
-def sampling(request: pytest.FixtureRequest) -> Kernels:
-    """What a sampler on a CPU may be made of."""
+def sampling(request: pytest.FixtureRequest) -> SamplingBackend:
+    """A backend of sampling on a CPU."""
     if request.param == "native":
-        native_team()
-    found: Kernels = request.param
+        native_thread_pool()
+    found: SamplingBackend = request.param
     return found
 
 

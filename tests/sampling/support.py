@@ -31,7 +31,7 @@ DEFAULTS: dict[str, float] = {
 }
 
 
-def native_team(threads: int = 2) -> ThreadPool:
+def native_thread_pool(threads: int = 2) -> ThreadPool:
     """A team for kernels in C++, where they can be compiled."""
     require_native()
     return shared_thread_pool(threads)

@@ -25,8 +25,8 @@ from aioinfer.execution.runner import Runner
 from aioinfer.params import SamplingParams
 from aioinfer.sampling import logits_processors
 from aioinfer.sampling import sampler as sampler_module
+from aioinfer.sampling.backend import SamplingBackend
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
-from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import Generating, NewRequestData, Step
@@ -126,8 +126,8 @@ class SameLogits:
         return self._logits.expand(len(batch.logits_rows), -1).clone()
 
 
-def draw(case: Case, rows: int, sampling: Kernels = "torch") -> npt.NDArray[np.int64]:
-    """How often each token came in a step of so many rows."""
+def draw(case: Case, rows: int, sampling: SamplingBackend = "torch") -> npt.NDArray[np.int64]:
+    """How often each token came in a step of ``rows`` rows."""
     vocab = len(case.logits)
     return np.bincount(tokens(case, rows, Sampler(SLOTS, vocab, CPU, sampling)), minlength=vocab)
 
@@ -139,8 +139,8 @@ def tokens(case: Case, rows: int, sampler: Sampler, device: torch.device = CPU) 
         admission = NewRequestData(case.params, SEED + slot, frozenset(), case.prompt, case.output)
         packer._rows.admit({slot: admission})
     at = np.arange(rows)
-    nobody: list[Any] = [None] * rows
-    decodes = Generating(nobody, 1 + at % SLOTS, len(case.prompt + case.output) + at // SLOTS)
+    no_requests: list[Any] = [None] * rows
+    decodes = Generating(no_requests, 1 + at % SLOTS, len(case.prompt + case.output) + at // SLOTS)
     packed = packer.pack(Step(1, decodes, (), rows))
     if case.params.penalised:
         packed.work.penalty_resets = [
@@ -196,7 +196,9 @@ def case_of(combination: tuple[bool, ...], vocab: int) -> Case:
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
-def test_draws_follow_the_exact_distribution(combination: tuple[bool, ...], sampling: Kernels) -> None:
+def test_draws_follow_the_exact_distribution(
+    combination: tuple[bool, ...], sampling: SamplingBackend
+) -> None:
     case = case_of(combination, 50)
     counts = draw(case, DRAWS, sampling)
     assert fits(counts, case.exact), (SEED, case, counts)
@@ -209,7 +211,9 @@ LARGE = [
 
 
 @pytest.mark.parametrize("combination", LARGE, ids=name_of)
-def test_draws_from_a_large_vocabulary_do_so_too(combination: tuple[bool, ...], sampling: Kernels) -> None:
+def test_draws_from_a_large_vocabulary_do_so_too(
+    combination: tuple[bool, ...], sampling: SamplingBackend
+) -> None:
     """Larger than what is taken in one go: rows come one at a time, top-p from a window or by search."""
     case = case_of(combination, 5000)
     counts = draw(case, 384, sampling)

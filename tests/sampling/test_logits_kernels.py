@@ -15,11 +15,11 @@ from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.native_logits import NativeLogits
 from aioinfer.sampling.penalties import Penalties
 from tests.model.kernels import DEVICES, kernels_or_skip
-from tests.sampling.support import CPU, make_batch, native_team, random_logits
+from tests.sampling.support import CPU, make_batch, native_thread_pool, random_logits
 
 
 class Kernels(NamedTuple):
-    """Who computes, and where. ``logits_processors`` has the functions of masks, and penalise."""
+    """A device and its implementation: ``logits_processors`` has the functions of masks, and penalise."""
 
     device: str
     logits_processors: Any
@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """In Triton, interpreted or compiled, or in C++. The interpreter warns of infinity less infinity."""
     if request.param == "native":
-        yield Kernels("cpu", NativeLogits(native_team()))
+        yield Kernels("cpu", NativeLogits(native_thread_pool()))
         return
     kernels_or_skip(request.param)
     from aioinfer.sampling import triton_logits

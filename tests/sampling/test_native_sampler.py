@@ -26,7 +26,7 @@ from tests.sampling.support import (
     LINE,
     MIXED,
     make_batch,
-    native_team,
+    native_thread_pool,
     random_logits,
     random_row,
     reference,
@@ -39,7 +39,7 @@ STRETCH, LISTED = 1024, 8192
 
 @pytest.fixture
 def team() -> ThreadPool:
-    return native_team()
+    return native_thread_pool()
 
 
 def random_rows(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor:
@@ -126,8 +126,8 @@ def test_lists_of_candidates_that_suffice_and_that_do_not(team: ThreadPool, shap
 
 
 def test_a_row_depends_on_itself_alone() -> None:
-    """Not on its company or the threads, nor on how logits and parameters lie in memory."""
-    native_team()
+    """Not on the batch or the threads, nor on how logits and parameters lie in memory."""
+    native_thread_pool()
     rng = np.random.default_rng(3)
     rows = [random_row(rng) for _ in range(20)]
     logits = random_rows(rng, 20, 3000)
@@ -198,7 +198,7 @@ def test_no_rows_give_no_tokens(team: ThreadPool) -> None:
 
 
 def test_a_sampler_warms_up() -> None:
-    native_team()
+    native_thread_pool()
     Sampler(2, 70, CPU, "native").warm_up()
 
 

@@ -91,7 +91,7 @@ def test_no_two_rows_are_alike() -> None:
     seeds = [0, -1, *(1 << bit for bit in range(63)), *(-2 - (1 << bit) for bit in range(63))]
     seeds += [5 + (high << 32) for high in range(1, 200)]
     keys = [(seed, 0) for seed in sorted(set(seeds))] + [(0, position) for position in range(1, 300)]
-    rows = random_bits(*torch.tensor(keys).unbind(1), torch.arange(64))
+    rows = random_bits(*torch.tensor(keys).unbind(1), torch.arange(64))  # type: ignore[call-arg]
     assert len({tuple(row) for row in rows.tolist()}) == len(keys)
     # Nor does a row show up shifted by some tokens in another.
     assert len(set(rows.flatten().tolist())) > rows.numel() - 20

@@ -10,8 +10,8 @@ import torch
 
 from aioinfer.execution.decoding.sampling_metadata import SamplingTable
 from aioinfer.params import SamplingParams
+from aioinfer.sampling.backend import SamplingBackend
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.penalties import Penalties, _penalise
 from aioinfer.sampling.sampler import Sampler
@@ -30,7 +30,7 @@ PENALTIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("row", PENALTIES)
 def test_tokens_count_before_the_host_knows_them(
-    row: dict[str, Any], temperature: float, vocab: int, sampling: Kernels
+    row: dict[str, Any], temperature: float, vocab: int, sampling: SamplingBackend
 ) -> None:
     """30 tokens, each step counting the one before on the device, equal the formulas and a sampler that
     starts from the tokens so far."""
@@ -54,7 +54,7 @@ def test_tokens_count_before_the_host_knows_them(
 
 
 @pytest.mark.parametrize("vocab", [8, 5000])
-def test_a_new_tenant_of_a_slot_inherits_no_counts(vocab: int, sampling: Kernels) -> None:
+def test_a_new_request_of_a_slot_inherits_no_counts(vocab: int, sampling: SamplingBackend) -> None:
     sampler = Sampler(4, vocab, CPU, sampling)
     logits = torch.zeros(1, vocab)
     logits[0, :8] = torch.arange(8.0)
@@ -133,28 +133,28 @@ def test_a_slot_that_gave_its_row_back_no_longer_counts_there() -> None:
     assert penalties._counts.nonzero().tolist() == [[1, 5]]
 
 
-def test_a_tenant_without_penalties_gives_back_the_row_of_the_one_before() -> None:
-    """As the host knows who takes a slot, no device is asked."""
+def test_a_request_without_penalties_releases_the_row_of_the_slots_previous_request() -> None:
+    """The host decides, without reading the device."""
     parameters, sampler = SamplingTable(9), Sampler(9, 10, CPU)
 
-    def tenants(*slots: int, **params: float) -> list[PenaltyReset]:
+    def resets_of(*slots: int, **params: float) -> list[PenaltyReset]:
         admission = NewRequestData(SamplingParams(**params), 0, frozenset(), [1], [])
         resets = [parameters.admit(slot, admission) for slot in slots]
         return [reset for reset in resets if reset is not None]
 
-    assert tenants(*range(1, 9)) == []
+    assert resets_of(*range(1, 9)) == []
     for slot in range(1, 9):
-        resets = [*tenants(max(slot - 1, 1)), *tenants(slot, presence_penalty=1.0)]
+        resets = [*resets_of(max(slot - 1, 1)), *resets_of(slot, presence_penalty=1.0)]
         rows = [{"slot": max(slot - 1, 1)}, {"slot": slot, "presence_penalty": 1.0}]
         sampler.sample(torch.zeros(2, 10), make_batch(rows, penalty_resets=resets))
         assert list(sampler._penalties._used) == [slot]
     assert len(sampler._penalties._counts) == 2
-    sampler.reset(tenants(8))
+    sampler.reset(resets_of(8))
     assert sampler._penalties._used == {}
     assert not sampler._penalties._row_of.any()
 
 
-def test_counts_may_be_reset_by_a_step_that_samples_nothing(sampling: Kernels) -> None:
+def test_counts_may_be_reset_by_a_step_that_samples_nothing(sampling: SamplingBackend) -> None:
     """The first chunk of a long prompt takes the slot; a later step samples."""
     sampler = Sampler(2, 6, CPU, sampling)
     sampler.reset([PenaltyReset(1, [5], [])])

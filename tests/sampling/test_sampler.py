@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from aioinfer.sampling.backend import SamplingBackend
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.sampling.choice import Kernels
 from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.sampler import Sampler
 from tests.sampling.support import (
@@ -27,7 +27,9 @@ from tests.sampling.support import (
 
 
 @pytest.mark.parametrize(("vocab", "rounds"), [(2, 60), (7, 60), (300, 60), (3000, 12), (5000, 12)])
-def test_every_row_equals_the_plain_implementation(vocab: int, rounds: int, sampling: Kernels) -> None:
+def test_every_row_equals_the_plain_implementation(
+    vocab: int, rounds: int, sampling: SamplingBackend
+) -> None:
     """Mixed batches of greedy and filtered rows, penalties, bans, ties, infinities, broken rows."""
     for seed in range(rounds):
         rng = np.random.default_rng([seed, vocab])
@@ -56,7 +58,7 @@ def test_every_row_equals_the_plain_implementation(vocab: int, rounds: int, samp
 
 
 @pytest.mark.parametrize("vocab", [900, 5000])
-def test_a_row_does_not_depend_on_its_batch(vocab: int, sampling: Kernels) -> None:
+def test_a_row_does_not_depend_on_its_batch(vocab: int, sampling: SamplingBackend) -> None:
     for seed in range(3):
         rng = np.random.default_rng(seed)
         logits = torch.from_numpy(rng.normal(0, 3, (12, vocab)).astype(np.float32))
@@ -147,7 +149,7 @@ def exact(row: dict[str, Any], order: tuple[str, ...] = RIGHT) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("row", FILTERS, ids=lambda row: " ".join(f"{name} {row[name]}" for name in row))
-def test_frequencies_follow_the_exact_distribution(row: dict[str, Any], sampling: Kernels) -> None:
+def test_frequencies_follow_the_exact_distribution(row: dict[str, Any], sampling: SamplingBackend) -> None:
     """20,000 draws at fixed seeds fit the right order of filters, and none whose outcome differs."""
     draws = 20_000
     sampler = Sampler(1, 10, CPU, sampling)
@@ -177,7 +179,7 @@ def test_the_orders_of_the_filters_can_be_told_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["position", "seed"])
-def test_successive_tokens_are_independent(name: str, sampling: Kernels) -> None:
+def test_successive_tokens_are_independent(name: str, sampling: SamplingBackend) -> None:
     draws = 30_000
     logits = torch.tensor([1.0, 0.0, 0.5]).expand(draws, -1)
     rows = [{"seed": -9, "position": 3, name: at, "slot": 1} for at in range(draws)]
@@ -192,7 +194,9 @@ def test_successive_tokens_are_independent(name: str, sampling: Kernels) -> None
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
-def test_top_k_of_one_is_greedy_and_the_lowest_of_equal_ids_wins(vocab: int, sampling: Kernels) -> None:
+def test_top_k_of_one_is_greedy_and_the_lowest_of_equal_ids_wins(
+    vocab: int, sampling: SamplingBackend
+) -> None:
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(3)).round()
     greedy = Sampler(8, vocab, CPU, sampling).sample(logits, make_batch([{"temperature": 0}] * 6)).tolist()
     assert greedy == [int((line == line.max()).nonzero()[0]) for line in logits]
@@ -224,7 +228,9 @@ BROKEN = {"nan": math.nan, "inf": math.inf, "nan beside inf": math.nan}
         {"repetition_penalty": 1.5, "temperature": 0.0},
     ],
 )
-def test_rows_without_a_finite_maximum_fail_alone(row: dict[str, Any], vocab: int, sampling: Kernels) -> None:
+def test_rows_without_a_finite_maximum_fail_alone(
+    row: dict[str, Any], vocab: int, sampling: SamplingBackend
+) -> None:
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0))
     logits[0, 3] = math.nan
     logits[1, 3] = math.inf
@@ -250,7 +256,7 @@ def test_rows_without_a_finite_maximum_fail_alone(row: dict[str, Any], vocab: in
 
 
 @pytest.mark.parametrize("vocab", [4, 5000])
-def test_banned_ids_are_never_sampled(vocab: int, sampling: Kernels) -> None:
+def test_banned_ids_are_never_sampled(vocab: int, sampling: SamplingBackend) -> None:
     logits = torch.zeros(64, vocab)
     logits[:, 2] = 9.0
     logits[:, 3] = 8.0

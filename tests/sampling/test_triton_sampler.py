@@ -214,7 +214,7 @@ def test_the_sampler_on_kernels_is_the_sampler(device: str) -> None:
     ]
     said: dict[int, list[int]] = {3: [4, 4], 1: [], 2: []}
     sampler = Sampler(4, vocab, at, "triton")
-    assert sampler.choice.kernels == "triton"
+    assert sampler.backend.name == "triton"
     for position in range(share(device, 6, 100)):
         lines = [rng.normal(0, 1.5, vocab).astype(np.float32) for _ in rows]
         lines[2][5] = math.nan if position == 2 else 0.0
@@ -241,7 +241,7 @@ def test_a_graph_samples_for_rows_that_come_later() -> None:
     kernels_or_skip("cuda")
     at, vocab, count = torch.device("cuda"), 151_936, 8
     sampler = Sampler(count, vocab, at)
-    assert sampler.choice.kernels == "triton"
+    assert sampler.backend.name == "triton"
     rng = np.random.default_rng(0)
     flags: dict[str, Any] = {"any_top_k": True, "any_top_p": True, "any_min_p": True, "all_greedy": False}
     fixed = replace(make_batch([{}] * count, at), **flags)

@@ -1,1 +1,1 @@
-"""The algorithms, one small class and file each; :mod:`aioinfer.diffusion.registry` finds them by name."""
+"""The algorithms, one class and file each; :mod:`aioinfer.diffusion.registry` finds them by name."""

@@ -1,4 +1,4 @@
-"""Factor: the more positions are written together, the surer the model has to be."""
+"""Factor: the more positions are written together, the higher the confidence that is required."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["Factor"]
 
 
 class Factor(Algorithm):
-    """Writes the n surest masked positions, for the largest n such that the i-th of them, from 1 on, has
-    a confidence c_i with (i + 1) * (1 - c_i) <= ``factor``. The first is written in any case.
+    """Writes the n masked positions of highest confidence, for the largest n such that the i-th of them, from
+    1 on, has a confidence c_i with (i + 1) * (1 - c_i) <= ``factor``. The first is written in any case.
 
-    The rule of Fast-dLLM (Wu et al., 2025), from its bound on when decoding in parallel is the same as one by
-    one. Confidence falls with i and what is asked of it rises, so who passes has everybody before him pass.
+    The rule of Fast-dLLM (Wu et al., 2025), which follows from its bound on when parallel decoding equals
+    sequential decoding. The confidence falls with i and the required one rises, so if a position meets it,
+    all positions before it do.
     """
 
     name = "factor"
@@ -28,4 +29,4 @@ class Factor(Algorithm):
     def choose(self, proposal: Proposal, block: Block, state: Rows) -> torch.Tensor:
         rank = ranks(proposal.confidence, block.masked)
         asked = 1 - state["factor"].unsqueeze(1) / (rank + 2)
-        return (proposal.confidence >= asked) | (rank < self.due(block, state))
+        return (proposal.confidence >= asked) | (rank < self.quota(block, state))

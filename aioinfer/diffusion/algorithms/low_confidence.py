@@ -1,4 +1,4 @@
-"""LowConfidence: write what the model is sure of."""
+"""LowConfidence: write the positions of high confidence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["LowConfidence"]
 
 
 class LowConfidence(Algorithm):
-    """Writes the masked positions whose confidence is above ``threshold``, and the surest if there is none.
+    """Writes the masked positions whose confidence is above ``threshold``; the one of highest confidence if
+    there is none.
 
-    The name is that of what stays masked. Threshold decoding is Fast-dLLM's (Wu et al., 2025) and LLaDA2's;
-    name and default threshold are SGLang's. With ``steps``, at least an even share of what is left is written
-    each round, the surest first, as in SDAR's dynamic decoding: a block then takes no more rounds than that.
+    The name refers to the positions that stay masked. Threshold decoding is Fast-dLLM's (Wu et al., 2025) and
+    LLaDA2's; name and default threshold are SGLang's. With ``steps``, each round writes at least an even
+    share of the masked positions, as in SDAR's dynamic decoding: a block then takes at most ``steps`` rounds.
     """
 
     name = "low_confidence"
@@ -27,4 +28,4 @@ class LowConfidence(Algorithm):
 
     def choose(self, proposal: Proposal, block: Block, state: Rows) -> torch.Tensor:
         sure = proposal.confidence > state["threshold"].unsqueeze(1)
-        return sure | (ranks(proposal.confidence, block.masked) < self.due(block, state))
+        return sure | (ranks(proposal.confidence, block.masked) < self.quota(block, state))

@@ -14,28 +14,30 @@ __all__ = ["Attention", "AttentionParams"]
 
 
 class AttentionParams(NamedTuple):
-    """What a layer's queries see and how they weigh it: constants of the layer.
+    """The constants of one layer's attention: which keys a query attends to, and how scores are computed.
 
-    Kernels keep what they work out for a step by it, hence a tuple, which is hashed quickly.
+    A tuple, because kernels use it as the key of their cached plans and a tuple is hashed quickly.
     """
 
     #: factor of the dot products
     scale: float
-    #: positions up to a query's own that it sees at most, None being all; the rest of its block comes on top
+    #: length of a sliding window: the most positions, up to and including its own, that a query attends to;
+    #: None for all. The rest of the query's block is visible beyond the window.
     window: int | None = None
-    #: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118)
+    #: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118). No supported family
+    #: sets it yet: the kernels have it for Gemma 2.
     soft_cap: float | None = None
-    #: A query sees everything up to the end of its own block of so many positions, counted from the start
-    #: of the sequence, as far as its row goes (block diffusion, arXiv 2503.09573); 1 is causal.
+    #: length of a diffusion block in positions: a query attends to every position up to the end of its own
+    #: block, as far as its row goes (block diffusion, arXiv 2503.09573). 1 is causal attention.
     block: int = 1
 
 
 class Attention(Protocol):
-    """Attention of packed rows over paged KV: keys and values of all rows of the step are written, then every
-    token attends to its own sequence.
+    """Attention of packed rows over paged KV: writes the keys and values of all rows of the step, then lets
+    every token attend to its own sequence.
 
-    A row's result depends on its own sequence alone: whatever other requests left in the pool, NaN
-    included, must not reach it. Both calls return [T, num_heads, head_dim]; ``layer`` is the index of the
+    A row's result depends on its own sequence alone: values of other requests in the pool, NaN included, do
+    not affect it. Both calls return [T, num_heads, head_dim] in q's dtype; ``layer`` is the index of the
     layer, which has its own KV.
     """
 
@@ -46,9 +48,9 @@ class Attention(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
-        """For models that prepare their heads themselves.
+        """Attention over heads that the model has normed and rotated itself.
 
         Args:
             q: [T, num_heads, head_dim], rotated.
@@ -62,14 +64,14 @@ class Attention(Protocol):
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
-        """From the projection on, so that kernels can norm, rotate and store in one go.
+        """Attention from the fused projection, so that a kernel can norm, rotate and store in one launch.
 
-        Rounded as :func:`~aioinfer.model.heads.split_heads` does it.
+        Rounds where :func:`~aioinfer.model.heads.split_heads` rounds.
 
         Args:
             qkv: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values as projected.
-            norm: of the queries and keys, before they are rotated.
-            rotary: factors of the tokens' positions.
+            norm: norm of each head's query and key, applied before the rotation; None for none.
+            rotary: rotary factors at the tokens' positions.
         """

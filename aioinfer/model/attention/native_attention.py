@@ -15,9 +15,9 @@ from aioinfer.native.bindings import ThreadPool
 __all__ = ["NativeAttention", "scoring_numbers"]
 
 
-def scoring_numbers(scoring: AttentionParams) -> tuple[float, float, int, int]:
+def scoring_numbers(params: AttentionParams) -> tuple[float, float, int, int]:
     """As the kernels take it: 0 is no cap and no window."""
-    return scoring.scale, scoring.soft_cap or 0.0, scoring.window or 0, scoring.block
+    return params.scale, params.soft_cap or 0.0, params.window or 0, params.block
 
 
 class NativeAttention:
@@ -59,11 +59,11 @@ class NativeAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         strides = q[0].numel(), k[0].numel()
-        return self._attend(layer, (q, k, v), strides, q.shape[1], None, None, batch, scoring)
+        return self._attend(layer, (q, k, v), strides, q.shape[1], None, None, batch, params)
 
     def fused(
         self,
@@ -72,11 +72,11 @@ class NativeAttention:
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         heads = qkv.shape[1] - 2 * self._kv_heads
         q, k, v = qkv.contiguous().split((heads, self._kv_heads, self._kv_heads), dim=1)
-        return self._attend(layer, (q, k, v), (q.stride(0),) * 2, heads, norm, rotary, batch, scoring)
+        return self._attend(layer, (q, k, v), (q.stride(0),) * 2, heads, norm, rotary, batch, params)
 
     def _attend(
         self,
@@ -87,7 +87,7 @@ class NativeAttention:
         norm: HeadNorm | None,
         rotary: Rotary | None,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         q, k, v = projected
         out = torch.empty((len(q), heads, self._head_dim), dtype=q.dtype)
@@ -101,7 +101,7 @@ class NativeAttention:
             *(None if weight is None else weight.data_ptr(), 0.0 if norm is None else norm.eps),
             *(None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr()),
             *(0 if cos is None else cos.shape[-1], self._cells[layer].data_ptr(), self.page_size),
-            *(*scoring_numbers(scoring), len(q), batch.slot_mapping.data_ptr(), len(batch.q_lens)),
+            *(*scoring_numbers(params), len(q), batch.slot_mapping.data_ptr(), len(batch.q_lens)),
             *(batch.cu_q.data_ptr(), batch.kv_len.data_ptr(), tables.data_ptr(), tables.shape[1]),
             out.data_ptr(),
         )

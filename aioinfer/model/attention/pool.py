@@ -1,4 +1,4 @@
-"""KVPool: the memory behind the pages."""
+"""KVPool: the KV cache in device memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["KVPool"]
 class KVPool:
     """Keys and values of all layers, each ``[num_pages + 1, page_size, num_kv_heads, head_dim]``.
 
-    Page 0 is the null page: padding may be written there and nobody's context holds it. Zeroed, so that
-    a kernel which does read behind its mask finds no NaN there (0 * NaN is NaN). That does not last: a
-    request that went wrong leaves NaN in pages that others get. Kernels must read valid cells only.
+    Page 0 is the null page: padding rows write there, and no request's context contains it. The pool starts
+    as zeros, so a masked read finds no NaN at first (0 * NaN is NaN). That does not last: a request whose
+    values overflowed leaves NaN in pages that are reused. Kernels must read valid cells only.
     """
 
     __slots__ = ("key_cells", "keys", "page_size", "value_cells", "values")
@@ -40,7 +40,7 @@ class KVPool:
     def bytes_per_page(
         *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
     ) -> int:
-        """Memory of one page over all layers, keys and values together."""
+        """Bytes of one page over all layers, keys and values together."""
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,9 +1,10 @@
-"""SDPAAttention: plain torch, on any device. The reference for faster kernels.
+"""SDPAAttention: torch's scaled_dot_product_attention, on any device. The reference for faster kernels.
 
-Rows whose tokens all see the same go through batched calls over gathered keys and values, with others of
-their length: decodes, and blocks of a diffusion model. Other rows, which are prefill chunks, go one by one.
-A row gathers cells of its own sequence and no others: the padding of a batched call repeats the row's own
-last cell behind the mask. So nothing that another request left in the pool, not even a NaN, is ever read.
+Rows whose tokens all attend to the same positions (decodes, and blocks of a diffusion model) are computed in
+batched calls over gathered keys and values, together with rows of the same length. The other rows (prefill
+chunks) are computed one by one. A row gathers cells of its own sequence only: the padding of a batched call
+repeats the row's own last cell behind the mask. Values of other requests in the pool, NaN included, are
+never read.
 
 Contexts are rounded up to a multiple of 16 and masked: the result of a row then has the same bits alone,
 in any batch and in any grouping (measured on the CPU for head sizes that are multiples of 16). Grouped
@@ -29,22 +30,23 @@ from aioinfer.model.rope import Rotary
 __all__ = ["SDPAAttention", "visible"]
 
 _CONTEXT_MULTIPLE = 16
-#: Most elements of keys that one batched call gathers, by device type. On a CPU they should stay in its
-#: caches (measured: within 10% of the best from 2^18 to 2^20); a GPU wants few calls.
+#: The most elements of keys that one batched call gathers, by device type. On a CPU they should stay in its
+#: caches (measured: within 10% of the best from 2^18 to 2^20); a GPU is faster with few calls.
 _GROUP_LIMIT = {"cpu": 1 << 19}
 _GROUP_LIMIT_ELSEWHERE = 1 << 28
-#: Rows of several tokens multiply their padding too: so many times fewer go together (measured on the CPU
-#: with 64 rows of 16 tokens: a fifth less time).
+#: Rows of several tokens multiply their padding too: their groups are smaller by this factor (measured on the
+#: CPU with 64 rows of 16 tokens: a fifth less time).
 _LONG = 4
-#: Largest gather that reuses memory; allocating megabytes per call faults their pages in every time.
+#: Elements of the largest gather that reuses memory: allocating megabytes per call faults in their pages each
+#: time.
 _SCRATCH_LIMIT = 1 << 22
 
 
 @dataclass(slots=True)
 class _Context:
-    """Where the keys and values that a call needs lie, and where it gathers them.
+    """The KV cells that a call reads, and the buffers that it gathers them into.
 
-    Buffers are shared by all calls of a step, one after the other: good until the next gather.
+    All calls of a step share the buffers, one after the other: their content is valid until the next gather.
     """
 
     #: [n] KV cells
@@ -60,11 +62,11 @@ class _Context:
 
 @dataclass(slots=True)
 class _Group:
-    """Rows of as many tokens each that share one call."""
+    """Rows of equal length that share one call."""
 
-    #: which tokens of the batch, row by row
+    #: indices of their tokens in the batch, row by row
     tokens: slice | torch.Tensor
-    #: rows
+    #: number of rows
     count: int
     context: _Context
     #: the context's buffers as [count, num_kv_heads, context, head_dim]
@@ -76,19 +78,19 @@ class _Group:
 
 @dataclass(slots=True)
 class _Chunk:
-    """A row whose tokens see different things."""
+    """A row whose tokens attend to different positions."""
 
     tokens: slice
     #: None if the chunk is its whole context
     context: _Context | None
-    #: True where a query may look, [q_len, context], or None for plain causal or for everything
+    #: bool [q_len, context], True where a query attends to a key; None if causal or without any mask
     mask: torch.Tensor | None
     causal: bool = False
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What all layers of a step with the same scoring share."""
+    """The work of one step, for all layers with the same params."""
 
     groups: list[_Group]
     chunks: list[_Chunk]
@@ -104,7 +106,7 @@ class SDPAAttention:
         keys = pool.keys[0]
         self._kv_heads = keys.shape[2]
         on_cpu = keys.device.type == "cpu"
-        # On a CPU, parts of this memory that no gather reaches are never touched.
+        # On a CPU, memory that no gather reaches is never touched and costs nothing.
         self._scratch = [keys.new_empty(_SCRATCH_LIMIT if on_cpu else 0) for _ in range(2)]
 
     def __call__(
@@ -114,23 +116,23 @@ class SDPAAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         self._pool.write(layer, batch.slot_mapping, k, v)
         plans = batch.attention_plan
         if not isinstance(plans, dict):
             plans = batch.attention_plan = {}
-        plan = plans.get(scoring)
+        plan = plans.get(params)
         if plan is None:
-            plan = plans[scoring] = self._plan(batch, scoring)
+            plan = plans[params] = self._plan(batch, params)
         if len(plan.groups) == 1 and not plan.chunks:
-            return self._together(layer, q, plan.groups[0], scoring)
+            return self._together(layer, q, plan.groups[0], params)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in plan.groups:
-            output[group.tokens] = self._together(layer, q[group.tokens], group, scoring)
+            output[group.tokens] = self._together(layer, q[group.tokens], group, params)
         for chunk in plan.chunks:
             at = chunk.tokens
-            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, scoring)
+            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, params)
         return output
 
     def fused(
@@ -140,22 +142,22 @@ class SDPAAttention:
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         q, k, v = split_heads(qkv, self._kv_heads, norm, rotary)
-        return self(layer, q, k, v, batch, scoring)
+        return self(layer, q, k, v, batch, params)
 
-    def _together(self, layer: int, q: torch.Tensor, group: _Group, scoring: AttentionParams) -> torch.Tensor:
+    def _together(self, layer: int, q: torch.Tensor, group: _Group, params: AttentionParams) -> torch.Tensor:
         group.context.gather(self._pool, layer)
         count, num_kv_heads, _, head_dim = group.keys.shape
         if len(q) == count:
-            # As below, without its four views of views, which a decode would notice.
+            # The general case below makes four views of views more, which is measurable in a decode.
             queries = q.view(count, num_kv_heads, -1, head_dim)
-            return _mix(queries, group.keys, group.values, group.mask, scoring).reshape(q.shape)
-        # [rows, num_kv_heads, tokens, queries of a group, head_dim]: what shares keys goes side by side.
+            return _mix(queries, group.keys, group.values, group.mask, params).reshape(q.shape)
+        # [rows, num_kv_heads, tokens, queries of a group, head_dim]: queries with common keys are adjacent.
         queries = q.view(count, len(q) // count, num_kv_heads, -1, head_dim).transpose(1, 2)
         folded = queries.reshape(count, num_kv_heads, -1, head_dim)
-        mixed = _mix(folded, group.keys, group.values, group.mask, scoring)
+        mixed = _mix(folded, group.keys, group.values, group.mask, params)
         return mixed.view(queries.shape).transpose(1, 2).reshape(q.shape)
 
     def _prefill(
@@ -165,7 +167,7 @@ class SDPAAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         chunk: _Chunk,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         if chunk.context is not None:
             chunk.context.gather(self._pool, layer)
@@ -173,16 +175,16 @@ class SDPAAttention:
         q_len, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         group = num_heads // num_kv_heads
-        # [num_kv_heads, group, length, head_dim]: kv heads as the batch, their group spread by stride 0.
+        # [num_kv_heads, group, length, head_dim]: KV heads are the batch, expanded over their group.
         queries = q.view(q_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         keys = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         values = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-        mixed = _mix(queries, keys, values, chunk.mask, scoring, causal=chunk.causal)
+        mixed = _mix(queries, keys, values, chunk.mask, params, causal=chunk.causal)
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
-    def _plan(self, batch: Batch, scoring: AttentionParams) -> _Plan:
-        window, block = scoring.window, scoring.block
-        # Rows by their length, and those whose tokens see different things.
+    def _plan(self, batch: Batch, params: AttentionParams) -> _Plan:
+        window, block = params.window, params.block
+        # Rows by their length, and the rows whose tokens attend to different positions.
         alike: dict[int, list[int]] = {1: list(range(batch.num_decodes))}
         mixed: list[int] = []
         for row in range(batch.num_decodes, len(batch.q_lens)):
@@ -201,7 +203,7 @@ class SDPAAttention:
                 contexts = [min(context, window) for context in contexts]
             for members, context in _groups(contexts, width * (1 if q_len == 1 else _LONG), device_type):
                 groups.append(([rows[member] for member in members], context))
-        # The first token of a chunk looks back furthest, the last one is where its context ends.
+        # The first token of a chunk attends to the earliest position, the last one ends the context.
         reaches = [
             min(batch.kv_lens[row], batch.kv_lens[row] if window is None else batch.q_lens[row] - 1 + window)
             for row in mixed
@@ -214,7 +216,7 @@ class SDPAAttention:
         return _Plan(
             [self._plan_group(batch, rows, starts, context, window, buffers) for rows, context in groups],
             [
-                self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, scoring, buffers)
+                self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, params, buffers)
                 for row, reach in zip(mixed, reaches, strict=True)
             ],
         )
@@ -256,27 +258,27 @@ class SDPAAttention:
         row: int,
         tokens: slice,
         reach: int,
-        scoring: AttentionParams,
+        params: AttentionParams,
         buffers: list[torch.Tensor],
     ) -> _Chunk:
-        """``reach`` is how many positions the chunk's queries look at together."""
+        """``reach`` is the number of positions that any of the chunk's queries attends to."""
         q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
         first, whole = kv_len - reach, q_len == kv_len
         context, device = None, batch.block_table.device
         if not whole:
             positions = torch.arange(first, kv_len, device=device).unsqueeze(0)
             context = self._context(batch.block_table[row : row + 1], positions, buffers)
-        if scoring.window is None or scoring.window >= kv_len:
-            if (kv_len - q_len) // scoring.block == (kv_len - 1) // scoring.block:
+        if params.window is None or params.window >= kv_len:
+            if (kv_len - q_len) // params.block == (kv_len - 1) // params.block:
                 return _Chunk(tokens, context, None)
-            if whole and scoring.block == 1 and scoring.soft_cap is None:
+            if whole and params.block == 1 and params.soft_cap is None:
                 return _Chunk(tokens, context, None, causal=True)
-        return _Chunk(tokens, context, visible(q_len, first, kv_len, scoring, device))
+        return _Chunk(tokens, context, visible(q_len, first, kv_len, params, device))
 
     def _context(
         self, tables: torch.Tensor, positions: torch.Tensor, buffers: list[torch.Tensor]
     ) -> _Context:
-        """Positions [rows, n], looked up in each row's page table."""
+        """The KV cells of positions [rows, n], from page tables [rows, P]."""
         size = self._pool.page_size
         pages = tables.gather(1, torch.div(positions, size, rounding_mode="floor"))
         cells = (pages * size + positions % size).flatten()
@@ -286,10 +288,15 @@ class SDPAAttention:
 
 
 def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[list[int], int]]:
-    """Divide rows among calls: similar contexts together, so that little padding is gathered.
+    """Divide rows among calls, similar contexts together, so that little padding is gathered.
 
-    ``width`` is the elements of one position's keys. Returns the indices of the rows and the padded context
-    of each call.
+    Args:
+        contexts: positions that each row attends to.
+        width: elements of one position's keys.
+        device_type: selects the size limit of a call.
+
+    Returns:
+        for each call, the indices of its rows and its padded context
     """
     limit = _GROUP_LIMIT.get(device_type, _GROUP_LIMIT_ELSEWHERE)
     padded = [-(-context // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE for context in contexts]
@@ -306,15 +313,14 @@ def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[lis
     return groups
 
 
-def visible(
-    q_len: int, first: int, stop: int, scoring: AttentionParams, device: torch.device
-) -> torch.Tensor:
-    """Which of positions [first, stop) each of the last ``q_len`` of them may see; [q_len, stop - first]."""
+def visible(q_len: int, first: int, stop: int, params: AttentionParams, device: torch.device) -> torch.Tensor:
+    """Attention mask of the last ``q_len`` of positions [first, stop): bool [q_len, stop - first], True where
+    the query attends to the key."""
     query = torch.arange(stop - q_len, stop, device=device).unsqueeze(1)
     key = torch.arange(first, stop, device=device)
-    allowed = key < (query // scoring.block + 1) * scoring.block
-    if scoring.window is not None:
-        allowed &= key > query - scoring.window
+    allowed = key < (query // params.block + 1) * params.block
+    if params.window is not None:
+        allowed &= key > query - params.window
     return allowed
 
 
@@ -323,16 +329,16 @@ def _mix(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scoring: AttentionParams,
+    params: AttentionParams,
     *,
     causal: bool = False,
 ) -> torch.Tensor:
-    """Values weighted by their keys' scores, [..., length, head_dim] all of them; masks add or are bool."""
-    if scoring.soft_cap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scoring.scale)
-    # torch's kernels have no caps.
-    scores = q.float() @ k.float().mT * (scoring.scale / scoring.soft_cap)
-    scores = scores.tanh() * scoring.soft_cap
+    """Softmax attention over [..., length, head_dim]; ``mask`` is additive or bool."""
+    if params.soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=params.scale)
+    # torch's kernels have no soft cap.
+    scores = q.float() @ k.float().mT * (params.scale / params.soft_cap)
+    scores = scores.tanh() * params.soft_cap
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return (scores.softmax(-1) @ v.float()).to(q.dtype)

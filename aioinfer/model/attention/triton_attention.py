@@ -1,13 +1,12 @@
-"""TritonAttention: the project's attention on its own Triton kernels, for CUDA.
+"""TritonAttention: attention by Triton kernels, for CUDA.
 
-A layer's call is two to four launches, with nothing read back from the device: keys and values are stored
-(and before that, in the same launch, heads normed and rotated if the model leaves it to us), decode rows go
-through split-KV decode (two launches), the other rows of the step through the prefill kernel. Everything
-that changes from step to step is read on the device, and the grids follow from the shapes of the tensors;
-so the decode part can be captured in a CUDA graph.
+A layer's call is two to four launches and reads nothing back from the device: one launch stores keys and
+values (``fused`` norms and rotates the heads in it), two compute the decode rows by split-KV decode, one
+computes the other rows by the prefill kernel. Whatever changes from step to step is read on the device, and
+the grids follow from the shapes of the tensors, so the decode part can be captured in a CUDA graph.
 
-A decode row has the same bits in any batch, and a prompt's token the same under any chunking. A token has
-not the same bits as decode and as prefill row: their sums are cut differently.
+A decode row has the same bits in any batch, and a token of a prompt has the same bits under any chunking. As
+decode row and as prefill row a token has different bits: the sums are split differently.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ class TritonAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         store_kv(k, v, self._pool.keys[layer], self._pool.values[layer], batch.slot_mapping)
-        return self._attend(layer, q if q.stride(2) == 1 else q.contiguous(), batch, scoring)
+        return self._attend(layer, q if q.stride(2) == 1 else q.contiguous(), batch, params)
 
     def fused(
         self,
@@ -60,19 +59,20 @@ class TritonAttention:
         norm: HeadNorm | None,
         rotary: Rotary,
         batch: Batch,
-        scoring: AttentionParams,
+        params: AttentionParams,
     ) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         q = rotate_and_store(qkv, norm, rotary, keys, values, batch.slot_mapping)
-        return self._attend(layer, q, batch, scoring)
+        return self._attend(layer, q, batch, params)
 
-    def _attend(self, layer: int, q: torch.Tensor, batch: Batch, scoring: AttentionParams) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, batch: Batch, params: AttentionParams) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        scale, window, soft_cap = scoring.scale, scoring.window, scoring.soft_cap
+        scale, window, soft_cap = params.scale, params.window, params.soft_cap
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         table, kv_len, decodes = batch.block_table, batch.kv_len, batch.num_decodes
         if decodes:
-            # A row's only query is its last position, which sees the whole row in blocks of any size.
+            # The only query of a decode row is its last position: it attends to the whole row, whatever the
+            # size of a block.
             paged_decode(
                 q[:decodes], keys, values, table[:decodes], kv_len[:decodes],
                 scale=scale, window=window, soft_cap=soft_cap, out=out[:decodes], tuning=self._decode,
@@ -81,7 +81,7 @@ class TritonAttention:
             paged_prefill(
                 q, keys, values, table[decodes:], batch.cu_q[decodes:], kv_len[decodes:],
                 num_tokens=len(q) - decodes, scale=scale, window=window, soft_cap=soft_cap,
-                block=scoring.block, out=out, tuning=self._prefill,
+                block=params.block, out=out, tuning=self._prefill,
             )  # fmt: skip
         return out
 
@@ -114,8 +114,8 @@ def store_kv(
 ) -> None:
     """Write k and v [T, num_kv_heads, head_dim] to cells [T] of keys and values [pages, page_size, ...].
 
-    k and v may be slices of one projection; keys and values are contiguous. Of several tokens with the
-    same cell, as padding has it, any one stays.
+    k and v may be slices of one projection; keys and values must be contiguous, else ValueError. If several
+    tokens have the same cell (padding has), an arbitrary one is kept.
     """
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("the pool must be contiguous")

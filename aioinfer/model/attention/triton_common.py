@@ -1,24 +1,24 @@
-"""What the Triton kernels share: one step of attention with running softmax over a tile of paged keys.
+"""Shared by the Triton kernels: one step of attention with running softmax over a tile of paged keys.
 
 A program holds a tile of M queries (tokens x heads of one KV head's group, packed so that the matrix unit
-is filled also when there is one token) and walks over its row's keys, BLOCK_N positions at a time:
+is filled even with one token) and iterates over its row's keys, BLOCK_N positions at a time:
 
     scores[M, N] = q[M, D] . k[N, D]^T           new peak = max(peak, scores)
     total = total * 2^(peak - new) + sum 2^(scores - new)
     acc[M, D] = acc * 2^(peak - new) + 2^(scores - new) . v[N, D]
 
-the running softmax of Milakov and Gimelshein (arXiv 1805.02867) as FlashAttention-2 uses it (Dao, arXiv
-2307.08691), in base 2 because the hardware's exponential is. Pages are those of PagedAttention (Kwon et
-al., arXiv 2309.06180); packing tokens and heads into one tile is an idea of vLLM's unified Triton kernel
-(arXiv 2511.11581).
+This is the running softmax of Milakov and Gimelshein (arXiv 1805.02867) as FlashAttention-2 uses it (Dao,
+arXiv 2307.08691), in base 2 because the hardware's exponential is. Pages are those of PagedAttention (Kwon
+et al., arXiv 2309.06180); vLLM's unified Triton kernel (arXiv 2511.11581) packs tokens and heads into one
+tile in this way.
 
 Tiles begin at multiples of BLOCK_N counted from position 0 of the sequence, whatever the row or the batch:
-a query meets the same keys in the same groups in any company and under any chunking. Cells that no query
-of the tile may see are not read at all, since what other requests leave there may be NaN.
+a query is multiplied with the same keys in the same groups in any batch and under any chunking. Cells that
+no query of the tile attends to are not read at all: values of other requests there may be NaN.
 
 Under ``TRITON_INTERPRET=1``, set before triton is first imported, the kernels run in Python on CPU
-tensors. The interpreter keeps bfloat16 as bare bits and cannot multiply it, so operands are widened there;
-products of such numbers are exact in float32, hence the arithmetic is that of the hardware.
+tensors. The interpreter stores bfloat16 as raw bits and cannot multiply it, so operands are widened there;
+products of bfloat16 values are exact in float32, hence the arithmetic is that of the hardware.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def _cell_offsets(
     table: tl.tensor, start: tl.tensor, key: tl.tensor, inside: tl.tensor,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Where the cells of positions ``key`` = start + [0, BLOCK_N) begin, int64 [BLOCK_N].
+    """Offsets of the cells of positions ``key`` = start + [0, BLOCK_N), int64 [BLOCK_N].
 
-    A tile within one page costs one look-up; otherwise each position looks up its own.
+    A tile within one page needs one look-up of the page table, other tiles one per position.
     """
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
@@ -86,12 +86,11 @@ def attend_tile(
     STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Let ``q`` [M, BLOCK_D] meet positions [start, start + BLOCK_N); new (acc, peak, total).
+    """Attention of ``q`` [M, BLOCK_D] to positions [start, start + BLOCK_N): the new (acc, peak, total).
 
     ``keys`` and ``values`` point at the KV head of a contiguous pool whose cells are STRIDE elements apart,
-    ``table`` at the row's page table. Query m sees
-    [low[m], high[m]); all of them together [first, stop), and nothing else is read. Without MASKED every
-    query sees the whole tile.
+    ``table`` at the row's page table. Query m attends to [low[m], high[m]); [first, stop) covers all queries,
+    and nothing else is read. Without MASKED every query attends to the whole tile.
     """
     key = start + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
@@ -115,7 +114,7 @@ def attend_tile(
         seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    # A query that has seen nothing yet: no -inf minus -inf.
+    # -inf for a query without a key so far, where -inf minus -inf would be NaN.
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(peak - shift)
@@ -126,7 +125,7 @@ def attend_tile(
 
 @triton.jit
 def normalized(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """The weighted mean; zeros for a query that saw nothing."""
+    """The weighted mean; zeros for a query without keys."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
@@ -134,11 +133,11 @@ def normalized(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
 def rounded(x: tl.tensor, like: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """``x``, float32, rounded to the nearest value of ``like``'s type, ties to even; still float32.
 
-    Triton's interpreter cuts bfloat16 off instead, so there it is rounded by hand, in the bits.
+    Triton's interpreter truncates to bfloat16 instead, so there the rounding is done on the bits.
     """
     if INTERPRETED and like.dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        # A NaN of bfloat16's, having zeros there, is not carried into another number.
+        # The low bits of a NaN that came from bfloat16 are zeros: the addition does not change it.
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(like.dtype).to(tl.float32)
 
@@ -164,12 +163,12 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 
 def tile_dim(head_dim: int) -> int:
-    """Width of a tile that holds a head: a power of two, and no less than a matrix product takes."""
+    """Width of a tile that holds a head: a power of two, at least the minimum of a matrix product."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def check_layout(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raises ValueError if kernels cannot go there: q [T, heads, D], pool [pages, size, kv_heads, D]."""
+    """Raise ValueError unless kernels can read q [T, heads, D] and a pool [pages, size, kv_heads, D]."""
     if q.stride(2) != 1 or not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("heads and the pool must be contiguous")
     if q.shape[1] % keys.shape[2] or q.shape[2] != keys.shape[3]:

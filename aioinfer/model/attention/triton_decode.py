@@ -1,8 +1,8 @@
 """Decode: one query per row against a long paged context, the context split among programs.
 
-With one token per row there is one tile of queries per (row, KV head), too few programs to fill a device
-when the batch is small. So each row's context is cut into splits that are attended to on their own and
-put together afterwards (Flash-Decoding, Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding):
+With one token per row there is one tile of queries per (row, KV head): too few programs to fill a device
+when the batch is small. So each row's context is cut into splits that are computed separately and combined
+afterwards (Flash-Decoding, Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding):
 
     positions of a row    0 ......... 255 | 256 ....... 511 | 512 .. 700        (window: begins later)
                               split 0           split 1         split 2
@@ -10,14 +10,13 @@ put together afterwards (Flash-Decoding, Dao et al., 2023, crfm.stanford.edu/202
                            partial[0], lse[0]   [1]             [2]
     combine (head, row)          `---- weighted by 2^(lse - max lse) ----'  ->  out
 
-The length of a split follows from the row's own length alone: ``split_size``, or so much more that
-``max_splits`` suffice. Hence a row's bits do not depend on its company; and the grid follows from the
-shape of the page table, so that the launch can be captured in a CUDA graph whose lengths and page tables
-then change on the device.
+The length of a split follows from the row's own length alone: ``split_size``, or as much more as makes
+``max_splits`` suffice. Hence a row's bits do not depend on the batch. The grid follows from the shape of the
+page table, so the launch can be captured in a CUDA graph whose lengths and page tables change on the device.
 
-Such a graph is made for the longest contexts, and most are shorter: with a program for every split that
-there may be, most programs would have nothing to do, and to start and end them takes time, too. So the more
-rows there are the fewer programs, lanes, share the splits of each.
+A graph is captured for the longest contexts, and most contexts are shorter: with one program per possible
+split, most programs would have no work, and starting them takes time. So the splits of a row are shared by a
+number of programs, called lanes, that falls as the number of rows grows.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ __all__ = ["DecodeTuning", "paged_decode"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How the work is cut. The first three change the order of additions, hence the last bits."""
+    """Sizes of the launches. The first three change the order of additions, hence the last bits."""
 
-    #: least positions of a split; a multiple of ``block_n``
+    #: the fewest positions of a split; a multiple of ``block_n``
     split_size: int = 256
-    #: most splits of a row; bounds the grid and the memory for partial results
+    #: the most splits of a row; bounds the grid and the memory for partial results
     max_splits: int = 16
     #: positions per tile, a power of two, at least 16
     block_n: int = 64
-    #: programs of a launch from which on rows have fewer lanes than splits; some ten times what a H200 runs
+    #: programs of a launch from which on rows have fewer lanes than splits; about ten times what an H200 runs
     #: at a time
     programs: int = 4096
-    #: lanes that a row has at least, as far as it has splits: a long one among many short ones is not left
-    #: to one program
+    #: the fewest lanes of a row that has as many splits: keeps one long row among many short ones from being
+    #: computed by a single program
     least_lanes: int = 4
     num_warps: int = 4
-    #: the look-up of the page is a stage, too
+    #: loads in flight; the look-up of the page is one of the stages
     num_stages: int = 5
 
     def __post_init__(self) -> None:
@@ -71,7 +70,7 @@ class DecodeTuning:
         """Tiles of keys and values of 32 KiB together, two of them in flight: compiled for sm_90 that takes
         72 KiB of shared memory and 154 registers, hence three programs per multiprocessor.
 
-        float32, which has no matrix unit, is kept small enough for the registers.
+        Tiles of float32, which has no matrix unit, are small enough for the registers.
         """
         if dtype.itemsize == 4:
             return cls(block_n=16)
@@ -82,7 +81,7 @@ class DecodeTuning:
 def _split(
     length: tl.tensor, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """(first position that is seen, where split 0 begins, length of a split, number of splits)."""
+    """(first visible position, first position of split 0, length of a split, number of splits)."""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
@@ -107,7 +106,7 @@ def _decode_kernel(
     """One lane's splits of one row for up to HEADS heads of a KV head's group.
 
     Grid (KV heads x blocks of their group, rows, lanes): heads vary fastest, since the heads of one cell
-    lie next to each other. Writes ``partial`` float32 [rows, NUM_HEADS, splits, HEAD_DIM], normalized, and
+    are adjacent in memory. Writes ``partial`` float32 [rows, NUM_HEADS, splits, HEAD_DIM], normalized, and
     ``lse`` [rows, NUM_HEADS, splits], the base-2 logarithm of its weight.
     """
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -151,7 +150,7 @@ def _combine_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The splits of one (head, row), weighted. BLOCK_S does not depend on the batch, nor do the sums."""
+    """Combine the splits of one (head, row). BLOCK_S does not depend on the batch, hence nor do the sums."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     _, _, _, count = _split(tl.load(kv_len + row).to(tl.int32), WINDOW, SPLIT, MAX_SPLITS, BLOCK_N)
@@ -171,14 +170,14 @@ def _combine_kernel(
 
 
 def _num_splits(longest: int, window: int | None, tuning: DecodeTuning) -> int:
-    """Splits that suffice for any row of up to ``longest`` positions."""
+    """The most splits of a row of up to ``longest`` positions."""
     if window is not None:
         longest = min(longest, window + tuning.block_n)
     return min(tuning.max_splits, -(-longest // tuning.split_size))
 
 
 def _num_lanes(splits: int, blocks: int, tuning: DecodeTuning) -> int:
-    """Lanes of a row with up to so many splits, if rows have so many ``blocks`` of heads together."""
+    """Lanes of a row with up to ``splits`` splits; ``blocks`` counts the blocks of heads of all rows."""
     return min(splits, max(tuning.least_lanes, tuning.programs // blocks))
 
 
@@ -201,18 +200,18 @@ def paged_decode(
     out: torch.Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
-    """Attention of one query per row, which stands at position ``kv_len - 1``.
+    """Attention of one query per row, at position ``kv_len - 1``.
 
-    Nothing is read back from the device. Scratch memory comes from torch's allocator, so a captured launch
-    has its own.
+    Reads nothing back from the device. Scratch memory comes from torch's allocator, so a captured launch has
+    its own. Raises ValueError if the shapes do not fit or the tensors are not contiguous.
 
     Args:
         q: [R, num_heads, head_dim], heads contiguous; float32, float16 or bfloat16.
         keys, values: [pages, page_size, num_kv_heads, head_dim], of q's type.
         block_table: [R, P] pages of each row, any integer type.
-        kv_len: [R] positions of each row, its own included; 0 marks a row without work, whose output is 0.
+        kv_len: [R] positions of each row, the query's included; 0 marks a padding row, whose output is 0.
         scale: factor of the dot products.
-        window: the last so many positions only.
+        window: length of a sliding window in positions; None for none.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118).
         out: where to write, [R, num_heads, head_dim].
 

@@ -1,23 +1,23 @@
-"""From the fused projection to a written cache in one launch: norm, rotate, store.
+"""From the fused projection to the KV cache in one launch: norm, rotate, store.
 
-The projection of a token is [queries | keys | values], a row of heads. All of them are read once; queries and
-keys are normed (where the model does that) and rotated; queries go to a tensor of their own, keys and
-values to the token's cell of the pool. What a program does with a head, its mask says:
+The projection of a token is [queries | keys | values], a row of heads. All heads are read once; queries and
+keys are normed (if the model does that) and rotated; queries are written to a tensor of their own, keys and
+values to the token's cell of the pool. Masks select the work of each lane:
 
     heads      0 ............ HEADS - 1 | ........ + KV_HEADS - 1 | ........ + KV_HEADS - 1
     lanes            norm, rotate       |       norm, rotate      |
     go to                 q             |     keys[cell]          |      values[cell]
 
-A head is held as two halves a and b of what rotation pairs. It turns the first ROTATED dimensions, d with
-d + ROTATED / 2; the dimensions behind them, if there are any, are halved likewise and stay as they are:
+A head is held as two halves a and b, paired by the rotation. It rotates the first ROTATED dimensions, d with
+d + ROTATED / 2; the dimensions behind them, if there are any, are halved in the same way and not changed:
 
     lane       0 .......... ROTATED / 2 - 1 | ROTATED / 2 .......... HALF - 1
     a          the first quarter of a head, | the third,
     b          the second one               | the fourth, if half of a head is rotated
 
 With the same mean square the bits are those of :func:`~aioinfer.model.heads.split_heads`: always without
-a norm, and with one whenever the sum of squares rounds alike, whose order is not torch's; else the last
-bit of some elements differs.
+a norm. With a norm the squares are added in another order than torch's: where the sum rounds differently, the
+last bit of some elements differs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from aioinfer.model.rope import Rotary
 
 __all__ = ["rotate_and_store"]
 
-#: elements that a program holds, about
+#: approximate number of elements that a program holds
 _TILE = 1024
 
 
-# Sections of a step's packed buffer have any alignment, which must not select another compilation.
+# The alignment of a section of the packed buffer varies and must not select another compilation.
 @triton.jit(do_not_specialize=["slot_mapping"])
 def _rotate_kernel(
     qkv: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, slot_mapping: tl.tensor,
@@ -105,13 +105,14 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Norm and rotate the queries and keys of ``qkv``; write keys and values to the pool.
 
-    Nothing is read back from the device, and the grid follows from qkv's shape. Of several tokens with the
-    same cell, as padding has it, any one stays.
+    Reads nothing back from the device, and the grid follows from qkv's shape. If several tokens have the same
+    cell (padding has), an arbitrary one is kept. Raises ValueError if the shapes do not fit or the pool is
+    not contiguous.
 
     Args:
-        qkv: [T, num_heads + 2 * num_kv_heads, head_dim], float32, float16 or bfloat16, and so the others.
-        norm: of the queries and keys, or None.
-        rotary: factors of the tokens' positions, for all of a head or the first part of it.
+        qkv: [T, num_heads + 2 * num_kv_heads, head_dim], float32, float16 or bfloat16, as all tensors here.
+        norm: norm of each head's query and key, or None.
+        rotary: rotary factors at the tokens' positions, for the whole head or its first part.
         keys, values: [pages, page_size, num_kv_heads, head_dim], contiguous.
         slot_mapping: [T] cells, any integer type.
 
@@ -137,8 +138,7 @@ def rotate_and_store(
         qkv, weight, cos, sin, slot_mapping, q, keys, values, 0.0 if norm is None else norm.eps,
         HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=block_h, HALF=head_dim // 2, ROTATED=rotated,
         BLOCK_D=block_d, NORM=norm is not None, INTERPRETED=INTERPRETED,
-        # Left to itself the compiler makes one multiply-add, rounded once, of torch's two operations, in
-        # bfloat16 as well.
+        # With fusion the compiler replaces torch's two operations by one multiply-add, which is rounded once.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return q

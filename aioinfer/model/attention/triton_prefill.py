@@ -1,10 +1,10 @@
 """Prefill and extend: packed rows of any length over paged contexts, causal or by diffusion blocks.
 
-Queries of a row and the heads of one KV head's group make tiles of BLOCK_M = BLOCK_Q tokens x heads. What
-a query sees ends with its own block of ``block`` positions, counted from the start of the sequence: with 1
-that is causal attention, with a diffusion model's block size every token of a block sees the whole block
-(block diffusion, Arriola et al., arXiv 2503.09573) as far as it is written. A row's queries are the last
-of its positions, a decode being a row of one:
+Queries of a row and the heads of one KV head's group make tiles of BLOCK_M = BLOCK_Q tokens x heads. A query
+attends to everything up to the end of its own block of ``block`` positions, counted from the start of the
+sequence: with 1 that is causal attention, with a diffusion model's block size every token of a block attends
+to the whole block (block diffusion, Arriola et al., arXiv 2503.09573) as far as it is written. A row's
+queries are the last of its positions; a decode is a row of one query:
 
                     keys 0 1 2 3 | 4 5 6 7 | 8 9            row with kv_len 10, q_len 4
     query 6, block 1:    x x x x   x x x                     block 4:  x x x x   x x x x
@@ -13,9 +13,10 @@ of its positions, a decode being a row of one:
           9              x x x x   x x x x   x x                       x x x x   x x x x   x x
 
 The tiles of all rows are numbered so that a program finds its row by bisection in ``cu_q``: row r begins
-at tile ``cu_q[r] // BLOCK_Q + r``, which leaves room enough since a sum of floors, one up per row, is no
-less than the ceilings. So the grid follows from the numbers of tokens and rows, and nothing is read back
-from the device (the idea is vLLM's, arXiv 2511.11581). The last tiles, which look back furthest, start first.
+at tile ``cu_q[r] // BLOCK_Q + r``, which reserves enough tiles because a sum of floors, plus one per row, is
+no less than the sum of ceilings. So the grid follows from the numbers of tokens and rows, and nothing is read
+back from the device (as in vLLM's kernel, arXiv 2511.11581). The last tiles, which have the longest contexts,
+start first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["PrefillTuning", "paged_prefill"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """How the work is cut. ``block_n`` is in the order of additions, hence in the last bits."""
+    """Sizes of the launch. ``block_n`` changes the order of additions, hence the last bits."""
 
     #: queries per tile, tokens times heads; a power of two, at least 16
     block_m: int = 128
@@ -81,10 +82,11 @@ def _reach(
     begin: tl.tensor, last: tl.tensor, position: tl.tensor, valid: tl.tensor, length: tl.tensor,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """What the queries at ``position``, between ``begin`` and ``last``, see in a row of ``length``.
+    """The positions that queries at ``position``, between ``begin`` and ``last``, attend to in a row of
+    ``length``: (first, whole, stop, low, high).
 
-    They see [first, stop) together, tiles that begin in [first, whole) are seen by every query in whole,
-    and query m sees [low[m], high[m]). In padding, with length 0, nothing is seen.
+    Query m attends to [low[m], high[m]), all queries together to [first, stop), and every query to the whole
+    of each tile that begins in [first, whole). All ranges of a padding row, with length 0, are empty.
     """
     high = tl.where(valid, tl.minimum((position // BLOCK + 1) * BLOCK, length), 0)
     low = high * 0
@@ -144,7 +146,7 @@ def _prefill_kernel(
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
     table += row * stride_table
-    # Tiles of keys that every query sees whole, none if there is a window; then the others.
+    # Tiles of keys without a mask, none if there is a window; then the others.
     if WINDOW == 0:
         for start in tl.range(0, whole, BLOCK_N):
             acc, peak, total = attend_tile(
@@ -176,9 +178,10 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
-    """Attention of packed rows, each the last positions of its sequence, keys and values being written.
+    """Attention of packed rows, each the last positions of its sequence, over keys and values in the pool.
 
-    A query's bits depend neither on its company nor on how its row was cut into chunks.
+    A query's bits depend neither on the batch nor on the chunking of its sequence. Raises ValueError if the
+    shapes do not fit or the tensors are not contiguous.
 
     Args:
         q: [T, num_heads, head_dim], heads contiguous; float32, float16 or bfloat16.
@@ -188,10 +191,11 @@ def paged_prefill(
         kv_len: [R] positions of each row, its queries included; 0 marks padding, whose output is 0.
         num_tokens: at least ``cu_q[R] - cu_q[0]``, on the host.
         scale: factor of the dot products.
-        window: positions up to the query's own that it sees at most; the rest of its block comes on top.
+        window: length of a sliding window in positions, None for none; see
+            :class:`~aioinfer.model.attention.base.AttentionParams` for this and the next two.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118).
-        block: a query sees everything up to the end of its own block of so many positions; 1 is causal.
-        out: where to write, [T, num_heads, head_dim]; tokens of no row are left alone.
+        block: length of a diffusion block; 1 is causal.
+        out: where to write, [T, num_heads, head_dim]; tokens of no row are not written.
 
     Returns:
         [T, num_heads, head_dim]

@@ -1,1 +1,1 @@
-"""How families of models name what they are made of: config and checkpoint in, layers out."""
+"""Model families: from a config and a checkpoint to layers."""

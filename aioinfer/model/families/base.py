@@ -1,4 +1,4 @@
-"""What a family says of itself, and what the layers of any family are made with."""
+"""Family: the interface of a model family; Source: the inputs from which it makes its layers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
+from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.layers import LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.choice import Choice, Wanted, choose_experts
+from aioinfer.model.moe.backend import MoEBackend, choose_experts
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.rope import Rope
@@ -26,25 +27,25 @@ __all__ = ["Family", "Source", "build_decoder", "expert_shape", "head_dim", "kv_
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where layers come from: a config, tensors, and the kernels chosen."""
+    """The inputs of a model's layers: a config, a checkpoint, and the chosen kernels."""
 
     config: Any
     weights: Weights
     kernels: LayerKernels
-    #: of the experts; None in a model without
-    experts: Choice | None
-    #: see :class:`~aioinfer.model.attention.base.AttentionParams`
+    #: the backend of the experts; None in a model without experts
+    experts: Backend | None
+    #: length of a diffusion block, see :class:`~aioinfer.model.attention.base.AttentionParams`
     block: int
 
     def fused(
         self, names: list[str], rows: list[int], width: int, *, bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Projections of ``names``, [rows, width] each, as one matrix, and their biases."""
+        """The projections ``names`` of [rows[i], width] as one matrix; with ``bias`` also their biases."""
         weight = self.weights.fused([f"{name}.weight" for name in names], rows, width)
         return weight, self.weights.fused([f"{name}.bias" for name in names], rows) if bias else None
 
     def linear(self, names: list[str], rows: list[int], width: int, *, bias: bool) -> Linear:
-        """Projections of ``names``, [rows, width] each, as one."""
+        """The projections ``names``, of [rows[i], width] each, as one linear layer."""
         return self.kernels.linear(*self.fused(names, rows, width, bias=bias))
 
     def swiglu(self, prefix: str, middle: int, *, bias: bool = False) -> FeedForward:
@@ -56,14 +57,14 @@ class Source:
         return self.kernels.swiglu(gate_up, gate_up_bias, down, down_bias)
 
     def sparse(self, rule: Rule, prefix: str, shared: FeedForward | None = None) -> FeedForward:
-        """The feed-forward part with the experts under ``prefix``. Only where there are any."""
+        """The feed-forward part with the experts under ``prefix``, in a model with experts."""
         config = self.config
         sizes = config.num_experts, config.hidden_size, config.moe_intermediate_size
         assert self.experts is not None
         return self.kernels.sparse(rule, StoredExperts(self.weights, prefix, *sizes), shared, self.experts)
 
     def head_norm(self, query: str, key: str) -> HeadNorm:
-        """The norms of each head's query and key, of these names."""
+        """The norm of each head's query and key, from the tensors ``query`` and ``key``."""
         config, size = self.config, head_dim(self.config)
         norms = [
             self.weights.take(f"{name}.weight", (size,)).expand(heads, -1)
@@ -73,24 +74,24 @@ class Source:
 
 
 class Family(Protocol):
-    """What one kind of config and checkpoint means."""
+    """Reads the configs and checkpoints of one model family."""
 
     @property
     def embedding(self) -> str:
-        """Name of the token embedding."""
+        """Name of the tensor of the token embedding."""
 
     @property
     def blocks(self) -> Blocks | None:
-        """What is usual where the config does not say; None if these models write token after token."""
+        """The default blocks, for configs that do not state them; None for autoregressive models."""
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """What of a config our code does not compute, in words; None if it does."""
+        """The feature of a config that this package does not support, in words; None if there is none."""
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """Indices of the layers with experts. Raises ConfigError."""
 
     def layer(self, source: Source, index: int) -> Layer:
-        """Layer ``index`` of a checkpoint. Raises ConfigError."""
+        """Layer ``index`` of a checkpoint. Raises ConfigError if a tensor is missing or has another shape."""
 
 
 def build_decoder(
@@ -102,13 +103,14 @@ def build_decoder(
     dtype: torch.dtype,
     device: torch.device,
     kernels: LayerKernels,
-    experts: Wanted,
+    experts: MoEBackend,
     blocks: Blocks | None,
 ) -> CausalLM:
-    """The model in a directory. Raises ConfigError."""
+    """Build the model of a checkpoint. Raises ConfigError if a tensor is missing, unknown or has another
+    shape, or if the backend of experts cannot run."""
     shape = expert_shape(family, config)
-    choice = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
-    source = Source(config, weights, kernels, choice, blocks.size if blocks else 1)
+    backend = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
+    source = Source(config, weights, kernels, backend, blocks.size if blocks else 1)
     words = config.vocab_size, config.hidden_size
     embedding = weights.take(family.embedding, words)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
@@ -129,7 +131,7 @@ def build_decoder(
         dtype=dtype,
         eos_token_ids=eos_token_ids(path, config),
         num_parameters=weights.num_parameters,
-        expert_kernels=choice.kernels if choice else None,
+        expert_kernels=backend.name if backend else None,
         block_size=blocks.size if blocks else None,
         mask_token_id=blocks.mask_token_id if blocks else None,
     )
@@ -145,7 +147,7 @@ def build_decoder(
 
 
 def expert_shape(family: Family, config: Any) -> tuple[int, int] | None:
-    """(hidden size, inner size) of the experts; None if no layer has any. Raises ConfigError."""
+    """(hidden size, inner size) of the experts; None if no layer has experts. Raises ConfigError."""
     return (config.hidden_size, config.moe_intermediate_size) if family.sparse_layers(config) else None
 
 
@@ -156,6 +158,6 @@ def head_dim(config: Any) -> int:
 
 
 def kv_heads(config: Any) -> int:
-    """Heads of keys and values; as many as of queries where the config does not say."""
+    """Number of heads of keys and values; that of queries if the config does not state it."""
     count: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return count

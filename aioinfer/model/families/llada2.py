@@ -2,7 +2,7 @@
 
 A layer has one fused projection ``query_key_value`` (all query heads, then keys, then values), a norm on each
 head's query and key, and rotary positions on a part of each head. The first layers are dense; the others
-have experts, some of which every token passes.
+have routed and shared experts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LLaDA2:
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=qkv,
             qk_norm=source.head_norm(*norms) if config.use_qk_norm else None,
-            scoring=AttentionParams(scale=size**-0.5, block=source.block),
+            attention_params=AttentionParams(scale=size**-0.5, block=source.block),
             out=out,
             mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._mlp(source, index),
@@ -77,7 +77,7 @@ class LLaDA2:
 def _rule(source: Source, prefix: str) -> GroupedSigmoidRouter:
     config, weights = source.config, source.weights
     count = config.num_experts
-    # Scores decide by small differences: they are computed in float32, whatever the type of the model.
+    # Small differences of scores decide: they are computed in float32 for models of any dtype.
     gate = weights.take(f"{prefix}.gate.weight", (count, config.hidden_size), dtype=torch.float32)
     bias = None
     if config.moe_router_enable_expert_bias:
@@ -90,7 +90,7 @@ def _rule(source: Source, prefix: str) -> GroupedSigmoidRouter:
             chosen,
             num_groups=config.n_group,
             top_groups=config.topk_group,
-            # Of one expert there is nothing to share out.
+            # A single expert keeps its score as its weight.
             normalize=config.norm_topk_prob and chosen > 1,
             scale=config.routed_scaling_factor,
         )

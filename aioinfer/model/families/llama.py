@@ -1,8 +1,8 @@
-"""Llama and those who name things as it does: Mistral, Qwen2, Qwen3, Qwen3-MoE, SDAR.
+"""Llama and the families with its tensor names: Mistral, Qwen2, Qwen3, Qwen3-MoE, SDAR.
 
 They differ in biases, a norm on each head's query and key (Qwen3), attention windows (Mistral, some Qwen
-layers), experts instead of one feed-forward part (Qwen3-MoE), and blocks (SDAR, arXiv 2510.06303: Qwen3
-trained on to denoise them). What a family calls for and the checkpoint lacks is an error, not an option.
+layers), experts instead of one feed-forward part (Qwen3-MoE), and blocks (SDAR, arXiv 2510.06303: a Qwen3
+trained further to denoise blocks). A tensor that the family requires and the checkpoint lacks is an error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class LlamaLike:
     """See :class:`~aioinfer.model.families.base.Family`."""
 
-    #: biases of the attention's projections: none, those of queries, keys and values, or as the config says
+    #: biases of the attention's projections: none, those of queries, keys and values, or as the config states
     attention_bias: Literal["none", "qkv", "config"] = "none"
-    #: the feed-forward part's biases are the config's to say; else there are none
+    #: whether the config states if the feed-forward part has biases; else it has none
     mlp_bias: bool = False
+    #: whether each head's query and key are normed
     qk_norm: bool = False
     #: layers with the config's attention window: none, all, or those that the config names
     windows: Literal["none", "all", "config"] = "none"
+    #: whether layers may have experts
     experts: bool = False
     blocks: Blocks | None = None
     embedding: str = "model.embed_tokens.weight"
@@ -76,7 +78,9 @@ class LlamaLike:
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
             qkv=qkv,
             qk_norm=source.head_norm(f"{at}.q_norm", f"{at}.k_norm") if self.qk_norm else None,
-            scoring=AttentionParams(scale=size**-0.5, window=self._window(config, index), block=source.block),
+            attention_params=AttentionParams(
+                scale=size**-0.5, window=self._window(config, index), block=source.block
+            ),
             out=out,
             mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
             mlp=self._mlp(source, index),
@@ -91,7 +95,7 @@ class LlamaLike:
         return source.sparse(rule, f"{prefix}.experts")
 
     def _window(self, config: Any, index: int) -> int | None:
-        """Positions that a layer looks back on, or None for all of them."""
+        """Length of the layer's attention window in positions; None for none."""
         if self.windows == "none":
             return None
         if self.windows == "config" and config.layer_types[index] != "sliding_attention":

@@ -1,1 +1,1 @@
-"""Mixture of experts: which experts a token goes to, and kernels that compute them."""
+"""Mixture of experts: routing of tokens to experts, and kernels that compute the experts."""

@@ -13,7 +13,7 @@ __all__ = ["ExpertWeights", "Experts", "GroupedExperts", "LoopExperts", "grouped
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The SwiGLUs of a layer's E experts, contiguous and of one type."""
+    """The SwiGLU weights of a layer's E experts, contiguous and of one dtype."""
 
     #: [E, 2 * middle, hidden]: the rows of gate, then those of up
     gate_up: torch.Tensor
@@ -22,23 +22,23 @@ class ExpertWeights:
 
 
 class Experts(Protocol):
-    """Lets every token pass its experts and adds up what comes out."""
+    """Computes the experts of every token and their weighted sum."""
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Sum over j of ``weights[t, j] * expert[experts[t, j]](hidden[t])``.
 
         Args:
-            hidden: [T, hidden], of the experts' type. A token that is not a number spoils itself alone.
-            weights: [T, top_k], any float type.
+            hidden: [T, hidden], of the experts' dtype. NaN in one token does not affect other tokens.
+            weights: [T, top_k], any floating dtype.
             experts: [T, top_k] int64, each in [0, E).
 
         Returns:
-            [T, hidden] of hidden's type
+            [T, hidden] of hidden's dtype
         """
 
 
 class GroupedExperts:
-    """All experts in one call of ``torch.nn.functional.grouped_mm``, twice.
+    """All experts in two calls of ``torch.nn.functional.grouped_mm``.
 
     On Hopper and Blackwell in bfloat16 the sizes of the groups are read on the device; elsewhere torch
     reads them back and loops.
@@ -60,7 +60,7 @@ class GroupedExperts:
 
 
 class LoopExperts:
-    """One expert after the other. Reads back how many tokens each has: meant for the CPU."""
+    """One expert after the other. Reads the number of tokens of each back to the host: meant for the CPU."""
 
     __slots__ = ("_stack",)
 
@@ -84,17 +84,17 @@ class LoopExperts:
 
 
 def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows [P, K], in groups that end at ``ends`` [E] int32, each times its own of ``matrices`` [E, K, N]."""
+    """Rows [P, K], in groups that end at ``ends`` [E] int32, times their group's matrix [K, N]: [P, N]."""
     # Public since torch 2.10.
     product: torch.Tensor = F.grouped_mm(rows, matrices, offs=ends)
     return product
 
 
 def _combine(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Outputs [T * top_k, hidden], the i-th of which is of pair ``order[i]``, weighted and added up in the
-    order of the pairs, which no other token has a say in."""
+    """The weighted sum of each token's experts, [T, hidden], from outputs [T * top_k, hidden] of which row i
+    belongs to pair ``order[i]``. The order of addition does not depend on other tokens."""
     pairs = torch.empty_like(outputs)
     pairs[order] = outputs
-    # In float32: top_k roundings fewer.
+    # In float32, which saves top_k roundings.
     weighted = pairs.view(*weights.shape, outputs.shape[1]).float() * weights.float()[..., None]
     return weighted.sum(1).to(outputs.dtype)

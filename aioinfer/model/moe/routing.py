@@ -1,8 +1,8 @@
-"""Routing: which experts a token goes to, and with which weights.
+"""Routing: the experts of each token, and their weights.
 
-Everything stays on the device with shapes that follow from the number of tokens alone, so that nothing is
-read back and a step can be captured. Among experts of exactly equal score the choice is ``torch.topk``'s.
-A token that is not a number (padding may be) is sent to some experts all the same.
+All shapes follow from the number of tokens alone, so that nothing is read back from the device and a step can
+be captured. Among experts of exactly equal score ``torch.topk`` chooses. A token with NaN, which padding may
+have, is routed to arbitrary experts.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ __all__ = ["GroupedSigmoidRouter", "Router", "Rule", "SoftmaxRouter"]
 
 
 class Router(Protocol):
-    """Sends every token to ``top_k`` different experts."""
+    """Routes every token to ``top_k`` different experts."""
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] to the weights [T, top_k], some float type, and the experts [T, top_k], int64."""
+        """[T, hidden] to the weights [T, top_k], a floating dtype, and the experts [T, top_k], int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxRouter:
-    """The likeliest experts under a softmax over all of them (Qwen3-MoE; Switch Transformer, arXiv
+    """The most probable experts under a softmax over all experts (Qwen3-MoE; Switch Transformer, arXiv
     2101.03961, with more than one)."""
 
     #: [num_experts, hidden]
     weight: torch.Tensor
     top_k: int
-    #: the chosen weights are made to sum up to 1
+    #: whether the chosen weights are scaled to a sum of 1
     normalize: bool
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Router`. Weights are rounded to the type of ``hidden``, as transformers has them."""
+        """See :class:`Router`. Weights are rounded to the dtype of ``hidden``, as in transformers."""
         shares = F.linear(hidden, self.weight).softmax(-1, dtype=torch.float32)
         weights, experts = shares.topk(self.top_k, dim=-1)
         if self.normalize:
@@ -47,25 +47,26 @@ class SoftmaxRouter:
 class GroupedSigmoidRouter:
     """The best experts of the best groups of experts (DeepSeek-V3, arXiv 2412.19437; LLaDA2).
 
-    Scores are sigmoids. A bias per expert, which balanced the load in training, takes part in the choice
-    and not in the weights. A group is as good as its two best experts together.
+    Scores are sigmoids. A bias per expert, which balanced the load in training, is added for the choice and
+    not for the weights. The score of a group is the sum of its two best experts.
     """
 
-    #: [num_experts, hidden], float32: logits are computed in it
+    #: [num_experts, hidden], float32: the dtype in which logits are computed
     weight: torch.Tensor
     #: [num_experts], float32, or None
     bias: torch.Tensor | None
     top_k: int
-    #: consecutive experts form a group, each as large as any other
+    #: groups of consecutive experts, all of the same size
     num_groups: int
-    #: groups that a token may go to
+    #: number of groups from which the experts of a token are chosen
     top_groups: int
-    #: the chosen weights are made to sum up to ``scale``
+    #: whether the chosen weights are scaled to a sum of 1 before ``scale``
     normalize: bool
+    #: factor of the weights
     scale: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError if the experts do not divide into such groups."""
+        """Raises ValueError if the experts do not divide into the groups, or hold fewer than ``top_k``."""
         size, rest = divmod(len(self.weight), self.num_groups)
         if rest or not 1 <= self.top_groups <= self.num_groups or self.top_k > self.top_groups * size:
             raise ValueError(
@@ -89,5 +90,5 @@ class GroupedSigmoidRouter:
         return weights * self.scale, experts
 
 
-#: what routers on other kernels than torch's follow
+#: the routing rules; other backends implement them, too
 Rule = SoftmaxRouter | GroupedSigmoidRouter

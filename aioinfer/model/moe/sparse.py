@@ -1,4 +1,4 @@
-"""SparseMLP: the feed-forward part of a layer in which each token passes some of many experts."""
+"""SparseMLP: the feed-forward part of a layer with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["SparseMLP", "StoredExperts"]
 
 @dataclass(slots=True)
 class SparseMLP:
-    """A router, its experts, and what every token passes besides them."""
+    """A router, its experts, and the experts shared by all tokens."""
 
     router: Router
     experts: Experts
-    #: experts that all tokens pass, put together as one; None if there are none
+    #: the shared experts, combined into one; None if there are none
     shared: FeedForward | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -33,8 +33,11 @@ class SparseMLP:
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """The experts of a layer in a checkpoint: one by one, or stacked, with gate and up together
-    (transformers) or apart (dFactory). They can be read once, in one way or the other."""
+    """The experts of a layer in a checkpoint.
+
+    A checkpoint stores them one by one, or stacked, with gate and up in one tensor (transformers) or in two
+    (dFactory). They can be read once, by :meth:`stacked` or by :meth:`each`.
+    """
 
     weights: Weights
     prefix: str
@@ -43,7 +46,8 @@ class StoredExperts:
     middle: int
 
     def stacked(self) -> ExpertWeights:
-        """All of them, filled in place, so that there are never two copies. Raises ConfigError."""
+        """All experts, read into place without a second copy. Raises ConfigError if a tensor is missing or
+        has another shape."""
         weights, prefix, middle = self.weights, self.prefix, self.middle
         if self._together:
             return ExpertWeights(*self._take_together())
@@ -59,8 +63,8 @@ class StoredExperts:
         return ExpertWeights(gate_up, down)
 
     def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """One after the other, [2 * middle, hidden] and [hidden, middle]; asking for the next may overwrite
-        what came before. Raises ConfigError."""
+        """The weights of one expert after the other, [2 * middle, hidden] and [hidden, middle]. The next pair
+        may overwrite the memory of the previous one. Raises ConfigError as :meth:`stacked`."""
         if self._together:
             yield from zip(*self._take_together(), strict=True)
             return

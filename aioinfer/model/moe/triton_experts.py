@@ -1,24 +1,24 @@
-"""Experts as three Triton kernels and one that sorts, for steps of any size.
+"""Experts by four Triton kernels, one of which sorts, for steps of any size.
 
-A step of T tokens has P = T * top_k pairs of a token and an expert. Rows of a matrix product must have
-their weights in common, so pairs are put into blocks of one expert each (the block alignment of vLLM's and
-SGLang's fused mixture of experts):
+A step of T tokens has P = T * top_k pairs of a token and an expert. The rows of a matrix product share their
+weights, so pairs are put into blocks of one expert each (the block alignment of vLLM's and SGLang's fused
+mixture of experts):
 
     experts of the pairs   2 0 2 | 0 2 2 | 0 2 2         top_k = 3, BLOCK_M = 4
     blocks                 [1 3 6 .] [       ] [0 2 4 5] [7 8 . .]
-    expert of each block       0        -1         2         2           -1: nothing to do
+    expert of each block       0        -1         2         2           -1: no work
 
     act[P, middle]      = silu(hidden . gate^T) * (hidden . up^T)        programs (block, columns)
     partial[P, hidden]  = act . down^T                                   programs (block, columns)
     out[T, hidden]      = sum over a token's pairs of weight * partial   programs (token, columns)
 
-At decode sizes an expert has a handful of tokens, and a step is as long as it takes to read the weights of
-the experts chosen: each is read once, by blocks as small as the matrix unit allows.
+At decode sizes an expert has a handful of tokens, and reading the weights of the chosen experts determines
+the time: each is read once, by blocks as small as the matrix unit allows.
 
 Nothing is read back. The grids follow from T, top_k and the number of experts, so that launches can be
-captured in a CUDA graph; a program without a block exits. No two programs write to the same place. All
-tiles of a tuning add up in the same order whatever the step, and a row of a tile has nothing to do with the
-others: given its experts and weights, a token's bits depend on nothing but the tuning.
+captured in a CUDA graph; a program without a block exits. No two programs write to the same address. All
+tiles of a tuning add in the same order in every step, and the rows of a tile are independent: given its
+experts and weights, a token's bits depend on the tuning alone.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from aioinfer.model.moe.experts import ExpertWeights
 
 __all__ = ["ExpertTuning", "TritonExperts", "align", "fused_experts", "num_blocks"]
 
-#: pairs that the sorting kernel looks at together
+#: pairs that the sorting kernel loads at a time
 _SORTED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTuning:
-    """How the products are cut. Only ``block_k`` and the matrix unit's own order touch the last bits."""
+    """Tile sizes of the products. Of them only ``block_k`` changes the last bits of the results."""
 
     #: tokens of a tile, a power of two, at least 16
     block_m: int = 16
-    #: rows of weights of a tile; half of them are gate's and half up's in the first product
+    #: rows of weights of a tile; in the first product one half is of gate, the other of up
     block_n: int = 64
+    #: inner dimensions of a tile
     block_k: int = 128
     num_warps: int = 4
     num_stages: int = 4
@@ -57,8 +58,8 @@ class ExpertTuning:
 
     @classmethod
     def of(cls, dtype: torch.dtype, pairs: int, num_experts: int) -> ExpertTuning:
-        """Small tiles until an expert has so many tokens on average that its weights would be read over and
-        over; then tiles that fill the matrix unit of Hopper. ``pairs`` is known on the host."""
+        """Small tiles for few tokens per expert; from 32 on, where small tiles would read the weights several
+        times, tiles that fill the matrix unit of Hopper. ``pairs`` is known on the host."""
         if dtype.itemsize == 4:
             return cls(block_k=32, num_stages=3)
         if pairs < 32 * num_experts:
@@ -72,7 +73,8 @@ class TritonExperts:
     __slots__ = ("_stack", "_tuning")
 
     def __init__(self, stack: ExpertWeights, *, tuning: ExpertTuning | None = None) -> None:
-        """With a ``tuning`` steps of all sizes have it; a token's bits then do not depend on the step."""
+        """``tuning`` applies to steps of all sizes: a token's bits then do not depend on the step. None
+        selects one by the size of the step."""
         self._stack = stack
         self._tuning = tuning
 
@@ -83,8 +85,8 @@ class TritonExperts:
 
 @triton.jit
 def _first_block(below: tl.tensor, expert: tl.tensor, BLOCK_M: tl.constexpr) -> tl.tensor:
-    """Where an expert's blocks begin, if ``below`` pairs go to experts before it: they can fill no more
-    blocks than that, each expert's last one being partly empty."""
+    """The first block of an expert, if ``below`` pairs belong to the experts before it: the most blocks that
+    those can fill, since the last block of each may be partly empty."""
     return (below + tl.minimum(below, expert) * (BLOCK_M - 1)) // BLOCK_M
 
 
@@ -95,8 +97,8 @@ def _align_kernel(
 ) -> None:  # fmt: skip
     """Gather the pairs of one expert, in their order. Grid (EXPERTS,).
 
-    ``block_expert`` [blocks] gets the expert of its blocks, and -1 up to where the next one's begin;
-    ``block_pairs`` [blocks, BLOCK_M] the pairs, and ``pairs`` where there is none.
+    Writes the expert to ``block_expert`` [blocks] for its blocks, and -1 up to the first block of the next
+    expert; and the pairs to ``block_pairs`` [blocks, BLOCK_M], padded with the number ``pairs``.
     """
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -110,7 +112,7 @@ def _align_kernel(
     count = tl.sum(own, 0)
     first = _first_block(before, expert, BLOCK_M)
     last = first + tl.cdiv(count, BLOCK_M)
-    # The last expert sees to all blocks that are left.
+    # The last expert fills all remaining blocks.
     next_first = tl.where(expert == EXPERTS - 1, blocks, _first_block(before + count, expert + 1, BLOCK_M))
     for start in tl.range(first, next_first, BLOCK):
         block = start + lane
@@ -148,11 +150,12 @@ def _product_kernel(
     SHARED_BY: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK_N columns of one block of pairs. Grid (blocks, column blocks): the blocks of an expert that
-    read the same weights run together.
+    """BLOCK_N columns of one block of pairs. Grid (blocks, column blocks): blocks of an expert that read the
+    same weights run at the same time.
 
-    x [pairs / SHARED_BY, SIZE] has a row for so many pairs in a row; out is [pairs, COLUMNS]; w [experts,
-    COLUMNS, SIZE], or with GATED [experts, 2 * COLUMNS, SIZE], gate and up, and out is silu(gate) * up.
+    x is [pairs / SHARED_BY, SIZE], one row for SHARED_BY consecutive pairs; out is [pairs, COLUMNS]; w is
+    [experts, COLUMNS, SIZE], or with GATED [experts, 2 * COLUMNS, SIZE], gate and up, and out is
+    silu(gate) * up.
     """
     block = tl.program_id(0)
     expert = tl.load(block_expert + block)
@@ -160,7 +163,7 @@ def _product_kernel(
         return
     pair = tl.load(block_pairs + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     valid = pair < pairs
-    # Rows and columns that are not there compute what others do, and are not stored.
+    # Rows and columns out of range repeat the work of valid ones and are not stored.
     origins = x + tl.where(valid, pair, 0) // SHARED_BY * stride_x
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     clamped = tl.minimum(column, COLUMNS - 1)
@@ -205,7 +208,7 @@ def _sum_kernel(
 
 
 def num_blocks(pairs: int, num_experts: int, block_m: int) -> int:
-    """Blocks that ``pairs`` can take however they are spread."""
+    """The most blocks that ``pairs`` can fill under any routing."""
     return (pairs + min(pairs, num_experts) * (block_m - 1)) // block_m
 
 
@@ -213,11 +216,13 @@ def align(experts: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.
     """Put pairs into blocks of one expert each, on the device.
 
     Args:
-        experts: [P] or [T, top_k], any integer type, contiguous; pairs outside [0, num_experts) get none.
+        experts: [P] or [T, top_k], any integer type, contiguous; pairs outside [0, num_experts) get no block.
+        num_experts: number of experts.
+        block_m: pairs of a block.
 
     Returns:
         the expert of each block, int32 [blocks], -1 for none; and its pairs, int32 [blocks, block_m], in
-        ascending order, P for none (undefined in a block without expert)
+        ascending order, padded with P (undefined in a block without expert)
     """
     pairs = experts.numel()
     blocks = num_blocks(pairs, num_experts, block_m)
@@ -238,7 +243,7 @@ def fused_experts(
     experts: torch.Tensor,
     tuning: ExpertTuning,
 ) -> torch.Tensor:
-    """What :class:`~aioinfer.model.moe.experts.Experts` computes; silu(gate) * up is rounded once.
+    """The sum that :class:`~aioinfer.model.moe.experts.Experts` defines; silu(gate) * up is rounded once.
 
     Raises ValueError if shapes do not fit or the experts are not contiguous.
     """

@@ -1,10 +1,10 @@
-"""Routing as two Triton kernels: logits, and from them everything else.
+"""Routing by two Triton kernels: one computes the logits, the other chooses experts and weights.
 
-With torch's operations a router is half a dozen launches or more, and its logits come from a library that
-adds up differently for different numbers of tokens. Here a token's experts and weights have the same bits in
-any company.
+With torch's operations a router takes half a dozen launches or more, and the library that computes its logits
+adds in different orders for different numbers of tokens. Here a token's experts and weights have the same
+bits in any batch.
 
-The rules are those of :mod:`aioinfer.model.moe.routing`; among experts of equal score the first is taken.
+The rules are those of :mod:`aioinfer.model.moe.routing`; among experts of equal score the first is chosen.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 
 __all__ = ["TritonRouter"]
 
-# In the order of choosing: a logit that is not finite, a score in a closed group, one that is taken, one that
-# is not there. No score comes near, and sums of two stay finite.
-_JUNK = tl.constexpr(-1e37)
+# Scores of experts that are not to be chosen, from the highest: a logit that is not finite, a group that was
+# not chosen, an expert chosen before, a lane without an expert. All are below any real score, and the sum of
+# two is finite.
+_NOT_FINITE = tl.constexpr(-1e37)
 _CLOSED = tl.constexpr(-2e37)
 _TAKEN = tl.constexpr(-3e37)
 _ABSENT = tl.constexpr(-4e37)
@@ -34,11 +35,11 @@ def _logits_kernel(
     SIZE: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """logits [tokens, EXPERTS] = hidden . weight^T, added up in float32 in an order that is always the same.
-    Grid (token blocks, expert blocks)."""
+    """logits [tokens, EXPERTS] = hidden . weight^T, added in float32 in a fixed order. Grid (token blocks,
+    expert blocks)."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    # Tokens and experts that are not there compute what others do, and are not stored.
+    # Tokens and experts out of range repeat the work of valid ones and are not stored.
     x = hidden + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * stride_hidden
     w = weight + tl.minimum(expert, EXPERTS - 1)[:, None] * SIZE
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -61,7 +62,7 @@ def _logits_kernel(
 
 @triton.jit
 def _first_best(scores: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """The lane of the best score, the first of equals. Scores are numbers, one lane per score."""
+    """The lane of the best score, the first among equals. No score is NaN."""
     return tl.min(tl.where(scores == tl.max(scores, 0), lane, scores.shape[0]), 0)
 
 
@@ -69,7 +70,7 @@ def _first_best(scores: tl.tensor, lane: tl.tensor) -> tl.tensor:
 def _close_groups(
     scores: tl.tensor, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr
 ) -> tl.tensor:
-    """``scores`` [BLOCK] with all but the best groups closed; a group is as good as its two best."""
+    """``scores`` [BLOCK] with _CLOSED in all but the best groups; a group's score is that of its two best."""
     size: tl.constexpr = BLOCK // GROUPS
     grouped = tl.reshape(scores, [GROUPS, size])
     member = tl.arange(0, size)[None, :]
@@ -99,8 +100,8 @@ def _choose_kernel(
     lane = tl.arange(0, BLOCK)
     there = lane < EXPERTS
     logit = tl.load(logits + token * EXPERTS + lane, mask=there, other=0.0).to(tl.float32)
-    # Not that it mattered where junk goes; but from here on everything is a number.
-    logit = tl.where(tl.abs(logit) < 1e37, logit, _JUNK)
+    # Any experts will do for a token with NaN, but the search below needs numbers.
+    logit = tl.where(tl.abs(logit) < 1e37, logit, _NOT_FINITE)
     if SIGMOID:
         shrunk = tl.exp(-tl.abs(logit))
         shares = tl.where(logit < 0.0, shrunk, 1.0) / (1.0 + shrunk)
@@ -132,20 +133,20 @@ def _choose_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TritonRouter:
-    """Computes what one of torch's routers does; see :class:`~aioinfer.model.moe.routing.Router`."""
+    """A routing rule in Triton; see :class:`~aioinfer.model.moe.routing.Router`."""
 
     rule: SoftmaxRouter | GroupedSigmoidRouter
 
     @staticmethod
     def unsupported_reason(rule: SoftmaxRouter | GroupedSigmoidRouter) -> str | None:
-        """What keeps the kernels from following a rule, if anything does."""
+        """Why the kernels cannot follow a rule; None if they can."""
         if isinstance(rule, SoftmaxRouter) or rule.top_groups == rule.num_groups:
             return None
         sizes = rule.num_groups, len(rule.weight) // rule.num_groups
         return f"{sizes[0]} groups of {sizes[1]} experts" if any(n & (n - 1) for n in sizes) else None
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two launches, nothing read back; see the module."""
+        """See :class:`~aioinfer.model.moe.routing.Router`. Two launches; nothing is read back."""
         rule, (tokens, size) = self.rule, hidden.shape
         grouped = rule if isinstance(rule, GroupedSigmoidRouter) else None
         num_experts, top_k = len(rule.weight), rule.top_k

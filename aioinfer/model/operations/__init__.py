@@ -1,1 +1,1 @@
-"""What a layer computes between its matrix products: one interface, in torch and in Triton."""
+"""The operations of a layer between its matrix products: one interface, in torch and in Triton."""

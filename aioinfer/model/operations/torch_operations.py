@@ -11,8 +11,8 @@ __all__ = ["TorchOperations"]
 class TorchOperations:
     """See :class:`~aioinfer.model.operations.base.Operations`.
 
-    Rounded to the tensors' type, as transformers does: the sum; the normed value, then its product with
-    the weight; the gate's silu, then its product.
+    These results are rounded to the tensors' dtype, as in transformers: the sum; the normed value, then its
+    product with the weight; the gate's silu, then its product.
     """
 
     __slots__ = ()
@@ -24,8 +24,8 @@ class TorchOperations:
             hidden = hidden + delta
         if hidden.dtype == torch.float32:
             return hidden, torch.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
-        # In half precision the normed value is rounded before the weight comes in; the fused call is not,
-        # and its bits differ in every fourth element.
+        # In half precision the normed value is rounded before it is multiplied by the weight. The fused call
+        # does not round there: every fourth element has other bits.
         return hidden, torch.rms_norm(hidden, (hidden.shape[-1],), None, eps) * weight
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """TritonOperations: one launch per operation, for CUDA.
 
-Rounded where :class:`~aioinfer.model.operations.torch_operations.TorchOperations` rounds. Sums have the bits
-of torch's; a norm has them whenever the sum of squares, whose order is not torch's, rounds alike; the
-exponential in silu is another one, so there the last bit of some elements differs.
+Results are rounded where :class:`~aioinfer.model.operations.torch_operations.TorchOperations` rounds them.
+Sums have the bits of torch's. A norm adds the squares in another order, and silu uses another exponential:
+the last bit of some elements differs from torch's.
 
 Nothing is read back from the device and grids follow from shapes, so that launches can be captured in a CUDA
 graph. A row has the same bits in any batch.
@@ -25,7 +25,7 @@ def _norm_kernel(
     eps: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A row: total = hidden + delta, if ADD, and its norm. Grid (rows,)."""
+    """One row: total = hidden + delta, if ADD, and its norm. Grid (rows,)."""
     lane = tl.arange(0, BLOCK)
     inside = lane < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + lane
@@ -73,7 +73,7 @@ class TritonOperations:
         _norm_kernel[(len(hidden),)](
             hidden, added, weight, total, normed, eps,
             SIZE=size, BLOCK=block, ADD=delta is not None, INTERPRETED=INTERPRETED,
-            # So many warps that each thread has one vector of 8 elements, up to what a row of 4096 needs.
+            # One vector of 8 elements per thread, up to the warps of a row of 4096.
             num_warps=min(max(block // 256, 1), 16), enable_fp_fusion=False,
         )  # fmt: skip
         return total, normed

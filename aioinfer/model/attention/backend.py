@@ -1,0 +1,113 @@
+"""The backends of attention, and of the operations between matrix products that go with each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+
+from aioinfer.model.attention.base import Attention
+from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.sdpa import SDPAAttention
+from aioinfer.model.backend import Backend, choose_backend
+from aioinfer.model.operations.base import Operations
+from aioinfer.model.operations.torch_operations import TorchOperations
+from aioinfer.model.spec import Progress
+from aioinfer.model.triton_support import dtype_unsupported, triton_unsupported
+
+__all__ = ["AttentionBackend", "choose_attention", "make_attention", "make_operations"]
+
+#: values of the option ``attention_backend``
+AttentionBackend = Literal["auto", "triton", "native", "sdpa"]
+
+#: what "auto" tries, by device type
+_AUTOMATIC = {"cuda": ("triton", "sdpa"), "cpu": ("native", "sdpa")}
+_LARGEST_HEAD = 256
+#: native kernels compute this many elements of a head at a time
+_HEAD_MULTIPLE = 16
+
+
+def choose_attention(
+    device: torch.device,
+    head_dim: int,
+    dtype: torch.dtype,
+    wanted: AttentionBackend = "auto",
+    progress: Progress | None = None,
+) -> Backend:
+    """The backend of attention: "triton", "native" or "sdpa" (torch's own kernels).
+
+    "auto" is Triton on a CUDA device for which it compiles, native kernels on a CPU where a compiler is
+    found, else "sdpa". ``progress`` reports the compilation of native kernels.
+
+    Raises ConfigError if ``wanted`` cannot run. Triton runs on a CPU in its interpreter only, about a
+    thousand times slower: for tests.
+    """
+    return choose_backend(
+        "attention_backend",
+        wanted,
+        {
+            "triton": lambda: _triton_unsupported(device, head_dim, dtype),
+            "native": lambda: _native_unsupported(device, head_dim, dtype, progress),
+            "sdpa": lambda: None,
+        },
+        _AUTOMATIC.get(device.type, ("sdpa",)),
+        device,
+    )
+
+
+def make_attention(
+    backend: Backend,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention:
+    """Attention by ``backend``, over a new KV pool of ``num_pages`` pages and the null page."""
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes |= {"num_pages": num_pages, "page_size": page_size}
+    if backend.name == "native":
+        from aioinfer.model.attention.native_attention import NativeAttention
+        from aioinfer.native.bindings import shared_thread_pool
+
+        return NativeAttention(shared_thread_pool(torch.get_num_threads()), dtype=dtype, **sizes)
+    pool = KVPool(dtype=dtype, device=device, **sizes)
+    if backend.name == "sdpa":
+        return SDPAAttention(pool)
+    from aioinfer.model.attention.triton_attention import TritonAttention
+
+    return TritonAttention(pool)
+
+
+def make_operations(backend: Backend) -> Operations:
+    """The operations that go with the backend of attention."""
+    if backend.name != "triton":
+        return TorchOperations()
+    from aioinfer.model.operations.triton_operations import TritonOperations
+
+    return TritonOperations()
+
+
+def _triton_unsupported(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
+    if head_dim > _LARGEST_HEAD:
+        return f"heads of size {head_dim} are larger than {_LARGEST_HEAD}"
+    return dtype_unsupported(dtype) or triton_unsupported(device)
+
+
+def _native_unsupported(
+    device: torch.device, head_dim: int, dtype: torch.dtype, progress: Progress | None
+) -> str | None:
+    """Compiles the kernels if nothing else speaks against them."""
+    from aioinfer.native.bindings import native_unsupported
+
+    if device.type != "cpu":
+        return "the device is no CPU"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"there are no native kernels for {str(dtype).removeprefix('torch.')}"
+    if head_dim % _HEAD_MULTIPLE:
+        return f"heads of size {head_dim} are no multiple of {_HEAD_MULTIPLE}"
+    return native_unsupported(progress and partial(progress, "kernels"))
