@@ -1,7 +1,8 @@
 """Native: linear layers and whole decoders over the kernels in C++ (:mod:`aioinfer.native`), on a CPU.
 
-Weights are packed when a model is built and their originals dropped. Every result is a function of its own
-row: neither the batch, nor the threads, nor how a prompt was cut into chunks changes a bit of it.
+Weights are packed when a model is built, and their originals dropped. Every result is a function of its own
+row, to the bit: it depends neither on the batch, nor on the number of threads, nor on how a prompt was cut
+into chunks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from aioinfer.model.attention.base import Attention
-from aioinfer.model.attention.native_attention import NativeAttention, scoring_numbers
+from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.backend import Backend
 from aioinfer.model.batch import Batch
 from aioinfer.model.decoder import Decoder, Layer
@@ -26,29 +27,21 @@ from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec
-from aioinfer.native.bindings import (
-    PARTS,
-    Number,
-    PackedExperts,
-    PackedRouter,
-    PackedWeights,
-    Stack,
-    ThreadPool,
-)
+from aioinfer.native.arguments import DecoderArguments, ForwardArguments, LayerArguments
+from aioinfer.native.bindings import PARTS, PackedExperts, PackedRouter, PackedWeights, Stack, ThreadPool
+from aioinfer.native.tensors import NUMBERS, address
 
 __all__ = ["NativeDecoder", "NativeLayers", "NativeLinear", "NativeSwiGLU"]
-
-_NUMBERS: dict[torch.dtype, Number] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class NativeLinear:
     """See :class:`~aioinfer.model.linear.Linear`."""
 
-    __slots__ = ("packed",)
+    __slots__ = ("dtype", "packed")
 
     def __init__(
         self,
-        team: ThreadPool,
+        pool: ThreadPool,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         quantization: Literal["none", "int8"] = "none",
@@ -58,19 +51,23 @@ class NativeLinear:
         """``weight`` [outputs, inner]; gated [2 * outputs, inner], and it computes ``silu(gate) * up``."""
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         rows, inner = weight.shape
+        self.dtype = weight.dtype
         self.packed = PackedWeights(
-            *(team, _NUMBERS[weight.dtype], weight.data_ptr()),
-            None if bias is None else bias.data_ptr(),
-            *(rows // 2 if gated else rows, inner),
+            pool,
+            NUMBERS[weight.dtype],
+            address(weight, weight.dtype, rows * inner),
+            None if bias is None else address(bias, weight.dtype, rows),
+            rows // 2 if gated else rows,
+            inner,
             gated=gated,
-            rounded=quantization == "int8",
+            int8=quantization == "int8",
         )
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.model.linear.Linear`."""
-        values = values.contiguous()
-        out = values.new_empty((len(values), self.packed.outputs))
-        self.packed.apply(values.data_ptr(), len(values), out.data_ptr())
+        values, count, packed = values.contiguous(), len(values), self.packed
+        out = values.new_empty((count, packed.outputs))
+        packed.apply(address(values, self.dtype, count * packed.inner), count, out.data_ptr())
         return out
 
 
@@ -100,7 +97,7 @@ class NativeDecoder:
 
     def __init__(
         self,
-        team: ThreadPool,
+        pool: ThreadPool,
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
@@ -113,47 +110,88 @@ class NativeDecoder:
         """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native."""
         self.spec = spec
         cos, sin = rope.table
-        shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        head_norms = [None if layer.qk_norm is None else _own(layer.qk_norm.weight) for layer in layers]
-        head_eps = next((layer.qk_norm.eps for layer in layers if layer.qk_norm is not None), 0.0)
-        words, last = _own(embedding), _own(norm)
-        #: what the kernels read where it lies
-        self._kept = [words, last, cos, sin, *(weight for weight in head_norms if weight is not None)]
-        self._stack = Stack(
-            *(team, _NUMBERS[spec.dtype], head.packed, words.data_ptr(), last.data_ptr()),
-            *(*shape, head_eps, cos.data_ptr(), sin.data_ptr(), cos.shape[-1]),
-            *(spec.hidden_size, max(_middle(layer) for layer in layers), eps),
+        embedding, norm = _own(embedding), _own(norm)
+        dtype, rotary_dim = spec.dtype, cos.shape[-1]
+        arguments = DecoderArguments(
+            embedding=address(embedding, dtype, spec.vocab_size * spec.hidden_size),
+            norm=address(norm, dtype, spec.hidden_size),
+            head=head.packed.handle,
+            cos=address(cos, dtype, len(cos) * rotary_dim),
+            sin=address(sin, dtype, len(cos) * rotary_dim),
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary_dim=rotary_dim,
+            hidden=spec.hidden_size,
+            middle=max(_middle(layer) for layer in layers),
+            head_norm_eps=next((layer.qk_norm.eps for layer in layers if layer.qk_norm is not None), 0.0),
+            norm_eps=eps,
         )
-        for layer, head_norm in zip(layers, head_norms, strict=True):
-            self._add(layer, head_norm)
+        self._stack = Stack(pool, NUMBERS[dtype], arguments, (embedding, norm, head.packed, cos, sin))
+        for layer in layers:
+            self._add(layer)
         self._seconds = (ctypes.c_double * len(PARTS))()
 
-    def _add(self, layer: Layer, head_norm: torch.Tensor | None) -> None:
+    def _add(self, layer: Layer) -> None:
         assert isinstance(layer.qkv, NativeLinear)
         assert isinstance(layer.out, NativeLinear)
-        parts = _parts(layer.mlp)
+        parts, spec, params = _parts(layer.mlp), self.spec, layer.attention_params
         assert parts is not None
-        dense = (None, None) if parts.dense is None else (parts.dense.gate_up.packed, parts.dense.down.packed)
-        norms = [_own(layer.attention_norm), _own(layer.mlp_norm)]
-        self._kept += norms
-        self._stack.add_layer(
-            (norms[0].data_ptr(), None if head_norm is None else head_norm.data_ptr(), norms[1].data_ptr()),
-            [layer.qkv.packed, layer.out.packed, *dense],
-            parts.experts,
-            scoring_numbers(layer.attention_params),
+        qkv, out = layer.qkv.packed, layer.out.packed
+        gate_up = down = router = experts = None
+        if parts.dense is not None:
+            gate_up, down = parts.dense.gate_up.packed, parts.dense.down.packed
+        if parts.experts is not None:
+            router, experts = parts.experts
+        attention_norm, mlp_norm = _own(layer.attention_norm), _own(layer.mlp_norm)
+        head_norm = None if layer.qk_norm is None else _own(layer.qk_norm.weight)
+        normed_heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        arguments = LayerArguments(
+            decoder=self._stack.handle,
+            attention_norm=address(attention_norm, spec.dtype, spec.hidden_size),
+            qkv=qkv.handle,
+            head_norm=None if head_norm is None else address(head_norm, spec.dtype, normed_heads),
+            out=out.handle,
+            mlp_norm=address(mlp_norm, spec.dtype, spec.hidden_size),
+            gate_up=None if gate_up is None else gate_up.handle,
+            down=None if down is None else down.handle,
+            router=None if router is None else router.handle,
+            experts=None if experts is None else experts.handle,
+            window=params.window or 0,
+            block=params.block,
+            scale=params.scale,
+            soft_cap=params.soft_cap or 0.0,
         )
+        tensors = attention_norm, head_norm, mlp_norm
+        self._stack.add_layer(arguments, (*tensors, qkv, out, gate_up, down, router, experts))
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """See :class:`~aioinfer.model.spec.CausalLM`."""
         assert isinstance(attention, NativeAttention), "native layers go with native attention"
-        logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
-        tables = batch.block_table
-        self._stack.forward(
-            *(attention.pools, attention.page_size, len(batch.input_ids), batch.input_ids.data_ptr()),
-            *(batch.positions.data_ptr(), batch.slot_mapping.data_ptr(), len(batch.q_lens)),
-            *(batch.cu_q.data_ptr(), batch.kv_len.data_ptr(), tables.data_ptr(), tables.shape[1]),
-            *(len(logits), batch.logits_rows.data_ptr(), logits.data_ptr(), ctypes.addressof(self._seconds)),
+        stack, int64 = self._stack, torch.int64
+        tokens, rows, wanted = len(batch.input_ids), len(batch.q_lens), len(batch.logits_rows)
+        table_width = batch.block_table.shape[1]
+        logits = torch.empty(wanted, self.spec.vocab_size)
+        arguments = ForwardArguments(
+            decoder=stack.handle,
+            pool=stack.pool.handle,
+            kv_pools=attention.kv_pools,
+            page_size=attention.page_size,
+            tokens=tokens,
+            rows=rows,
+            num_logits=wanted,
+            input_ids=address(batch.input_ids, int64, tokens),
+            positions=address(batch.positions, int64, tokens),
+            slot_mapping=address(batch.slot_mapping, int64, tokens),
+            cu_q=address(batch.cu_q, int64, rows + 1),
+            kv_len=address(batch.kv_len, int64, rows),
+            block_table=address(batch.block_table, int64, rows * table_width),
+            table_width=table_width,
+            logits_rows=address(batch.logits_rows, int64, wanted),
+            logits=logits.data_ptr(),
+            seconds=ctypes.addressof(self._seconds),
         )
+        stack.forward(arguments)
         return logits
 
     @property
@@ -167,12 +205,12 @@ class NativeLayers:
 
     native = True
 
-    def __init__(self, team: ThreadPool, quantization: Literal["none", "int8"] = "none") -> None:
-        self._team, self._quantization = team, quantization
+    def __init__(self, pool: ThreadPool, quantization: Literal["none", "int8"] = "none") -> None:
+        self._pool, self._quantization = pool, quantization
         self.operations = TorchOperations()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return NativeLinear(self._team, weight, bias, self._quantization)
+        return NativeLinear(self._pool, weight, bias, self._quantization)
 
     def swiglu(
         self,
@@ -182,8 +220,8 @@ class NativeLayers:
         down_bias: torch.Tensor | None,
     ) -> FeedForward:
         return NativeSwiGLU(
-            NativeLinear(self._team, gate_up, gate_up_bias, self._quantization, gated=True),
-            NativeLinear(self._team, down, down_bias, self._quantization),
+            NativeLinear(self._pool, gate_up, gate_up_bias, self._quantization, gated=True),
+            NativeLinear(self._pool, down, down_bias, self._quantization),
         )
 
     def sparse(
@@ -192,18 +230,18 @@ class NativeLayers:
         if backend.name != "native":
             return make_sparse(rule, stored, shared, backend)
         dtype, sizes = stored.weights.dtype, (stored.num_experts, stored.hidden, stored.middle)
-        rounded = self._quantization == "int8"
-        experts = NativeExperts(self._team, dtype, sizes, stored.each(), rounded=rounded)
-        return SparseMLP(NativeRouter(self._team, rule, dtype), experts, shared)
+        int8 = self._quantization == "int8"
+        experts = NativeExperts(self._pool, dtype, sizes, stored.each(), int8=int8)
+        return SparseMLP(NativeRouter(self._pool, rule, dtype), experts, shared)
 
     def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
         if all(_parts(layer.mlp) for layer in layers):
-            return NativeDecoder(self._team, spec, layers, **parts)
+            return NativeDecoder(self._pool, spec, layers, **parts)
         return Decoder(spec, layers, operations=self.operations, **parts)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy: one view of a mapped checkpoint would keep all of it mapped, also what has been packed."""
+    """A copy: a view of a mapped checkpoint would keep all of it mapped, packed weights included."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

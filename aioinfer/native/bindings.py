@@ -1,7 +1,7 @@
 """Bindings: the compiled kernels, as functions and handles of Python.
 
-Everything is counted in elements and handed over as addresses; who calls keeps the memory alive. Every call
-releases the interpreter's lock for as long as it computes.
+Sizes are counted in elements, and memory is given by its address; the caller keeps it alive. Every call
+releases the interpreter's lock while it computes.
 """
 
 from __future__ import annotations
@@ -10,88 +10,142 @@ import ctypes
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any, Literal
 
+from aioinfer.native.arguments import (
+    STRUCTURES,
+    Address,
+    Arguments,
+    AttendArguments,
+    DecoderArguments,
+    ExpertsArguments,
+    ForwardArguments,
+    LayerArguments,
+    LinearArguments,
+    LogprobsArguments,
+    MasksArguments,
+    MixArguments,
+    PenaliseArguments,
+    RouteArguments,
+    RouterArguments,
+    SampleArguments,
+    SetExpertArguments,
+    WeightsArguments,
+    describe,
+)
 from aioinfer.native.build import BuildFailed, build
 
 __all__ = [
-    "Kernels", "Number", "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "kernels",
-    "native_unsupported", "shared_thread_pool",
+    "PARTS", "Kernels", "LayoutMismatch", "Number", "PackedExperts", "PackedRouter", "PackedWeights", "Stack",
+    "ThreadPool", "kernels", "native_unsupported", "shared_thread_pool",
 ]  # fmt: skip
 
 #: types of models that there are kernels for
 Number = Literal["float32", "bfloat16"]
-_NUMBERS = ("float32", "bfloat16")
+_NUMBERS: tuple[Number, ...] = ("float32", "bfloat16")
 #: parts of a forward's time, in the order of the C++ side
 PARTS = ("linear", "attention", "rest")
 
 _log = logging.getLogger("aioinfer")
-_pointer, _int, _float, _bool = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
-#: what a function returns and takes; what fails returns a pointer or a truth value that is false
+_handle, _done, _text, _int = ctypes.c_void_p, ctypes.c_bool, ctypes.c_char_p, ctypes.c_int
+#: Results and arguments of entry points. A handle that is null and a ``_done`` that is false are failures.
 _COMMON: dict[str, tuple[Any, list[Any]]] = {
-    "team": (_pointer, [ctypes.c_int]),
-    "free_team": (None, [_pointer]),
-    "lanes": (ctypes.c_int, []),
-    "error": (ctypes.c_char_p, []),
-    "huge_pages": (_bool, [_pointer, _int]),
-    "sample": (
-        _bool,
-        [_pointer] * 2 + [_int] * 3 + [_pointer] * 6 + [_int, _pointer, _pointer, _int, _pointer],
-    ),
-    "penalise": (_bool, [_pointer] * 2 + [_int] * 3 + [_pointer] * 6 + [_int, _pointer]),
-    "apply_masks": (_bool, [_pointer] * 2 + [_int] * 3 + [_pointer] * 2 + [_int]),
-    "logprobs": (_bool, [_pointer] * 2 + [_int] * 4 + [_pointer] * 3),
+    "error": (_text, []),
+    "layout": (_text, []),
+    "lanes": (_int, []),
+    "huge_pages": (_done, [ctypes.c_void_p, ctypes.c_int64]),
+    "thread_pool": (_handle, [_int]),
+    "free_thread_pool": (None, [_handle]),
+    "sample": (_done, [SampleArguments]),
+    "penalise": (_done, [PenaliseArguments]),
+    "apply_masks": (_done, [MasksArguments]),
+    "logprobs": (_done, [LogprobsArguments]),
 }
-_ROWS = [_int, _pointer, _pointer, _pointer, _int]
-_SCORING = [_float, _float, _int, _int]
+#: Those that exist for every type of model, which follows in their names.
 _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
-    "weights": (_pointer, [_pointer] * 3 + [_int, _int, _bool, _bool]),
-    "free_weights": (None, [_pointer]),
-    "linear": (_bool, [_pointer, _pointer, _pointer, _int, _int, _pointer]),
-    "router": (_pointer, [_pointer, _pointer, _bool, _int, _int, _int, _bool, _float]),
-    "free_router": (None, [_pointer]),
-    "route": (_bool, [_pointer] * 3 + [_int, _int, _pointer, _pointer]),
-    "experts": (_pointer, [_int] * 3 + [_bool]),
-    "free_experts": (None, [_pointer]),
-    "set_expert": (_bool, [_pointer, _pointer, _int, _pointer, _pointer]),
-    "mix": (_bool, [_pointer] * 3 + [_int, _int] + [_pointer] * 3),
-    "attend": (
-        _bool,
-        [_pointer] * 4 + [_int] * 5 + [_pointer, _float, _pointer, _pointer, _int, _pointer, _int]
-        + [*_SCORING, _int, _pointer, *_ROWS, _pointer],
-    ),
-    "decoder": (_pointer, [_pointer] * 3 + [_int] * 3 + [_float, _pointer, _pointer, *[_int] * 3, _float]),
-    "free_decoder": (None, [_pointer]),
-    "add_layer": (_bool, [_pointer] * 10 + _SCORING),
-    "forward": (
-        _bool,
-        [_pointer] * 3 + [_int, _int] + [_pointer] * 3 + _ROWS + [_int] + [_pointer] * 3,
-    ),
-}  # fmt: skip
+    "weights": (_handle, [WeightsArguments]),
+    "free_weights": (None, [_handle]),
+    "linear": (_done, [LinearArguments]),
+    "router": (_handle, [RouterArguments]),
+    "free_router": (None, [_handle]),
+    "route": (_done, [RouteArguments]),
+    "experts": (_handle, [ExpertsArguments]),
+    "free_experts": (None, [_handle]),
+    "set_expert": (_done, [SetExpertArguments]),
+    "mix": (_done, [MixArguments]),
+    "attend": (_done, [AttendArguments]),
+    "decoder": (_handle, [DecoderArguments]),
+    "free_decoder": (None, [_handle]),
+    "add_layer": (_done, [LayerArguments]),
+    "forward": (_done, [ForwardArguments]),
+}
+
+
+class LayoutMismatch(Exception):
+    """The library was compiled with other argument structures than those of the bindings."""
 
 
 class Kernels:
     """The loaded library."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError if it cannot be loaded."""
+        """
+        Raises:
+            OSError: the library cannot be loaded.
+            AttributeError: it lacks an entry point.
+            LayoutMismatch: an argument structure differs.
+        """
         self._library = ctypes.CDLL(path)
-        self._functions = {name: self._declare(name, *signature) for name, signature in _COMMON.items()}
+        self._functions: dict[str, Callable[..., Any]] = {}
+        #: by structure and type of model
+        self._entries: dict[tuple[type[Arguments], Number | None], Callable[..., Any]] = {}
+        for name, signature in _COMMON.items():
+            self._declare(name, None, *signature)
+        self._check_layout()
         for number in _NUMBERS:
             for name, signature in _BY_NUMBER.items():
-                self._functions[f"{name}_{number}"] = self._declare(f"{name}_{number}", *signature)
+                self._declare(name, number, *signature)
 
-    def _declare(self, name: str, result: Any, arguments: list[Any]) -> Callable[..., Any]:
+    def _declare(self, name: str, number: Number | None, result: Any, arguments: list[Any]) -> None:
+        name = name if number is None else f"{name}_{number}"
         function = getattr(self._library, f"aioinfer_{name}")
-        function.restype, function.argtypes = result, arguments
-        if result in (_pointer, _bool):
+        function.restype = result
+        function.argtypes = [
+            ctypes.POINTER(kind) if issubclass(kind, Arguments) else kind for kind in arguments
+        ]
+        if result in (_handle, _done):
             function.errcheck = self._check
-        return function  # type: ignore[no-any-return]
+        self._functions[name] = function
+        for kind in arguments:
+            if issubclass(kind, Arguments):
+                self._entries[kind, number] = function
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the library. Raises MemoryError if it says that it failed: nothing but memory
-        and threads can be short in there."""
+    def _check_layout(self) -> None:
+        theirs = {line.split()[0]: line for line in (self.function("layout") or b"").decode().splitlines()}
+        ours = {structure.__name__: describe(structure) for structure in STRUCTURES}
+        for name in sorted(theirs.keys() | ours.keys()):
+            here, there = ours.get(name, "").split(), theirs.get(name, "").split()
+            for mine, its in zip_longest(here, there, fillvalue="nothing"):
+                if mine != its:
+                    raise LayoutMismatch(
+                        f"argument structure {name}: the library has {its} where the bindings have {mine}"
+                    )
+
+    def call(self, arguments: Arguments, number: Number | None = None) -> Any:
+        """Call the entry point of these arguments, for a type of model where there is one for each.
+
+        Returns:
+            The handle of what it made; True if it makes nothing.
+
+        Raises:
+            MemoryError: it failed. Nothing but memory and threads can be short in there.
+        """
+        return self._entries[type(arguments), number](arguments)
+
+    def function(self, name: str, *arguments: Any) -> Any:
+        """Call an entry point without a structure. Raises MemoryError if it fails."""
         return self._functions[name](*arguments)
 
     def _check(self, result: Any, function: Any, arguments: Any) -> Any:
@@ -99,26 +153,22 @@ class Kernels:
             raise MemoryError(f"{function.__name__}: {self._functions['error']().decode()}")
         return result
 
-    def release(self, name: str, handle: int) -> None:
-        """Free a handle."""
-        self._functions[name](handle)
-
 
 def _release(owner: object, kernels: Kernels, name: str, handle: int) -> None:
-    """Have a handle freed with its owner, but not when the interpreter exits: a launch thread that was left
-    behind may be computing with it."""
-    weakref.finalize(owner, kernels.release, name, handle).atexit = False
+    """Free a handle with its owner, but not when the interpreter exits: a launch thread that is still running
+    may be computing with it."""
+    weakref.finalize(owner, kernels.function, name, handle).atexit = False
 
 
 _lock = threading.Lock()
 _loaded: Kernels | str | None = None
-_teams: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()
+_pools: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()
 
 
 def native_unsupported(progress: Callable[[int, int], None] | None = None) -> str | None:
-    """What keeps native kernels from running on this machine, in words; None if nothing does.
+    """The reason why native kernels cannot run on this machine; None if they can.
 
-    Compiles them if that has not been done yet. What it comes to is settled once per process.
+    Compiles them if that has not been done yet. The answer is the same for the rest of the process.
     """
     global _loaded
 
@@ -132,7 +182,7 @@ def native_unsupported(progress: Callable[[int, int], None] | None = None) -> st
         if _loaded is None:
             try:
                 _loaded = Kernels(str(build(tell)))
-            except (BuildFailed, OSError, AttributeError) as error:
+            except (BuildFailed, OSError, AttributeError, LayoutMismatch) as error:
                 _loaded = str(error)
                 _log.warning("no native kernels, the CPU will be slower than it could be: %s", error)
         return _loaded if isinstance(_loaded, str) else None
@@ -147,150 +197,179 @@ def kernels() -> Kernels:
 
 
 class ThreadPool:
-    """Threads that compute together; see ``thread_pool.hpp``. They end with its last reference."""
+    """Threads that compute together; see ``thread_pool.hpp``. They end with the last reference to it."""
 
     __slots__ = ("__weakref__", "handle", "kernels", "threads")
 
     def __init__(self, threads: int) -> None:
         self.kernels = kernels()
         self.threads = threads
-        self.handle: int = self.kernels.call("team", threads)
-        _release(self, self.kernels, "free_team", self.handle)
+        self.handle: int = self.kernels.function("thread_pool", threads)
+        _release(self, self.kernels, "free_thread_pool", self.handle)
 
 
 def shared_thread_pool(threads: int) -> ThreadPool:
-    """The one team of so many threads: a process's engines take turns rather than be in each other's way."""
+    """The process's one pool of this size: engines take turns on it instead of competing for cores."""
     with _lock:
-        team = _teams.get(threads)
-    if team is None:
-        team = ThreadPool(threads)
+        pool = _pools.get(threads)
+    if pool is None:
+        pool = ThreadPool(threads)
         with _lock:
-            team = _teams.setdefault(threads, team)
-    return team
+            pool = _pools.setdefault(threads, pool)
+    return pool
 
 
 class PackedWeights:
-    """Weights of a linear layer in the layout of the kernels; the original is not needed any more."""
+    """Weights of a linear layer in the layout of the kernels; the original can be dropped."""
 
-    __slots__ = ("__weakref__", "gated", "handle", "inner", "number", "outputs", "team")
+    __slots__ = ("__weakref__", "gated", "handle", "inner", "number", "outputs", "pool")
 
     def __init__(
         self,
-        team: ThreadPool,
+        pool: ThreadPool,
         number: Number,
         rows: int,
-        bias: int | None,
+        bias: Address,
         outputs: int,
         inner: int,
         *,
         gated: bool = False,
-        rounded: bool = False,
+        int8: bool = False,
     ) -> None:
-        """``rows``: address of [outputs, inner], or, gated, of [2 * outputs, inner], gates first. ``bias``:
-        address of as many elements as there are rows, or None. ``rounded``: to 8 bits, with a factor for
-        every output."""
-        self.team, self.number, self.outputs, self.inner, self.gated = team, number, outputs, inner, gated
-        call = team.kernels.call
-        self.handle: int = call(f"weights_{number}", team.handle, rows, bias, outputs, inner, gated, rounded)
-        _release(self, team.kernels, f"free_weights_{number}", self.handle)
+        """
+        Args:
+            rows: address of [outputs, inner], or, gated, of [2 * outputs, inner], gates first.
+            bias: address of one element per row, or None.
+            gated: the layer computes ``silu(gate) * up``.
+            int8: round to 8 bits, with one factor per output.
+        """
+        self.pool, self.number, self.outputs, self.inner, self.gated = pool, number, outputs, inner, gated
+        arguments = WeightsArguments(
+            pool=pool.handle, rows=rows, bias=bias, outputs=outputs, inner=inner, gated=gated, int8=int8
+        )
+        self.handle: int = pool.kernels.call(arguments, number)
+        _release(self, pool.kernels, f"free_weights_{number}", self.handle)
 
     def apply(self, values: int, count: int, out: int) -> None:
         """[count, inner] to [count, outputs]; gated: ``silu(gate) * up``."""
-        call = self.team.kernels.call
-        call(f"linear_{self.number}", self.team.handle, self.handle, values, count, self.inner, out)
+        pool = self.pool
+        arguments = LinearArguments(
+            pool=pool.handle, weights=self.handle, values=values, count=count, inner=self.inner, out=out
+        )
+        pool.kernels.call(arguments, self.number)
 
 
 class PackedRouter:
-    """Sends tokens to experts; see ``routing.hpp``."""
+    """Chooses the experts of tokens; see ``routing.hpp``."""
 
-    __slots__ = ("__weakref__", "_weight", "handle", "number", "top_k")
+    __slots__ = ("__weakref__", "handle", "number", "top_k", "weight")
 
     def __init__(
         self,
         number: Number,
         weight: PackedWeights,
-        bias: int | None,
+        bias: Address,
         *,
         sigmoid: bool,
         top_k: int,
-        groups: tuple[int, int],
+        groups: int,
+        top_groups: int,
         normalize: bool,
         scale: float,
     ) -> None:
-        """``weight``: float32, an output for each expert. ``bias``: address of as many float32, or None.
-        ``groups``: how many there are, and to how many of them a token may go."""
-        self.number, self.top_k, self._weight = number, top_k, weight
-        kernels = weight.team.kernels
-        rule = sigmoid, top_k, *groups, normalize, scale
-        self.handle: int = kernels.call(f"router_{number}", weight.handle, bias, *rule)
+        """
+        Args:
+            weight: float32, one output per expert.
+            bias: address of one float32 per expert, or None.
+            groups: number of groups of experts; a token goes to ``top_groups`` of them.
+        """
+        self.number, self.top_k, self.weight = number, top_k, weight
+        arguments = RouterArguments(
+            weight=weight.handle,
+            bias=bias,
+            top_k=top_k,
+            groups=groups,
+            top_groups=top_groups,
+            scale=scale,
+            sigmoid=sigmoid,
+            normalize=normalize,
+        )
+        kernels = weight.pool.kernels
+        self.handle: int = kernels.call(arguments, number)
         _release(self, kernels, f"free_router_{number}", self.handle)
 
     def apply(self, values: int, count: int, weights: int, experts: int) -> None:
         """[count, inner] to weights, float32, and experts, int64, [count, top_k] each."""
-        team, inner = self._weight.team, self._weight.inner
-        team.kernels.call(
-            f"route_{self.number}", team.handle, self.handle, values, count, inner, weights, experts
+        pool = self.weight.pool
+        arguments = RouteArguments(
+            pool=pool.handle,
+            router=self.handle,
+            values=values,
+            count=count,
+            hidden=self.weight.inner,
+            weights=weights,
+            experts=experts,
         )
+        pool.kernels.call(arguments, self.number)
 
 
 class PackedExperts:
     """The SwiGLUs of a layer in the layout of the kernels; see ``experts.hpp``."""
 
-    __slots__ = ("__weakref__", "count", "handle", "hidden", "middle", "number", "team")
+    __slots__ = ("__weakref__", "count", "handle", "hidden", "middle", "number", "pool")
 
     def __init__(
-        self, team: ThreadPool, number: Number, count: int, hidden: int, middle: int, *, rounded: bool = False
+        self, pool: ThreadPool, number: Number, count: int, hidden: int, middle: int, *, int8: bool = False
     ) -> None:
-        """Room for them, which :meth:`pack` fills. ``rounded``: to 8 bits."""
-        self.team, self.number, self.count, self.hidden, self.middle = team, number, count, hidden, middle
-        self.handle: int = team.kernels.call(f"experts_{number}", count, hidden, middle, rounded)
-        _release(self, team.kernels, f"free_experts_{number}", self.handle)
+        """Allocates them; :meth:`pack` fills them. ``int8``: round to 8 bits."""
+        self.pool, self.number, self.count, self.hidden, self.middle = pool, number, count, hidden, middle
+        arguments = ExpertsArguments(count=count, hidden=hidden, middle=middle, int8=int8)
+        self.handle: int = pool.kernels.call(arguments, number)
+        _release(self, pool.kernels, f"free_experts_{number}", self.handle)
 
     def pack(self, expert: int, gate_up: int, down: int) -> None:
         """Pack one expert, from [2 * middle, hidden], gates first, and [hidden, middle]."""
-        call = self.team.kernels.call
-        call(f"set_expert_{self.number}", self.team.handle, self.handle, expert, gate_up, down)
+        pool = self.pool
+        arguments = SetExpertArguments(
+            pool=pool.handle, experts=self.handle, index=expert, gate_up=gate_up, down=down
+        )
+        pool.kernels.call(arguments, self.number)
 
     def apply(self, values: int, count: int, top_k: int, chosen: int, weights: int, out: int) -> None:
         """[count, hidden] to the same, by ``chosen`` int64 and ``weights`` float32, [count, top_k] each."""
-        call, team = self.team.kernels.call, self.team
-        arguments = values, count, top_k, chosen, weights, out
-        call(f"mix_{self.number}", team.handle, self.handle, *arguments)
+        pool = self.pool
+        arguments = MixArguments(
+            pool=pool.handle,
+            experts=self.handle,
+            values=values,
+            count=count,
+            top_k=top_k,
+            chosen=chosen,
+            weights=weights,
+            out=out,
+        )
+        pool.kernels.call(arguments, self.number)
 
 
 class Stack:
     """All layers of a decoder, computed by one call."""
 
-    __slots__ = ("__weakref__", "_forward", "_kept", "handle", "number", "team")
+    __slots__ = ("__weakref__", "_kept", "handle", "number", "pool")
 
-    def __init__(self, team: ThreadPool, number: Number, head: PackedWeights, *arguments: Any) -> None:
-        """See ``decoder`` in ``models.cpp`` for the arguments: embedding, norm, then those behind head."""
-        self.team, self.number = team, number
-        embedding, norm, *rest = arguments
-        self.handle: int = team.kernels.call(f"decoder_{number}", embedding, norm, head.handle, *rest)
-        self._kept: list[object] = [head]
-        self._forward = f"forward_{number}"
-        _release(self, team.kernels, f"free_decoder_{number}", self.handle)
-
-    def add_layer(
-        self,
-        norms: tuple[int, int | None, int],
-        weights: Sequence[PackedWeights | None],
-        experts: tuple[PackedRouter, PackedExperts] | None,
-        scoring: tuple[float, float, int, int],
+    def __init__(
+        self, pool: ThreadPool, number: Number, arguments: DecoderArguments, keep: Iterable[object]
     ) -> None:
-        """Norms of attention, heads and feed-forward part; weights qkv, out, gate_up and down, the last two
-        None where experts are all there is; scale, soft cap (0: none), window (0: all) and block."""
-        attention, heads, mlp = norms
-        qkv, out, gate_up, down = (packed and packed.handle for packed in weights)
-        router, stack = (packed.handle for packed in experts) if experts else (None, None)
-        self.team.kernels.call(
-            f"add_layer_{self.number}",
-            *(self.handle, attention, qkv, heads, out, mlp, gate_up, down, router, stack),
-            *scoring,
-        )
-        self._kept += [*weights, *(experts or ())]
+        """``keep``: the owners of what the arguments refer to; they live as long as the stack."""
+        self.pool, self.number = pool, number
+        self._kept = list(keep)
+        self.handle: int = pool.kernels.call(arguments, number)
+        _release(self, pool.kernels, f"free_decoder_{number}", self.handle)
 
-    def forward(self, *arguments: int) -> None:
-        """See ``forward`` in ``models.cpp`` for the arguments behind team."""
-        self.team.kernels.call(self._forward, self.handle, self.team.handle, *arguments)
+    def add_layer(self, arguments: LayerArguments, keep: Iterable[object]) -> None:
+        """Append a layer; ``keep`` as above."""
+        self._kept += keep
+        self.pool.kernels.call(arguments, self.number)
+
+    def forward(self, arguments: ForwardArguments) -> None:
+        """Compute one step."""
+        self.pool.kernels.call(arguments, self.number)

@@ -1,15 +1,17 @@
 """The functions of :mod:`aioinfer.sampling.logits_processors`, penalties and logprobs, in C++ for a CPU
 (``logits_processors.hpp`` and ``logprobs.hpp``).
 
-Where torch's operations go over whole rows, masks and penalties write to the tokens that are concerned, with
-the same outcome to the bit. Logprobs are within rounding of torch's, and a function of their own row.
+Where torch's operations compute whole rows, masks and penalties write only the tokens that change, with the
+same result to the bit. Logprobs are within rounding of torch's, and a function of their own row.
 """
 
 from __future__ import annotations
 
 import torch
 
+from aioinfer.native.arguments import LogprobsArguments, MasksArguments, PenaliseArguments
 from aioinfer.native.bindings import ThreadPool
+from aioinfer.native.tensors import address, rows_address
 from aioinfer.sampling import logits_processors
 
 __all__ = ["NativeLogits", "NativeLogprobs"]
@@ -19,22 +21,30 @@ class NativeLogits:
     """See :class:`~aioinfer.sampling.logits_processors.LogitsProcessors`, and for penalties
     :func:`~aioinfer.sampling.triton_logits.penalise`."""
 
-    __slots__ = ("_team",)
+    __slots__ = ("_pool",)
 
-    # Single tokens are no work.
+    # These change single tokens: torch is fast enough.
     add_biases_ = staticmethod(logits_processors.add_biases_)
     ban_ = staticmethod(logits_processors.ban_)
 
-    def __init__(self, team: ThreadPool) -> None:
-        self._team = team
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
 
     def apply_masks_(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         """See :func:`~aioinfer.sampling.logits_processors.apply_masks_`; tokens of a row are contiguous."""
         rows, masks = rows.contiguous(), masks.contiguous()
-        self._team.kernels.call(
-            "apply_masks", self._team.handle, logits.data_ptr(), logits.shape[1], logits.stride(0),
-            len(rows), rows.data_ptr(), masks.data_ptr(), masks.shape[1],
-        )  # fmt: skip
+        count, words = len(rows), masks.shape[1]
+        arguments = MasksArguments(
+            pool=self._pool.handle,
+            logits=rows_address(logits, torch.float32),
+            vocab=logits.shape[1],
+            stride=logits.stride(0),
+            count=count,
+            rows=address(rows, torch.int64, count),
+            masks=address(masks, torch.int32, count * words),
+            words=words,
+        )
+        self._pool.kernels.call(arguments)
 
     def penalise(
         self,
@@ -50,12 +60,24 @@ class NativeLogits:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         out = torch.empty((rows, vocab), dtype=torch.float32)
-        columns = [column.contiguous() for column in (slots, *penalties)]
-        self._team.kernels.call(
-            "penalise", self._team.handle, logits.data_ptr(), rows, vocab, logits.stride(0),
-            counts.data_ptr(), row_of.data_ptr(), *(column.data_ptr() for column in columns),
-            in_prompt, out.data_ptr(),
-        )  # fmt: skip
+        slots = slots.contiguous()
+        repetition, presence, frequency = (column.contiguous() for column in penalties)
+        arguments = PenaliseArguments(
+            pool=self._pool.handle,
+            logits=rows_address(logits, torch.float32),
+            rows=rows,
+            vocab=vocab,
+            stride=logits.stride(0),
+            counts=address(counts, torch.int32, counts.numel()),
+            row_of=address(row_of, torch.int64, len(row_of)),
+            slots=address(slots, torch.int64, rows),
+            repetition=address(repetition, torch.float32, rows),
+            presence=address(presence, torch.float32, rows),
+            frequency=address(frequency, torch.float32, rows),
+            in_prompt=in_prompt,
+            out=out.data_ptr(),
+        )
+        self._pool.kernels.call(arguments)
         return out
 
 
@@ -64,7 +86,7 @@ class NativeLogprobs:
 
     __slots__ = ("_logits", "_totals", "top", "top_ids")
 
-    def __init__(self, team: ThreadPool, logits: torch.Tensor, top: int) -> None:
+    def __init__(self, pool: ThreadPool, logits: torch.Tensor, top: int) -> None:
         """``logits``: [N, V] float32, kept. ``top``: likeliest tokens to report, 0 for none."""
         self._logits = logits.contiguous()
         rows, vocab = logits.shape
@@ -72,10 +94,18 @@ class NativeLogprobs:
         self._totals = torch.empty((2, rows), dtype=torch.float32)
         self.top = torch.empty((rows, top), dtype=torch.float32)
         self.top_ids = torch.empty((rows, top), dtype=torch.int64)
-        team.kernels.call(
-            "logprobs", team.handle, self._logits.data_ptr(), vocab, vocab, rows, top,
-            self._totals.data_ptr(), self.top.data_ptr(), self.top_ids.data_ptr(),
-        )  # fmt: skip
+        arguments = LogprobsArguments(
+            pool=pool.handle,
+            logits=address(self._logits, torch.float32, rows * vocab),
+            vocab=vocab,
+            stride=vocab,
+            count=rows,
+            top=top,
+            totals=self._totals.data_ptr(),
+            top_values=self.top.data_ptr(),
+            top_ids=self.top_ids.data_ptr(),
+        )
+        pool.kernels.call(arguments)
 
     def of(self, tokens: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.sampling.logprobs.Logprobs`."""

@@ -1,6 +1,6 @@
-// Programs of teams for a race detector: decoders, attention and linear layers, by several callers at once.
+// Programs of pools for a race detector: decoders, attention and linear layers, by several callers at once.
 //
-// Compiled by tests.native.builds together with the kernels of one type (NUMBER, NAME). Ends with 1 if results depend on the team.
+// Compiled by tests.native.builds together with the kernels of one type (NUMBER, NAME). Ends with 1 if results depend on the pool.
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -28,10 +28,10 @@ std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
 
 // A model, and two prompts and a decode of one step.
 struct Model {
-  explicit Model(ThreadPool& team) {
+  explicit Model(ThreadPool& pool) {
     auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
       const auto rows = noise((gated ? 2 : 1) * outputs * inner, seed);
-      weights.push_back(std::make_unique<Weights<T>>(team, rows.data(), nullptr, outputs, inner, gated));
+      weights.push_back(std::make_unique<Weights<T>>(pool, rows.data(), nullptr, outputs, inner, gated));
       return weights.back().get();
     };
     const HeadShape<T> shape{HEADS, KV_HEADS, HEAD_DIM, nullptr, 1e-6f};
@@ -44,7 +44,7 @@ struct Model {
                     AttentionParams{0.25f, 0.0f, layer ? 7 : 0, 1}});
   }
 
-  std::vector<float> forward(ThreadPool& team) {
+  std::vector<float> forward(ThreadPool& pool) {
     const int64_t lengths[] = {33, 17, 1}, tables[] = {3, 7, 1, 5, 2, 0, 9, 0, 0};
     std::vector<int64_t> starts{0}, ids, positions, cells, chosen;
     for (int row = 0; row < 3; row++) {
@@ -57,15 +57,15 @@ struct Model {
     }
     for (size_t at = 0; at < ids.size(); at++) chosen.push_back(static_cast<int64_t>(at));
     std::vector<std::vector<T>> cells_of;
-    std::vector<T*> pools;
+    std::vector<T*> kv_pools;
     for (int layer = 0; layer < LAYERS; layer++)
       cells_of.emplace_back(PAGES * PAGE * KV_HEADS * 2 * HEAD_DIM, Number<T>::make(NAN));
-    for (auto& pool : cells_of) pools.push_back(pool.data());
+    for (auto& kv : cells_of) kv_pools.push_back(kv.data());
     std::vector<float> logits(ids.size() * VOCABULARY);
     const AttentionInput attention{static_cast<int64_t>(ids.size()), cells.data(), positions.data(),
                                    Rows{3, starts.data(), lengths, tables, 3}};
     double seconds[PARTS] = {};
-    decoder->forward(team, {ids.data(), attention, pools.data(), PAGE, static_cast<int64_t>(chosen.size()),
+    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), PAGE, static_cast<int64_t>(chosen.size()),
                             chosen.data(), logits.data()},
                      seconds);
     return logits;
@@ -91,27 +91,27 @@ int main() {
     if (!std::isfinite(value)) return std::puts("not finite"), 1;
   std::atomic<int> wrong{0};
   for (int size : {2, 3, 5}) {
-    ThreadPool team(size);
+    ThreadPool pool(size);
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 3; caller++)
       callers.emplace_back([&] {
-        Model model(team);
+        Model model(pool);
         for (int i = 0; i < 15; i++) {
-          if (!same(model.forward(team), wanted)) wrong++;
+          if (!same(model.forward(pool), wanted)) wrong++;
         }
       });
     for (auto& caller : callers) caller.join();
   }
-  // Teams that come and go, and programs that are over before all have begun.
+  // Pools that come and go, and programs that are over before all have begun.
   for (int i = 0; i < 200; i++) {
-    ThreadPool team(1 + i % 4);
+    ThreadPool pool(1 + i % 4);
     for (int j = 0; j < i % 3; j++) {
       std::vector<int> done(7);
-      team.run([&](Member& member) {
-        member.parallel(7, [&](int64_t at) { done[at]++; });
-        member.parallel(7, [&](int64_t at) { done[6 - at]++; });
-        member.parallel(0, [&](int64_t) { wrong++; });
-        member.parallel_in_runs(7, [&](int64_t at) { done[at]++; });
+      pool.run([&](Worker& worker) {
+        worker.parallel(7, [&](int64_t at) { done[at]++; });
+        worker.parallel(7, [&](int64_t at) { done[6 - at]++; });
+        worker.parallel(0, [&](int64_t) { wrong++; });
+        worker.parallel_in_runs(7, [&](int64_t at) { done[at]++; });
       });
       for (int count : done) wrong += count != 3;
     }

@@ -74,7 +74,7 @@ def test_experts_are_those_of_rounded_weights(tokens: int, dtype: torch.dtype) -
     task = Mixture.make(tokens, num_experts=3, hidden=80, middle=48, dtype=dtype)
     gate_up, down = task.stack.gate_up, task.stack.down
     pairs = zip(gate_up, down, strict=True)
-    experts = NativeExperts(shared_thread_pool(2), dtype, (3, 80, 48), pairs, rounded=True)
+    experts = NativeExperts(shared_thread_pool(2), dtype, (3, 80, 48), pairs, int8=True)
     wanted = replace(task, stack=ExpertWeights(rounded(gate_up), rounded(down))).expected()
     assert_close(experts(task.hidden, task.weights, task.experts), wanted, dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -10,28 +11,35 @@ from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
+from aioinfer.native.arguments import AttendArguments
 from aioinfer.native.bindings import ThreadPool
+from aioinfer.native.tensors import NUMBERS, address
 
-__all__ = ["NativeAttention", "scoring_numbers"]
+__all__ = ["NativeAttention"]
 
 
-def scoring_numbers(params: AttentionParams) -> tuple[float, float, int, int]:
-    """As the kernels take it: 0 is no cap and no window."""
-    return params.scale, params.soft_cap or 0.0, params.window or 0, params.block
+class _Projected(NamedTuple):
+    """Addresses of queries, keys and values, and the elements from one token to the next."""
+
+    queries: int
+    keys: int
+    values: int
+    query_stride: int
+    kv_stride: int
 
 
 class NativeAttention:
     """See :class:`~aioinfer.model.attention.base.Attention`.
 
-    Page 0 is the null page, as in :class:`~aioinfer.model.attention.pool.KVPool`. How cells lie within a page
-    is the kernels' affair (``native/source/pool.hpp``).
+    Page 0 is the null page, as in :class:`~aioinfer.model.attention.pool.KVPool`. The layout of a page is
+    described in ``native/source/kv_pool.hpp``.
     """
 
-    __slots__ = ("_cells", "_head_dim", "_kv_heads", "_pointers", "_team", "page_size")
+    __slots__ = ("_addresses", "_cells", "_dtype", "_head_dim", "_kv_heads", "_pool", "page_size")
 
     def __init__(
         self,
-        team: ThreadPool,
+        pool: ThreadPool,
         *,
         num_layers: int,
         num_kv_heads: int,
@@ -40,17 +48,18 @@ class NativeAttention:
         page_size: int,
         dtype: torch.dtype,
     ) -> None:
-        self._team, self._kv_heads, self._head_dim, self.page_size = team, num_kv_heads, head_dim, page_size
+        self._pool, self._kv_heads, self._head_dim, self.page_size = pool, num_kv_heads, head_dim, page_size
+        self._dtype = dtype
         size = (num_pages + 1) * page_size * num_kv_heads * 2 * head_dim
         self._cells = [torch.zeros(size, dtype=dtype) for _ in range(num_layers)]
         for cells in self._cells:
-            team.kernels.call("huge_pages", cells.data_ptr(), cells.nbytes)
-        self._pointers = (ctypes.c_void_p * num_layers)(*(cells.data_ptr() for cells in self._cells))
+            pool.kernels.function("huge_pages", cells.data_ptr(), cells.nbytes)
+        self._addresses = (ctypes.c_void_p * num_layers)(*(cells.data_ptr() for cells in self._cells))
 
     @property
-    def pools(self) -> int:
+    def kv_pools(self) -> int:
         """Address of the addresses of all layers' cells."""
-        return ctypes.addressof(self._pointers)
+        return ctypes.addressof(self._addresses)
 
     def __call__(
         self,
@@ -62,8 +71,16 @@ class NativeAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        strides = q[0].numel(), k[0].numel()
-        return self._attend(layer, (q, k, v), strides, q.shape[1], None, None, batch, params)
+        tokens, heads, dtype = len(q), q.shape[1], self._dtype
+        query_stride, kv_stride = heads * self._head_dim, self._kv_heads * self._head_dim
+        projected = _Projected(
+            address(q, dtype, tokens * query_stride),
+            address(k, dtype, tokens * kv_stride),
+            address(v, dtype, tokens * kv_stride),
+            query_stride,
+            kv_stride,
+        )
+        return self._attend(layer, projected, tokens, heads, None, None, batch, params)
 
     def fused(
         self,
@@ -74,35 +91,61 @@ class NativeAttention:
         batch: Batch,
         params: AttentionParams,
     ) -> torch.Tensor:
-        heads = qkv.shape[1] - 2 * self._kv_heads
-        q, k, v = qkv.contiguous().split((heads, self._kv_heads, self._kv_heads), dim=1)
-        return self._attend(layer, (q, k, v), (q.stride(0),) * 2, heads, norm, rotary, batch, params)
+        qkv, tokens, size = qkv.contiguous(), len(qkv), self._head_dim
+        heads, stride = qkv.shape[1] - 2 * self._kv_heads, qkv.shape[1] * size
+        queries = address(qkv, self._dtype, tokens * stride)
+        keys = queries + heads * size * qkv.element_size()
+        values = keys + self._kv_heads * size * qkv.element_size()
+        projected = _Projected(queries, keys, values, stride, stride)
+        return self._attend(layer, projected, tokens, heads, norm, rotary, batch, params)
 
     def _attend(
         self,
         layer: int,
-        projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        strides: tuple[int, int],
+        projected: _Projected,
+        tokens: int,
         heads: int,
         norm: HeadNorm | None,
         rotary: Rotary | None,
         batch: Batch,
         params: AttentionParams,
     ) -> torch.Tensor:
-        q, k, v = projected
-        out = torch.empty((len(q), heads, self._head_dim), dtype=q.dtype)
+        """The caller keeps what ``projected`` refers to."""
+        size, dtype, int64 = self._head_dim, self._dtype, torch.int64
+        rows, table_width = len(batch.q_lens), batch.block_table.shape[1]
         weight = None if norm is None else norm.weight.contiguous()
         cos, sin = (None, None) if rotary is None else (rotary.cos.contiguous(), rotary.sin.contiguous())
-        tables = batch.block_table
-        self._team.kernels.call(
-            f"attend_{str(q.dtype).removeprefix('torch.')}",
-            *(self._team.handle, q.data_ptr(), k.data_ptr(), v.data_ptr(), *strides),
-            *(heads, self._kv_heads, self._head_dim),
-            *(None if weight is None else weight.data_ptr(), 0.0 if norm is None else norm.eps),
-            *(None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr()),
-            *(0 if cos is None else cos.shape[-1], self._cells[layer].data_ptr(), self.page_size),
-            *(*scoring_numbers(params), len(q), batch.slot_mapping.data_ptr(), len(batch.q_lens)),
-            *(batch.cu_q.data_ptr(), batch.kv_len.data_ptr(), tables.data_ptr(), tables.shape[1]),
-            out.data_ptr(),
+        rotary_dim = 0 if cos is None else cos.shape[-1]
+        out = torch.empty((tokens, heads, size), dtype=dtype)
+        arguments = AttendArguments(
+            pool=self._pool.handle,
+            queries=projected.queries,
+            keys=projected.keys,
+            values=projected.values,
+            query_stride=projected.query_stride,
+            kv_stride=projected.kv_stride,
+            heads=heads,
+            kv_heads=self._kv_heads,
+            head_dim=size,
+            norm=None if weight is None else address(weight, dtype, (heads + self._kv_heads) * size),
+            cos=None if cos is None else address(cos, dtype, tokens * rotary_dim),
+            sin=None if sin is None else address(sin, dtype, tokens * rotary_dim),
+            rotary_dim=rotary_dim,
+            kv_pool=self._cells[layer].data_ptr(),
+            page_size=self.page_size,
+            tokens=tokens,
+            rows=rows,
+            slot_mapping=address(batch.slot_mapping, int64, tokens),
+            cu_q=address(batch.cu_q, int64, rows + 1),
+            kv_len=address(batch.kv_len, int64, rows),
+            block_table=address(batch.block_table, int64, rows * table_width),
+            table_width=table_width,
+            window=params.window or 0,
+            block=params.block,
+            scale=params.scale,
+            soft_cap=params.soft_cap or 0.0,
+            norm_eps=0.0 if norm is None else norm.eps,
+            out=out.data_ptr(),
         )
+        self._pool.kernels.call(arguments, NUMBERS[dtype])
         return out

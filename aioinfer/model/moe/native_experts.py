@@ -1,7 +1,7 @@
 """Routers and experts over the kernels in C++ (``native/source/routing.hpp`` and ``experts.hpp``), on a CPU.
 
-Among experts of exactly equal score the first is chosen. What a token gets is a function of that token, to
-the last bit: its experts are added up best first, whoever else goes to them.
+Among experts of exactly equal score the first is chosen. A token's result is a function of that token alone,
+to the bit: the results of its experts are added up best first, whatever other tokens these experts have.
 """
 
 from __future__ import annotations
@@ -11,74 +11,93 @@ from collections.abc import Iterable
 import torch
 
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
-from aioinfer.native.bindings import Number, PackedExperts, PackedRouter, PackedWeights, ThreadPool
+from aioinfer.native.bindings import PackedExperts, PackedRouter, PackedWeights, ThreadPool
+from aioinfer.native.tensors import NUMBERS, address
 
 __all__ = ["NativeExperts", "NativeRouter"]
 
-_NUMBERS: dict[torch.dtype, Number] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
 
 class NativeRouter:
-    """Computes what one of torch's routers does; see :class:`~aioinfer.model.moe.routing.Router`.
+    """A native version of one of torch's routers; see :class:`~aioinfer.model.moe.routing.Router`.
 
-    Its weights are float32; a softmax's have been rounded to the type of the tokens.
+    Its weights are float32; those of a softmax have been rounded to the type of the tokens.
     """
 
-    __slots__ = ("packed",)
+    __slots__ = ("dtype", "packed")
 
-    def __init__(self, team: ThreadPool, rule: Rule, dtype: torch.dtype) -> None:
+    def __init__(self, pool: ThreadPool, rule: Rule, dtype: torch.dtype) -> None:
         """``dtype``: that of the tokens."""
         weight = rule.weight.float().contiguous()
         experts, hidden = weight.shape
-        packed = PackedWeights(team, "float32", weight.data_ptr(), None, experts, hidden)
-        bias, scale, groups = None, 1.0, (1, 1)
+        packed = PackedWeights(
+            pool, "float32", address(weight, torch.float32, experts * hidden), None, experts, hidden
+        )
+        bias, scale, groups, top_groups = None, 1.0, 1, 1
         if isinstance(rule, GroupedSigmoidRouter):
-            bias, scale, groups = rule.bias, rule.scale, (rule.num_groups, rule.top_groups)
+            bias, scale, groups, top_groups = rule.bias, rule.scale, rule.num_groups, rule.top_groups
         bias = None if bias is None else bias.float().contiguous()
+        self.dtype = dtype
         self.packed = PackedRouter(
-            *(_NUMBERS[dtype], packed, None if bias is None else bias.data_ptr()),
+            NUMBERS[dtype],
+            packed,
+            None if bias is None else address(bias, torch.float32, experts),
             sigmoid=isinstance(rule, GroupedSigmoidRouter),
             top_k=rule.top_k,
             groups=groups,
+            top_groups=top_groups,
             normalize=rule.normalize,
             scale=scale,
         )
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~aioinfer.model.moe.routing.Router`."""
-        hidden = hidden.contiguous()
-        weights = torch.empty(len(hidden), self.packed.top_k)
+        hidden, count, packed = hidden.contiguous(), len(hidden), self.packed
+        weights = torch.empty(count, packed.top_k)
         experts = torch.empty(weights.shape, dtype=torch.int64)
-        self.packed.apply(hidden.data_ptr(), len(hidden), weights.data_ptr(), experts.data_ptr())
+        values = address(hidden, self.dtype, count * packed.weight.inner)
+        packed.apply(values, count, weights.data_ptr(), experts.data_ptr())
         return weights, experts
 
 
 class NativeExperts:
     """See :class:`~aioinfer.model.moe.experts.Experts`."""
 
-    __slots__ = ("packed",)
+    __slots__ = ("dtype", "packed")
 
     def __init__(
         self,
-        team: ThreadPool,
+        pool: ThreadPool,
         dtype: torch.dtype,
         sizes: tuple[int, int, int],
         experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
         *,
-        rounded: bool = False,
+        int8: bool = False,
     ) -> None:
-        """``sizes``: how many experts, hidden, middle. ``experts`` come one by one, [2 * middle, hidden] and
-        [hidden, middle]; each is packed before the next is asked for, ``rounded`` to 8 bits."""
-        self.packed = PackedExperts(team, _NUMBERS[dtype], *sizes, rounded=rounded)
+        """
+        Args:
+            sizes: number of experts, hidden, middle.
+            experts: [2 * middle, hidden] and [hidden, middle] of each; it is packed before the next is taken.
+            int8: round to 8 bits.
+        """
+        self.dtype = dtype
+        self.packed = PackedExperts(pool, NUMBERS[dtype], *sizes, int8=int8)
+        _, hidden, middle = sizes
         for index, (gate_up, down) in enumerate(experts):
             gate_up, down = gate_up.contiguous(), down.contiguous()
-            self.packed.pack(index, gate_up.data_ptr(), down.data_ptr())
+            both = address(gate_up, dtype, 2 * middle * hidden)
+            self.packed.pack(index, both, address(down, dtype, hidden * middle))
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.model.moe.experts.Experts`."""
         hidden, weights, experts = hidden.contiguous(), weights.float().contiguous(), experts.contiguous()
         out = torch.empty_like(hidden)
         tokens, top_k = experts.shape
-        pointers = experts.data_ptr(), weights.data_ptr(), out.data_ptr()
-        self.packed.apply(hidden.data_ptr(), tokens, top_k, *pointers)
+        self.packed.apply(
+            address(hidden, self.dtype, tokens * self.packed.hidden),
+            tokens,
+            top_k,
+            address(experts, torch.int64, tokens * top_k),
+            address(weights, torch.float32, tokens * top_k),
+            out.data_ptr(),
+        )
         return out

@@ -11,7 +11,7 @@
 
 #include "heads.hpp"
 #include "linear.hpp"
-#include "pool.hpp"
+#include "kv_pool.hpp"
 
 namespace aioinfer {
 
@@ -59,7 +59,7 @@ inline std::vector<AttentionTask> divide(const Rows& rows, int64_t kv_heads, int
   return tasks;
 }
 
-// What a member of a team needs to attend; one at a time.
+// What a worker of a pool needs to attend; one at a time.
 template <class T>
 struct AttentionScratch {
   explicit AttentionScratch(int64_t head_dim)
@@ -78,12 +78,12 @@ class Attending {
   static constexpr int PER_TILE = TILE / LANES;
 
   // ``position``: those of the queries.
-  Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& scoring, const int64_t (&position)[QUERIES],
+  Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& params, const int64_t (&position)[QUERIES],
             int64_t length, AttentionScratch<T>& scratch)
-      : context_(context), head_dim_(head_dim), scoring_(scoring), scratch_(scratch) {
+      : context_(context), head_dim_(head_dim), params_(params), scratch_(scratch) {
     for (int q = 0; q < QUERIES; q++) {
-      from_[q] = scoring.first_visible(position[q]);
-      to_[q] = scoring.behind_visible(position[q], length);
+      from_[q] = params.first_visible(position[q]);
+      to_[q] = params.behind_visible(position[q], length);
       best_[q] = -INFINITY;
       total_[q] = 0;
     }
@@ -146,7 +146,7 @@ class Attending {
     for (int q = 0; q < QUERIES; q++)
       AIOINFER_UNROLL
       for (int v = 0; v < COUNT; v++)
-        store(&scratch_.scores[q * SPAN + (first + v) * LANES], sums[q][v] * scoring_.scale);
+        store(&scratch_.scores[q * SPAN + (first + v) * LANES], sums[q][v] * params_.scale);
   }
 
   // From scores to weights, exponentials relative to the best score so far; sums shrink when a better one comes. All
@@ -171,7 +171,7 @@ class Attending {
   void find_best(int q, int64_t at, int vectors) {
     float* scores = &scratch_.scores[q * SPAN];
     Floats best = spread(-INFINITY);
-    if (at >= from_[q] && at + vectors * LANES <= to_[q] && scoring_.soft_cap == 0) {
+    if (at >= from_[q] && at + vectors * LANES <= to_[q] && params_.soft_cap == 0) {
       for (int v = 0; v < vectors; v++) best = larger(best, load<Floats>(scores + v * LANES));
     } else {
       for (int v = 0; v < vectors; v++) {
@@ -186,10 +186,10 @@ class Attending {
   }
 
   AIOINFER_INLINE Floats capped(Floats score) const {
-    if (scoring_.soft_cap == 0) return score;
+    if (params_.soft_cap == 0) return score;
     float values[LANES];
     store(values, score);
-    for (float& value : values) value = scoring_.soft_cap * std::tanh(value / scoring_.soft_cap);
+    for (float& value : values) value = params_.soft_cap * std::tanh(value / params_.soft_cap);
     return load<Floats>(values);
   }
 
@@ -277,7 +277,7 @@ class Attending {
 
   const Context<T>& context_;
   const int64_t head_dim_;
-  const AttentionParams& scoring_;
+  const AttentionParams& params_;
   AttentionScratch<T>& scratch_;
   const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE];
   int64_t from_[QUERIES], to_[QUERIES];
@@ -286,12 +286,12 @@ class Attending {
 
 // One task. sink(token) returns a put(index, LANES results), the index counting through all query heads.
 template <class T, class Sink>
-void attend_task(const AttentionTask& task, const Rows& rows, const Pool<T>& pool, const AttentionParams& scoring,
+void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& kv, const AttentionParams& params,
                  const Projected<T>& projected, int64_t group, AttentionScratch<T>& scratch, Sink& sink) {
   constexpr int PER_UNIT = Number<T>::PER_UNIT;
-  const int64_t head_dim = pool.head_dim, begin = rows.starts[task.row], length = rows.lengths[task.row];
+  const int64_t head_dim = kv.head_dim, begin = rows.starts[task.row], length = rows.lengths[task.row];
   const int64_t start = length - (rows.starts[task.row + 1] - begin);
-  const Context<T> context(pool, rows.tables + task.row * rows.width, length, task.head);
+  const Context<T> context(kv, rows.tables + task.row * rows.width, length, task.head);
   with_height(task.queries, [&](auto height) {
     constexpr int QUERIES = decltype(height)::value;
     int64_t token[QUERIES], head[QUERIES], position[QUERIES];
@@ -303,7 +303,7 @@ void attend_task(const AttentionTask& task, const Rows& rows, const Pool<T>& poo
       for (int64_t d = 0; d < head_dim; d += PER_UNIT)
         std::memcpy(&scratch.queries[d / PER_UNIT * QUERIES + q], from + d, sizeof(uint32_t));
     }
-    Attending<T, QUERIES> attending(context, head_dim, scoring, position, length, scratch);
+    Attending<T, QUERIES> attending(context, head_dim, params, position, length, scratch);
     attending.run();
     for (int q = 0; q < QUERIES; q++) {
       auto put = sink(token[q]);
@@ -323,16 +323,16 @@ struct AttentionInput {
 // A layer's attention: keys and values of all tokens are stored, then every query attends. sink(token) returns a
 // put(index, LANES results), the index counting through all query heads.
 template <class T, class Sink>
-void attend(Member& member, const std::vector<AttentionTask>& tasks, const AttentionInput& input,
-            const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, const Pool<T>& pool,
-            const AttentionParams& scoring, AttentionScratch<T>& scratch, Sink&& sink) {
-  member.parallel_in_runs(input.tokens * shape.kv_heads, [&](int64_t i) {
+void attend(Worker& worker, const std::vector<AttentionTask>& tasks, const AttentionInput& input,
+            const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, const KVPool<T>& kv,
+            const AttentionParams& params, AttentionScratch<T>& scratch, Sink&& sink) {
+  worker.parallel_in_runs(input.tokens * shape.kv_heads, [&](int64_t i) {
     const int64_t token = i / shape.kv_heads, at = input.rotary == nullptr ? token : input.rotary[token];
-    prepare_token(projected, shape, rotary, token, at, i % shape.kv_heads, input.cells[token], pool,
+    prepare_token(projected, shape, rotary, token, at, i % shape.kv_heads, input.cells[token], kv,
                   scratch.sums.data());
   });
-  member.parallel(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
-    attend_task(tasks[index], input.rows, pool, scoring, projected, shape.group(), scratch, sink);
+  worker.parallel(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
+    attend_task(tasks[index], input.rows, kv, params, projected, shape.group(), scratch, sink);
   });
 }
 

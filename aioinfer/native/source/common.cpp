@@ -1,7 +1,8 @@
-// The part of the interface that does not depend on the type of a model.
+// The entry points that do not depend on the type of a model.
 #include <sys/mman.h>
 
 #include "interface.hpp"
+#include "layout.hpp"
 #include "simd.hpp"
 #include "thread_pool.hpp"
 
@@ -20,16 +21,24 @@ extern "C" {
 
 const char* aioinfer_error() { return last_error().c_str(); }
 
+// The argument structures as they were compiled; see layout.hpp.
+const char* aioinfer_layout() {
+  return guarded<const char*>(nullptr, [] {
+    static const std::string text = layout();
+    return text.c_str();
+  });
+}
+
 // Lanes of a vector: what the processor was compiled for.
 int aioinfer_lanes() { return LANES; }
 
-void* aioinfer_team(int threads) {
+void* aioinfer_thread_pool(int threads) {
   return guarded<void*>(nullptr, [&] { return new ThreadPool(threads); });
 }
 
-void aioinfer_free_team(void* team) { delete static_cast<ThreadPool*>(team); }
+void aioinfer_free_thread_pool(void* pool) { delete static_cast<ThreadPool*>(pool); }
 
-// Have memory lie on huge pages where the system has any; what is there already stays as it is.
+// Ask for huge pages where the system has any; the contents of the memory stay.
 bool aioinfer_huge_pages(void* from, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t huge = uintptr_t{1} << 21;

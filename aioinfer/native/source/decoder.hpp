@@ -1,11 +1,11 @@
-// Decoder: all layers of a step as one program of a team; see aioinfer.model.decoder.
+// Decoder: all layers of a step as one program of a pool; see aioinfer.model.decoder.
 //
 //   embedding ─► ┌ norm ─► qkv ─► heads, cells ─► attention ─► out ─┐ + ─► ┌ norm ─► gate, up ─► down ─┐ + ─► norm ─► head
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
 // Where a layer has experts, its second half is that of experts.hpp.
 //
-// Each arrow is a phase that the team shares out and ends with a barrier. What is stored in between has the
+// Each arrow is a phase that the pool shares out and ends with a barrier. What is stored in between has the
 // model's type; what a phase computes is float.
 #pragma once
 
@@ -33,7 +33,7 @@ struct Layer {
   // Null in a layer without experts.
   const Router<T>* router;
   const Experts<T>* experts;
-  AttentionParams scoring;
+  AttentionParams params;
 
   Shared<T> shared() const { return {gate_up, down}; }
 };
@@ -43,7 +43,7 @@ template <class T>
 struct StepInput {
   const int64_t* ids;  // [tokens]
   AttentionInput attention;
-  T* const* pools;  // [layers] keys and values of each
+  T* const* kv_pools;  // [layers] keys and values of each
   int64_t page_size;
   int64_t num_logits;
   const int64_t* logits_rows;
@@ -78,74 +78,74 @@ class Decoder {
 
   void add(const Layer<T>& layer) { layers_.push_back(layer); }
 
-  void forward(ThreadPool& team, const StepInput<T>& step, double* seconds) {
-    reserve(step, team.size());
+  void forward(ThreadPool& pool, const StepInput<T>& step, double* seconds) {
+    reserve(step, pool.size());
     const int64_t tokens = step.attention.tokens;
     const auto tasks = divide(step.attention.rows, shape_.kv_heads, shape_.group());
-    team.run([&](Member& member) {
+    pool.run([&](Worker& worker) {
       double unused[PARTS] = {};
-      Stopwatch watch(member.index() == 0 ? seconds : unused);
-      member.parallel_in_runs(tokens, [&](int64_t t) {
+      Stopwatch watch(worker.index() == 0 ? seconds : unused);
+      worker.parallel_in_runs(tokens, [&](int64_t t) {
         std::memcpy(residual(t), embedding_ + step.ids[t] * hidden_, sizeof(T) * hidden_);
       });
       for (size_t index = 0; index < layers_.size(); index++) {
-        attention_part(member, index, step, tasks, watch);
+        attention_part(worker, index, step, tasks, watch);
         if (layers_[index].experts == nullptr)
-          dense_part(member, layers_[index], tokens, watch);
+          dense_part(worker, layers_[index], tokens, watch);
         else
-          sparse_part(member, layers_[index], tokens, watch);
+          sparse_part(worker, layers_[index], tokens, watch);
       }
-      logits(member, step, watch);
+      logits(worker, step, watch);
     });
   }
 
  private:
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
 
-  void attention_part(Member& member, size_t index, const StepInput<T>& step, const std::vector<AttentionTask>& tasks,
+  void attention_part(Worker& worker, size_t index, const StepInput<T>& step, const std::vector<AttentionTask>& tasks,
                       Stopwatch& watch) {
     const Layer<T>& layer = layers_[index];
-    const Pool<T> pool{step.pools[index], step.page_size, shape_.kv_heads, shape_.head_dim};
+    const KVPool<T> kv{step.kv_pools[index], step.page_size, shape_.kv_heads, shape_.head_dim};
     const int64_t tokens = step.attention.tokens, width = shape_.width();
     HeadShape<T> shape = shape_;
     shape.norm = layer.head_norm;
-    const Activations<T> normed = norm_rows(member, layer.attention_norm, tokens, nullptr);
+    const Activations<T> normed = norm_rows(worker, layer.attention_norm, tokens, nullptr);
     watch.add(REST);
-    multiply(member, normed, *layer.qkv, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+    multiply(worker, normed, *layer.qkv, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       put_pair(projected_.data() + place.row * width, panel, width, one, other);
     });
     watch.add(LINEAR);
     const Activations<T> mixed(wide_.data(), tokens, shape_.heads * shape_.head_dim);
-    attend(member, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, rotary_, pool,
-           layer.scoring, *scratch_[member.index()],
+    attend(worker, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, rotary_, kv,
+           layer.params, *scratch_[worker.index()],
            [&](int64_t token) {
              return [&mixed, to = mixed.row(token)](int64_t at, Floats values) { mixed.put(to, at, values); };
            });
     watch.add(ATTENTION);
-    multiply(member, mixed, *layer.out, add_to_residual());
+    multiply(worker, mixed, *layer.out, add_to_residual());
     watch.add(LINEAR);
   }
 
-  void dense_part(Member& member, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
-    const Activations<T> normed = norm_rows(member, layer.mlp_norm, tokens, nullptr);
+  void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+    const Activations<T> normed = norm_rows(worker, layer.mlp_norm, tokens, nullptr);
     watch.add(REST);
     const Activations<T> gated(wide_.data(), tokens, middle_);
-    multiply(member, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
+    multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
       gated.put(gated.row(place), panel * LANES, silu(gate) * up);
     });
-    multiply(member, gated, *layer.down, add_to_residual());
+    multiply(worker, gated, *layer.down, add_to_residual());
     watch.add(LINEAR);
   }
 
-  void sparse_part(Member& member, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+  void sparse_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Activations<float> floats = routing_.floats(tokens, hidden_);
-    const Activations<T> normed = norm_rows(member, layer.mlp_norm, tokens, nullptr, &floats);
+    const Activations<T> normed = norm_rows(worker, layer.mlp_norm, tokens, nullptr, &floats);
     watch.add(REST);
     if constexpr (std::is_same_v<T, float>)
-      routing_.route(member, *layer.router, normed);
+      routing_.route(worker, *layer.router, normed);
     else
-      routing_.route(member, *layer.router, floats);
-    mixing_.mix(member, *layer.experts, layer.shared(), normed, layer.router->rule.top_k, routing_.experts(),
+      routing_.route(worker, *layer.router, floats);
+    mixing_.mix(worker, *layer.experts, layer.shared(), normed, layer.router->rule.top_k, routing_.experts(),
                 routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
                   T* to = residual(token) + at;
                   Number<T>::store_lanes(to, Number<T>::load_lanes(to) + values);
@@ -153,11 +153,11 @@ class Decoder {
     watch.add(LINEAR);
   }
 
-  void logits(Member& member, const StepInput<T>& step, Stopwatch& watch) {
+  void logits(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {
     const int64_t vocabulary = head_->outputs;
-    const Activations<T> normed = norm_rows(member, norm_, step.num_logits, step.logits_rows);
+    const Activations<T> normed = norm_rows(worker, norm_, step.num_logits, step.logits_rows);
     watch.add(REST);
-    multiply(member, normed, *head_, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+    multiply(worker, normed, *head_, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       put_pair(step.logits + place.row * vocabulary, panel, vocabulary, one, other);
     });
     watch.add(LINEAR);
@@ -165,10 +165,10 @@ class Decoder {
 
   // Root mean square norm of the residual of all tokens, or of those that ``chosen`` names. Where T is not float,
   // the same goes to ``floats``, too, if it is given.
-  Activations<T> norm_rows(Member& member, const T* weight, int64_t count, const int64_t* chosen,
+  Activations<T> norm_rows(Worker& worker, const T* weight, int64_t count, const int64_t* chosen,
                            const Activations<float>* floats = nullptr) {
     const Activations<T> normed(narrow_.data(), count, hidden_);
-    member.parallel_in_runs(count, [&](int64_t row) {
+    worker.parallel_in_runs(count, [&](int64_t row) {
       const T* from = residual(chosen == nullptr ? row : chosen[row]);
       const float factor = inverse_rms(from, hidden_, eps_);
       uint32_t* to = normed.row(row);
@@ -190,7 +190,7 @@ class Decoder {
     };
   }
 
-  void reserve(const StepInput<T>& step, int members) {
+  void reserve(const StepInput<T>& step, int workers) {
     const int64_t tokens = step.attention.tokens, wide = std::max(shape_.heads * shape_.head_dim, middle_);
     const int64_t rows = std::max(tokens, step.num_logits);
     grow(residual_, tokens * hidden_);
@@ -199,10 +199,10 @@ class Decoder {
     grow(wide_, Activations<T>::units(tokens, wide));
     for (const Layer<T>& layer : layers_) {
       if (layer.experts == nullptr) continue;
-      routing_.reserve(members, tokens, *layer.router);
-      mixing_.reserve(members, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
+      routing_.reserve(workers, tokens, *layer.router);
+      mixing_.reserve(workers, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
     }
-    while (static_cast<int>(scratch_.size()) < members)
+    while (static_cast<int>(scratch_.size()) < workers)
       scratch_.push_back(std::make_unique<AttentionScratch<T>>(shape_.head_dim));
   }
 

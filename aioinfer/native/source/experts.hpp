@@ -35,9 +35,9 @@ class Experts {
   }
 
   // ``gate_up`` [2 * middle, hidden], gates first, and ``down`` [hidden, middle] of one expert.
-  void set(ThreadPool& team, int64_t expert, const T* gate_up, const T* down) {
-    gate_up_[expert].set(team, gate_up, hidden);
-    down_[expert].set(team, down, middle);
+  void set(ThreadPool& pool, int64_t expert, const T* gate_up, const T* down) {
+    gate_up_[expert].set(pool, gate_up, hidden);
+    down_[expert].set(pool, down, middle);
   }
 
   const Weights<T>& gate_up(int64_t expert) const { return gate_up_[expert]; }
@@ -50,7 +50,7 @@ class Experts {
   std::vector<Weights<T>> gate_up_, down_;
 };
 
-// Pairs in the order of their experts, tokens ascending. Every member of a team has its own: to count for oneself
+// Pairs in the order of their experts, tokens ascending. Every worker of a pool has its own: to count for oneself
 // is quicker than to wait for one who does.
 class Dispatch {
  public:
@@ -112,41 +112,41 @@ template <class T>
 class Mixing {
  public:
   // Room for ``tokens`` with ``top_k`` experts each. May throw; nothing else here does.
-  void reserve(int members, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
+  void reserve(int workers, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
     const int64_t pairs = tokens * top_k, rows = Dispatch::padded(pairs);
     grow(rows_, rows * depth(experts.hidden));
     grow(gated_, rows * depth(experts.middle));
     grow(shared_gated_, shared.gate_up == nullptr ? 0 : Activations<T>::units(tokens, shared.middle()));
     grow(outputs_, (pairs + (shared.gate_up == nullptr ? 0 : tokens)) * experts.hidden);
-    while (static_cast<int>(dispatches_.size()) < members) dispatches_.push_back(std::make_unique<Dispatch>());
+    while (static_cast<int>(dispatches_.size()) < workers) dispatches_.push_back(std::make_unique<Dispatch>());
     for (auto& dispatch : dispatches_) dispatch->reserve(pairs, experts.count);
   }
 
   // add(token, index, LANES results): sums over the pairs of each token, and what it gets from the shared part.
   template <class Add>
-  void mix(Member& member, const Experts<T>& experts, const Shared<T>& shared, const Activations<T>& tokens,
+  void mix(Worker& worker, const Experts<T>& experts, const Shared<T>& shared, const Activations<T>& tokens,
            int64_t top_k, const int64_t* chosen, const float* weights, Add&& add) {
     const int64_t count = tokens.blocks.rows, pairs = count * top_k, hidden = experts.hidden;
-    Dispatch& dispatch = *dispatches_[member.index()];
+    Dispatch& dispatch = *dispatches_[worker.index()];
     dispatch.sort(chosen, pairs, experts.count);
-    gather(member, dispatch, tokens, top_k, hidden);
+    gather(worker, dispatch, tokens, top_k, hidden);
     const bool all = shared.gate_up != nullptr && count > 0;
     const Activations<T> shared_gated(shared_gated_.data(), all ? count : 0, shared.middle());
     share_out(
-        member, dispatch, experts.gate_up(0), all ? shared.gate_up : nullptr,
+        worker, dispatch, experts.gate_up(0), all ? shared.gate_up : nullptr,
         [&](int64_t from, int64_t to) { gate(tokens, *shared.gate_up, from, to, shared_gated); },
         [&](const Dispatch::Group& group, int64_t from, int64_t to) {
           gate(rows(group, hidden), experts.gate_up(group.expert), from, to, gated(group, experts.middle));
         });
     share_out(
-        member, dispatch, experts.down(0), all ? shared.down : nullptr,
+        worker, dispatch, experts.down(0), all ? shared.down : nullptr,
         [&](int64_t from, int64_t to) {
           put(shared_gated, *shared.down, from, to, nullptr, pairs);
         },
         [&](const Dispatch::Group& group, int64_t from, int64_t to) {
           put(gated(group, experts.middle), experts.down(group.expert), from, to, &dispatch.placed(group.first), 0);
         });
-    member.parallel_in_runs(count, [&](int64_t token) {
+    worker.parallel_in_runs(count, [&](int64_t token) {
       const T* outputs = outputs_.data() + token * top_k * hidden;
       for (int64_t i = 0; i < hidden; i += LANES) {
         Floats sum = all ? Number<T>::load_lanes(&outputs_[(pairs + token) * hidden + i]) : Floats{};
@@ -169,8 +169,8 @@ class Mixing {
   }
 
   // The tokens' rows once for each of their pairs, as their experts want them.
-  void gather(Member& member, const Dispatch& dispatch, const Activations<T>& tokens, int64_t top_k, int64_t hidden) {
-    member.parallel_in_runs(tokens.blocks.rows * top_k, [&](int64_t place) {
+  void gather(Worker& worker, const Dispatch& dispatch, const Activations<T>& tokens, int64_t top_k, int64_t hidden) {
+    worker.parallel_in_runs(tokens.blocks.rows * top_k, [&](int64_t place) {
       const Dispatch::Placed& placed = dispatch.placed(place);
       const Dispatch::Group& group = dispatch.group(placed.group);
       const Activations<T> mine = rows(group, hidden);
@@ -183,24 +183,24 @@ class Mixing {
   // Divide products with the weights of ``all``, which may be null, and of every group, each shaped as ``one``, into
   // tasks: whole(from, to) and part(group, from, to), of panels in runs.
   template <class Whole, class Part>
-  static void share_out(Member& member, const Dispatch& dispatch, const Weights<T>& one, const Weights<T>* all,
+  static void share_out(Worker& worker, const Dispatch& dispatch, const Weights<T>& one, const Weights<T>* all,
                         Whole&& whole, Part&& part) {
     const int64_t panels = dispatch.used() * one.panels + (all == nullptr ? 0 : all->panels);
-    const int64_t run = run_of(one, panels, member), runs = (one.panels + run - 1) / run;
-    const int64_t shared_run = all == nullptr ? 1 : run_of(*all, panels, member);
+    const int64_t run = run_of(one, panels, worker), runs = (one.panels + run - 1) / run;
+    const int64_t shared_run = all == nullptr ? 1 : run_of(*all, panels, worker);
     const int64_t first = all == nullptr ? 0 : (all->panels + shared_run - 1) / shared_run;
-    member.parallel(first + dispatch.used() * runs, [&](int64_t task) {
+    worker.parallel(first + dispatch.used() * runs, [&](int64_t task) {
       if (task < first) return whole(task * shared_run, std::min(all->panels, (task + 1) * shared_run));
       const int64_t from = (task - first) % runs * run;
       part(dispatch.group((task - first) / runs), from, std::min(one.panels, from + run));
     });
   }
 
-  // Panels that are worth a task: no more than fit a cache, and so few that all members of a team have some.
-  static int64_t run_of(const Weights<T>& w, int64_t panels, const Member& member) {
+  // Panels that are worth a task: no more than fit a cache, and so few that all workers of a pool have some.
+  static int64_t run_of(const Weights<T>& w, int64_t panels, const Worker& worker) {
     constexpr int64_t RUN = 256 << 10, AT_ONCE = panels_at_once(1);
     const int64_t fitting = RUN / (w.depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)));
-    const int64_t wanted = std::max<int64_t>(1, std::min(fitting, panels / (4 * member.members())));
+    const int64_t wanted = std::max<int64_t>(1, std::min(fitting, panels / (4 * worker.workers())));
     return (wanted + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
   }
 

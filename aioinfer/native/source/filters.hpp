@@ -14,7 +14,7 @@
 namespace aioinfer {
 
 // The weights of a vector's tokens: two registers full.
-struct Weights {
+struct LaneWeights {
   typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
 
   Longs low, high;
@@ -74,20 +74,20 @@ struct Masses {
   // The likeliest token's weight: with as many of them as there are tokens, sums stay below 2^63.
   explicit Masses(int64_t vocab) : unit(std::ldexp(1.0f, 62 - std::bit_width(static_cast<uint64_t>(vocab - 1)))) {}
 
-  AIOINFER_INLINE Weights operator()(Floats scaled) const {
+  AIOINFER_INLINE LaneWeights operator()(Floats scaled) const {
     typedef float Half __attribute__((vector_size(LANES * 2)));
     float lanes[LANES];
     store(lanes, exponential(scaled) * unit);
-    return {__builtin_convertvector(load<Half>(lanes), Weights::Longs),
-            __builtin_convertvector(load<Half>(lanes + LANES / 2), Weights::Longs)};
+    return {__builtin_convertvector(load<Half>(lanes), LaneWeights::Longs),
+            __builtin_convertvector(load<Half>(lanes + LANES / 2), LaneWeights::Longs)};
   }
 
   // What the logits that are not below ``floor`` when scaled weigh.
   int64_t sum(const float* logits, int64_t count, const Scale& scale, float floor = -INFINITY) const {
-    Weights::Longs total{};
+    LaneWeights::Longs total{};
     for (int64_t at = 0; at < count; at += LANES) {
       const Floats scaled = scale(piece(logits, at, count));
-      const Weights weights = (*this)(scaled >= floor ? scaled : spread(-INFINITY));
+      const LaneWeights weights = (*this)(scaled >= floor ? scaled : spread(-INFINITY));
       total += weights.low + weights.high;
     }
     int64_t whole = 0;
@@ -100,7 +100,7 @@ struct Masses {
 
 // Every token weighs 1.
 struct Ones {
-  AIOINFER_INLINE Weights operator()(Floats) const { return {Weights::Longs{} + 1, Weights::Longs{} + 1}; }
+  AIOINFER_INLINE LaneWeights operator()(Floats) const { return {LaneWeights::Longs{} + 1, LaneWeights::Longs{} + 1}; }
 };
 
 // The least scaled logit such that it and all above weigh at least ``target``, which all together do.
@@ -122,7 +122,7 @@ float smallest_surviving(const float* logits, int64_t count, const Scale& scale,
       uint32_t inside = lanes_of((key >> (digit.shift + digit.bits)) == prefix);
       if (!inside) continue;
       const Words bin = (key >> digit.shift) & (bins - 1);
-      const Weights weights = weigh(scaled);
+      const LaneWeights weights = weigh(scaled);
       uint32_t to[LANES];
       int64_t what[LANES];
       store(to, bin);
@@ -159,7 +159,7 @@ Narrowed narrowed(const float* logits, int64_t count, const Scale& scale, const 
   int64_t histogram[BINS] = {};
   for (int64_t at = 0; at < count; at += LANES) {
     const Floats scaled = scale(piece(logits, at, count));
-    const Weights weights = weigh(scaled);
+    const LaneWeights weights = weigh(scaled);
     int32_t to[LANES];
     int64_t what[LANES];
     store(to, bins_of(scaled));

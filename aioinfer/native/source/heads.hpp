@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "pool.hpp"
+#include "kv_pool.hpp"
 
 namespace aioinfer {
 
@@ -83,7 +83,7 @@ void prepare_head(T* head, int64_t size, const T* norm, float eps, const Rotary<
 // nothing left to be done have no norm and a rotary of size 0.
 template <class T>
 void prepare_token(const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, int64_t token,
-                   int64_t at, int64_t kv_head, int64_t cell, const Pool<T>& pool, float* scratch) {
+                   int64_t at, int64_t kv_head, int64_t cell, const KVPool<T>& kv, float* scratch) {
   const int64_t size = shape.head_dim, group = shape.group();
   T* queries = projected.queries + token * projected.query_stride + kv_head * group * size;
   T* key = projected.keys + token * projected.kv_stride + kv_head * size;
@@ -93,7 +93,7 @@ void prepare_token(const Projected<T>& projected, const HeadShape<T>& shape, con
       prepare_head(queries + i * size, size, norm(kv_head * group + i), shape.eps, rotary, at, scratch);
     prepare_head(key, size, norm(shape.heads + kv_head), shape.eps, rotary, at, scratch);
   }
-  pool.write(cell, kv_head, key, projected.values + token * projected.kv_stride + kv_head * size);
+  kv.write(cell, kv_head, key, projected.values + token * projected.kv_stride + kv_head * size);
 }
 
 }  // namespace aioinfer

@@ -1,18 +1,248 @@
-// What the C functions have in common that aioinfer.native.bindings calls.
+// The C interface that aioinfer.native.bindings calls.
 //
-// Functions that make something return null when they fail, others false; ``aioinfer_error`` says why, to the thread
-// that called. Sizes are counted in elements. Pointers that are handed over stay valid for as long as they are used.
+// An entry point with more than three arguments takes one pointer to a structure. The structures are defined here and,
+// with the same names and fields, in aioinfer/native/arguments.py; layout.hpp lists their fields for the comparison that
+// Python makes when it loads the library.
+//
+// An entry point that makes an object returns null on failure, others return false; ``aioinfer_error`` gives the reason
+// to the calling thread. Sizes and strides are counted in elements. The caller keeps everything that a pointer refers to
+// alive during the call, and for as long as the object lives where the comment says "kept".
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <string>
 
 namespace aioinfer {
 
-// What went wrong last on this thread.
+class ThreadPool;
+template <class T>
+class Weights;
+template <class T>
+class Router;
+template <class T>
+class Experts;
+template <class T>
+class Decoder;
+
+// -- linear layers ------------------------------------------------------------------------------------------------
+
+// Pack weights.
+template <class T>
+struct WeightsArguments {
+  ThreadPool* pool;
+  const T* rows;  // [outputs, inner]; gated: [2 * outputs, inner], gates first
+  const T* bias;  // one element per row, or null
+  int64_t outputs, inner;
+  bool gated;
+  bool int8;  // round to 8 bits, with one factor per output
+};
+
+// ``out`` = ``values`` times the weights; gated: silu(gate) * up.
+template <class T>
+struct LinearArguments {
+  ThreadPool* pool;
+  const Weights<T>* weights;
+  const T* values;  // [count, inner]
+  int64_t count, inner;
+  T* out;  // [count, outputs]
+};
+
+// -- mixture of experts -------------------------------------------------------------------------------------------
+
+// Make a router.
+struct RouterArguments {
+  const Weights<float>* weight;  // one output per expert; kept
+  const float* bias;             // [experts], or null
+  int64_t top_k, groups, top_groups;
+  float scale;
+  bool sigmoid;  // the score of each expert by itself; else a softmax over all of them
+  bool normalize;
+};
+
+// Choose the experts of tokens.
+template <class T>
+struct RouteArguments {
+  ThreadPool* pool;
+  const Router<T>* router;
+  const T* values;  // [count, hidden]
+  int64_t count, hidden;
+  float* weights;    // [count, top_k]
+  int64_t* experts;  // [count, top_k]
+};
+
+// Allocate the experts of a layer.
+struct ExpertsArguments {
+  int64_t count, hidden, middle;
+  bool int8;
+};
+
+// Pack one expert.
+template <class T>
+struct SetExpertArguments {
+  ThreadPool* pool;
+  Experts<T>* experts;
+  int64_t index;
+  const T* gate_up;  // [2 * middle, hidden], gates first
+  const T* down;     // [hidden, middle]
+};
+
+// ``out``: the weighted sum of each token's experts.
+template <class T>
+struct MixArguments {
+  ThreadPool* pool;
+  const Experts<T>* experts;
+  const T* values;  // [count, hidden]
+  int64_t count, top_k;
+  const int64_t* chosen;  // [count, top_k]
+  const float* weights;   // [count, top_k]
+  T* out;                 // [count, hidden]
+};
+
+// -- attention and decoders -----------------------------------------------------------------------------------------
+
+// Attention of one layer. Queries and keys are normed and rotated in place, unless ``norm`` is null and ``rotary_dim``
+// is 0; keys and values are stored in the KV pool.
+template <class T>
+struct AttendArguments {
+  ThreadPool* pool;
+  T* queries;  // [tokens, heads, head_dim], tokens ``query_stride`` apart
+  T* keys;     // [tokens, kv_heads, head_dim], tokens ``kv_stride`` apart
+  T* values;   // like the keys
+  int64_t query_stride, kv_stride;
+  int64_t heads, kv_heads, head_dim;
+  const T* norm;  // [heads + kv_heads, head_dim], or null
+  const T* cos;   // [tokens, rotary_dim]
+  const T* sin;   // [tokens, rotary_dim], the first half negated
+  int64_t rotary_dim;
+  T* kv_pool;  // keys and values of the layer; see kv_pool.hpp
+  int64_t page_size;
+  int64_t tokens, rows;
+  const int64_t* slot_mapping;  // [tokens]
+  const int64_t* cu_q;          // [rows + 1]
+  const int64_t* kv_len;        // [rows]
+  const int64_t* block_table;   // [rows, table_width]
+  int64_t table_width;
+  int64_t window;  // 0: none
+  int64_t block;
+  float scale, soft_cap;  // soft_cap 0: none
+  float norm_eps;
+  T* out;  // [tokens, heads, head_dim]
+};
+
+// Make a decoder without layers. All pointers are kept.
+template <class T>
+struct DecoderArguments {
+  const T* embedding;      // [vocabulary, hidden]
+  const T* norm;           // [hidden]
+  const Weights<T>* head;  // one output per token of the vocabulary
+  const T* cos;            // [positions, rotary_dim]
+  const T* sin;            // [positions, rotary_dim], the first half negated
+  int64_t heads, kv_heads, head_dim, rotary_dim;
+  int64_t hidden;
+  int64_t middle;  // the largest inner dimension of the dense parts
+  float head_norm_eps, norm_eps;
+};
+
+// Append a layer. All pointers are kept.
+template <class T>
+struct LayerArguments {
+  Decoder<T>* decoder;
+  const T* attention_norm;  // [hidden]
+  const Weights<T>* qkv;
+  const T* head_norm;  // [heads + kv_heads, head_dim], or null
+  const Weights<T>* out;
+  const T* mlp_norm;          // [hidden]
+  const Weights<T>* gate_up;  // of the dense part or the shared expert; null in a layer without
+  const Weights<T>* down;     // null with gate_up
+  const Router<T>* router;    // null in a layer without experts
+  const Experts<T>* experts;  // null with router
+  int64_t window;             // 0: none
+  int64_t block;
+  float scale, soft_cap;  // soft_cap 0: none
+};
+
+// Compute one step.
+template <class T>
+struct ForwardArguments {
+  Decoder<T>* decoder;
+  ThreadPool* pool;
+  T* const* kv_pools;  // [layers] keys and values of each
+  int64_t page_size;
+  int64_t tokens, rows, num_logits;
+  const int64_t* input_ids;     // [tokens]
+  const int64_t* positions;     // [tokens]
+  const int64_t* slot_mapping;  // [tokens]
+  const int64_t* cu_q;          // [rows + 1]
+  const int64_t* kv_len;        // [rows]
+  const int64_t* block_table;   // [rows, table_width]
+  int64_t table_width;
+  const int64_t* logits_rows;  // [num_logits]
+  float* logits;               // [num_logits, vocabulary]
+  double* seconds;             // [PARTS] grow by the time of each part
+};
+
+// -- from logits to tokens ------------------------------------------------------------------------------------------
+
+// Sample one token per row. Banned logits are overwritten during the call and restored.
+struct SampleArguments {
+  ThreadPool* pool;
+  float* logits;  // [rows, vocab], rows ``stride`` apart
+  int64_t rows, vocab, stride;
+  const float* temperature;  // [rows]
+  const float* top_p;        // [rows]
+  const float* min_p;        // [rows]
+  const int64_t* top_k;      // [rows]
+  const int64_t* seeds;      // [rows]
+  const int64_t* positions;  // [rows]
+  int64_t bans;
+  const int64_t* banned_rows;  // [bans]
+  const int64_t* banned_ids;   // [bans]
+  int64_t bad;                 // the token of rows with NaN or infinity, or without a token that can be sampled
+  int64_t* tokens;             // [rows]
+};
+
+// ``out``: logits with penalties.
+struct PenaliseArguments {
+  ThreadPool* pool;
+  const float* logits;  // [rows, vocab], rows ``stride`` apart
+  int64_t rows, vocab, stride;
+  const int32_t* counts;  // [lines, vocab]; line 0 is of rows without penalties, all zero
+  const int64_t* row_of;  // [slots] line of each slot
+  const int64_t* slots;   // [rows]
+  const float* repetition;
+  const float* presence;
+  const float* frequency;
+  int64_t in_prompt;  // the bit of a count that marks a token of the prompt
+  float* out;         // [rows, vocab]
+};
+
+// Set logits to -inf where the masks have no bit.
+struct MasksArguments {
+  ThreadPool* pool;
+  float* logits;  // rows of ``vocab``, ``stride`` apart
+  int64_t vocab, stride, count;
+  const int64_t* rows;    // [count] row of each mask
+  const uint32_t* masks;  // [count, words]
+  int64_t words;
+};
+
+// Logprobs of rows.
+struct LogprobsArguments {
+  ThreadPool* pool;
+  const float* logits;  // [count, vocab], rows ``stride`` apart
+  int64_t vocab, stride, count, top;
+  float* totals;     // [2, count]: subtracted from a logit in this order, they give its logprob
+  float* top_values;  // [count, top] logprobs of the likeliest tokens
+  int64_t* top_ids;   // [count, top]
+};
+
+// -- errors ---------------------------------------------------------------------------------------------------------
+
+// The last error of the calling thread.
 std::string& last_error();
 
-// What call() returns, or ``failed`` if it throws.
+// The result of call(), or ``failed`` if it throws.
 template <class Result, class Call>
 Result guarded(Result failed, Call&& call) {
   try {

@@ -153,12 +153,12 @@ struct Stored<T, Format::INT8> {
 template <class T>
 class Weights {
  public:
-  Weights(ThreadPool& team, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated,
+  Weights(ThreadPool& pool, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated,
           Format format = Format::PLAIN)
       : Weights(nullptr, outputs, inner, gated, format) {
     memory_ = Memory(bytes());
     data_ = memory_.as<char>();
-    set(team, rows, inner);
+    set(pool, rows, inner);
     if (bias == nullptr) return;
     bias_.resize(panels * PANEL);
     for (int64_t panel = 0; panel < panels; panel++)
@@ -176,9 +176,9 @@ class Weights {
     if (format == Format::INT8) factors_.resize(panels * PANEL);
   }
 
-  void set(ThreadPool& team, const T* rows, int64_t inner) {
-    team.run([&](Member& member) {
-      member.parallel(panels, [&](int64_t panel) { pack(panel, rows, inner); });
+  void set(ThreadPool& pool, const T* rows, int64_t inner) {
+    pool.run([&](Worker& worker) {
+      worker.parallel(panels, [&](int64_t panel) { pack(panel, rows, inner); });
     });
   }
 
@@ -395,17 +395,17 @@ void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from,
     multiply_bytes(a, w, from, to, store);
 }
 
-// store(place, panel, first vector, second vector) for all rows and panels of a * w, shared among the team by runs of
+// store(place, panel, first vector, second vector) for all rows and panels of a * w, shared among the pool by runs of
 // panels.
 template <class T, class Store>
-void multiply(Member& member, const Activations<T>& a, const Weights<T>& w, Store&& store) {
+void multiply(Worker& worker, const Activations<T>& a, const Weights<T>& w, Store&& store) {
   constexpr int64_t RUN = 256 << 10;
   const int at_once = panels_at_once(a.blocks.height);
   const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
   const int64_t run = (wanted + at_once - 1) / at_once * at_once;
   // For no rows no panel is worth a look: a chunk of a prompt may want no logits.
   const int64_t tasks = a.blocks.rows ? (w.panels + run - 1) / run : 0;
-  member.parallel(tasks, [&](int64_t task) {
+  worker.parallel(tasks, [&](int64_t task) {
     multiply_panels(a, w, task * run, std::min(w.panels, (task + 1) * run), store);
   });
 }

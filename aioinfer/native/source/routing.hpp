@@ -45,7 +45,7 @@ struct Rule {
   float scale;
 };
 
-// What a member of a team needs to route; one token at a time.
+// What a worker of a pool needs to route; one token at a time.
 struct RoutingScratch {
   explicit RoutingScratch(int64_t experts) : wanted(experts), best(experts), groups(experts), open(experts) {}
   std::vector<float> wanted;
@@ -67,8 +67,8 @@ class Router {
   int64_t stride() const { return weight->panels * PANEL; }
 
   // Scores [tokens, stride()] of all tokens.
-  void score(Member& member, const Activations<float>& tokens, float* scores) const {
-    multiply(member, tokens, *weight, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+  void score(Worker& worker, const Activations<float>& tokens, float* scores) const {
+    multiply(worker, tokens, *weight, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       float* to = scores + place.row * stride() + panel * PANEL;
       store(to, rule.sigmoid ? one : rounded<T>(one));
       store(to + LANES, rule.sigmoid ? other : rounded<T>(other));
@@ -152,13 +152,13 @@ template <class T>
 class Routing {
  public:
   // May throw; nothing else here does.
-  void reserve(int members, int64_t tokens, const Router<T>& router) {
+  void reserve(int workers, int64_t tokens, const Router<T>& router) {
     const int64_t experts = router.rule.experts;
     if constexpr (!std::is_same_v<T, float>) grow(floats_, Activations<float>::units(tokens, router.weight->depth));
     grow(scores_, tokens * router.stride());
     grow(weights_, tokens * router.rule.top_k);
     grow(experts_, tokens * router.rule.top_k);
-    scratch_.resize(members);
+    scratch_.resize(workers);
     for (auto& scratch : scratch_)
       if (scratch == nullptr || static_cast<int64_t>(scratch->open.size()) < experts)
         scratch = std::make_unique<RoutingScratch>(experts);
@@ -167,12 +167,12 @@ class Routing {
   // Where tokens of another type than float are to lie as such, for route().
   Activations<float> floats(int64_t tokens, int64_t inner) { return {floats_.data(), tokens, inner}; }
 
-  void route(Member& member, const Router<T>& router, const Activations<float>& tokens) {
-    router.score(member, tokens, scores_.data());
+  void route(Worker& worker, const Router<T>& router, const Activations<float>& tokens) {
+    router.score(worker, tokens, scores_.data());
     const int64_t top_k = router.rule.top_k;
-    member.parallel_in_runs(tokens.blocks.rows, [&](int64_t token) {
+    worker.parallel_in_runs(tokens.blocks.rows, [&](int64_t token) {
       router.choose(&scores_[token * router.stride()], &weights_[token * top_k], &experts_[token * top_k],
-                    *scratch_[member.index()]);
+                    *scratch_[worker.index()]);
     });
   }
 

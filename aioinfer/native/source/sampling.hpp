@@ -279,7 +279,7 @@ class SampledRow {
 };
 
 // The tokens of rows, which all have ``stretches``: row by row where there are rows enough for everybody.
-inline void sample(Member& member, int members, std::vector<std::unique_ptr<SampledRow>>& rows, int64_t stretches) {
+inline void sample(Worker& worker, int workers, std::vector<std::unique_ptr<SampledRow>>& rows, int64_t stretches) {
   struct Pass {
     void (SampledRow::*part)(int64_t);
     void (SampledRow::*settle)();
@@ -291,8 +291,8 @@ inline void sample(Member& member, int members, std::vector<std::unique_ptr<Samp
       {&SampledRow::draw, &SampledRow::settle_draw},
   };
   const int64_t count = static_cast<int64_t>(rows.size());
-  if (count >= 4 * members) {
-    member.parallel(count, [&](int64_t row) {
+  if (count >= 4 * workers) {
+    worker.parallel(count, [&](int64_t row) {
       for (const Pass& pass : PASSES) {
         for (int64_t i = 0; i < stretches; i++) ((*rows[row]).*pass.part)(i);
         ((*rows[row]).*pass.settle)();
@@ -301,8 +301,8 @@ inline void sample(Member& member, int members, std::vector<std::unique_ptr<Samp
     return;
   }
   for (const Pass& pass : PASSES) {
-    member.parallel_in_runs(count * stretches, [&](int64_t i) { ((*rows[i / stretches]).*pass.part)(i % stretches); });
-    member.parallel(count, [&](int64_t row) { ((*rows[row]).*pass.settle)(); });
+    worker.parallel_in_runs(count * stretches, [&](int64_t i) { ((*rows[i / stretches]).*pass.part)(i % stretches); });
+    worker.parallel(count, [&](int64_t row) { ((*rows[row]).*pass.settle)(); });
   }
 }
 

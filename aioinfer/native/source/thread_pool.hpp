@@ -2,7 +2,7 @@
 //
 // A step is one program. Its phases are divided dynamically, by a counter, and end at a barrier; who computes
 // what has no influence on results. Between programs the threads sleep, and so does whoever waits long at a
-// barrier: a machine may have fewer cores free than the team has members.
+// barrier: a machine may have fewer cores free than the pool has workers.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ inline void pause_briefly() {
 }
 
 // Wait until ``value`` is no longer ``old``: awake for about the time that waking up takes, then asleep, which leaves
-// the core to a member that lost its own.
+// the core to a worker that lost its own.
 inline void wait_for_change(const std::atomic<uint32_t>& value, uint32_t old) {
   for (int i = 0; i < 1000; i++) {
     if (value.load(std::memory_order_acquire) != old) return;
@@ -41,11 +41,11 @@ inline void wait_for_change(const std::atomic<uint32_t>& value, uint32_t old) {
 class ThreadPool;
 
 // One thread's part in a program.
-class Member {
+class Worker {
  public:
-  Member(ThreadPool& team, int index) : team_(team), index_(index) {}
+  Worker(ThreadPool& pool, int index) : pool_(pool), index_(index) {}
 
-  // Call body(i) for every i below count, shared among the members ``grain`` at a time; then wait for them all.
+  // Call body(i) for every i below count, shared among the workers ``grain`` at a time; then wait for them all.
   template <class Body>
   void parallel(int64_t count, Body&& body, int64_t grain = 1);
 
@@ -56,10 +56,10 @@ class Member {
   int index() const { return index_; }
 
   // Of how many threads this is one.
-  int members() const;
+  int workers() const;
 
  private:
-  ThreadPool& team_;
+  ThreadPool& pool_;
   int index_;
   uint32_t phase_ = 0;
 };
@@ -83,22 +83,22 @@ class ThreadPool {
 
   int size() const { return size_; }
 
-  // Run program(member) on every thread, the caller's included. Programs of several callers run one after the other.
+  // Run program(worker) on every thread, the caller's included. Programs of several callers run one after the other.
   template <class Program>
   void run(Program&& program) {
     const std::lock_guard<std::mutex> lock(busy_);
     program_ = &program;
-    call_ = [](void* program, Member& member) { (*static_cast<std::remove_reference_t<Program>*>(program))(member); };
+    call_ = [](void* program, Worker& worker) { (*static_cast<std::remove_reference_t<Program>*>(program))(worker); };
     for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
     start_.fetch_add(1, std::memory_order_release);
     start_.notify_all();
-    Member member(*this, 0);
-    program(member);
+    Worker worker(*this, 0);
+    program(worker);
     barrier(0);
   }
 
  private:
-  friend class Member;
+  friend class Worker;
 
   struct alignas(64) Counter {
     std::atomic<int64_t> next{0};
@@ -115,8 +115,8 @@ class ThreadPool {
     for (uint32_t seen = 0;; seen++) {
       wait_for_change(start_, seen);
       if (closing_.load()) return;
-      Member member(*this, index);
-      call_(program_, member);
+      Worker worker(*this, index);
+      call_(program_, worker);
       barrier(0);
     }
   }
@@ -134,7 +134,7 @@ class ThreadPool {
   const int size_;
   std::mutex busy_;
   void* program_ = nullptr;
-  void (*call_)(void*, Member&) = nullptr;
+  void (*call_)(void*, Worker&) = nullptr;
   std::atomic<bool> closing_{false};
   alignas(64) std::atomic<uint32_t> start_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
@@ -143,19 +143,19 @@ class ThreadPool {
   std::vector<std::thread> threads_;
 };
 
-inline int Member::members() const { return team_.size(); }
+inline int Worker::workers() const { return pool_.size(); }
 
 template <class Body>
-void Member::parallel(int64_t count, Body&& body, int64_t grain) {
-  auto& next = team_.counters_[phase_ % 3].next;
+void Worker::parallel(int64_t count, Body&& body, int64_t grain) {
+  auto& next = pool_.counters_[phase_ % 3].next;
   for (int64_t from; (from = next.fetch_add(grain, std::memory_order_relaxed)) < count;)
     for (int64_t i = from; i < std::min(from + grain, count); i++) body(i);
-  team_.barrier(phase_++);
+  pool_.barrier(phase_++);
 }
 
 template <class Body>
-void Member::parallel_in_runs(int64_t count, Body&& body) {
-  parallel(count, body, std::max<int64_t>(1, count / (8 * team_.size())));
+void Worker::parallel_in_runs(int64_t count, Body&& body) {
+  parallel(count, body, std::max<int64_t>(1, count / (8 * pool_.size())));
 }
 
 }  // namespace aioinfer

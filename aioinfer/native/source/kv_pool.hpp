@@ -15,7 +15,7 @@ namespace aioinfer {
 constexpr int TILE = 16;
 
 template <class T>
-struct Pool {
+struct KVPool {
   static constexpr int PER_UNIT = Number<T>::PER_UNIT;
 
   T* data;
@@ -68,36 +68,36 @@ struct Pool {
   }
 };
 
-// What one sequence has in a pool, for one head.
+// What one sequence has in a kv, for one head.
 template <class T>
 class Context {
  public:
   // ``pages`` is the sequence's page table, ``length`` how many positions of it exist.
-  Context(const Pool<T>& pool, const int64_t* pages, int64_t length, int64_t head)
-      : pool_(pool), pages_(pages), length_(length), head_(head), tiles_per_page_(pool.page_size / TILE) {}
+  Context(const KVPool<T>& kv, const int64_t* pages, int64_t length, int64_t head)
+      : kv_(kv), pages_(pages), length_(length), head_(head), tiles_per_page_(kv.page_size / TILE) {}
 
   // A tile where it lies, or made in ``scratch``, which has room for one: its keys, and its values behind them.
   AIOINFER_INLINE const uint32_t* tile(int64_t index, T* scratch) const {
-    if (!pool_.tiled()) return assembled(index, scratch);
+    if (!kv_.tiled()) return assembled(index, scratch);
     const int64_t page = index / tiles_per_page_;
-    return reinterpret_cast<const uint32_t*>(pool_.tile(pages_[page], head_, index - page * tiles_per_page_));
+    return reinterpret_cast<const uint32_t*>(kv_.tile(pages_[page], head_, index - page * tiles_per_page_));
   }
 
   // Tiles lie somewhere, so that they can be fetched before they are wanted.
-  bool lies() const { return pool_.tiled(); }
+  bool lies() const { return kv_.tiled(); }
 
  private:
   const uint32_t* assembled(int64_t index, T* scratch) const {
     for (int i = 0; i < TILE; i++) {
       const int64_t position = std::min(index * TILE + i, length_ - 1);
-      const int64_t cell = pages_[position / pool_.page_size] * pool_.page_size + position % pool_.page_size;
-      const T* key = pool_.cell(cell, head_);
-      pool_.write_to_tile(scratch, i, key, key + pool_.head_dim);
+      const int64_t cell = pages_[position / kv_.page_size] * kv_.page_size + position % kv_.page_size;
+      const T* key = kv_.cell(cell, head_);
+      kv_.write_to_tile(scratch, i, key, key + kv_.head_dim);
     }
     return reinterpret_cast<const uint32_t*>(scratch);
   }
 
-  const Pool<T>& pool_;
+  const KVPool<T>& kv_;
   const int64_t* pages_;
   const int64_t length_, head_, tiles_per_page_;
 };

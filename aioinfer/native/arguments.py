@@ -1,0 +1,348 @@
+"""Arguments: the structures that the kernels' entry points take.
+
+Names, fields and layout are those of ``source/interface.hpp``, which gives the meaning of every field;
+:class:`~aioinfer.native.bindings.Kernels` compares the two when it loads the library. A structure is filled
+by name: the type checker rejects a field that is missing or unknown, and at run time it is a TypeError or an
+AttributeError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
+
+__all__ = [
+    "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "ExpertsArguments",
+    "ForwardArguments", "LayerArguments", "LinearArguments", "LogprobsArguments", "MasksArguments",
+    "MixArguments", "PenaliseArguments", "RouteArguments", "RouterArguments", "SampleArguments",
+    "SetExpertArguments", "WeightsArguments", "describe",
+]  # fmt: skip
+
+#: of memory, or of an object that the library made; None is null
+Address: TypeAlias = int | None
+
+_KINDS: dict[str, type[Any]] = {
+    "Address": ctypes.c_void_p,
+    "int": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "bool": ctypes.c_bool,
+}
+#: every structure, in the order of ``layout.hpp``
+STRUCTURES: list[type[Arguments]] = []
+
+
+class Arguments(ctypes.Structure):
+    """The arguments of one call. They hold addresses only: the caller keeps the memory alive until the call
+    returns."""
+
+    # Without a __dict__ an unknown field is an AttributeError.
+    __slots__ = ()
+
+    def __init__(self, **fields: Any) -> None:
+        if len(fields) < len(self._fields_):
+            missing = ", ".join(name for name, *_ in self._fields_ if name not in fields)
+            raise TypeError(f"{type(self).__name__} is missing {missing}")
+        super().__init__(**fields)
+
+
+_Structure = TypeVar("_Structure", bound=type[Arguments])
+
+
+@dataclass_transform(kw_only_default=True)
+def _structure(cls: _Structure) -> _Structure:
+    """Make the annotations of a class its fields."""
+    cls._fields_ = [(name, _KINDS[kind]) for name, kind in cls.__annotations__.items()]
+    STRUCTURES.append(cls)
+    return cls
+
+
+def describe(structure: type[Arguments]) -> str:
+    """A structure as ``layout.hpp`` writes it: name, size, and name:kind@offset of every field."""
+    kinds = {kind: name.lower() for name, kind in _KINDS.items()}
+    fields = [
+        f"{name}:{kinds[kind]}@{getattr(structure, name).offset}" for name, kind, *_ in structure._fields_
+    ]
+    return " ".join([structure.__name__, str(ctypes.sizeof(structure)), *fields])
+
+
+@_structure
+class WeightsArguments(Arguments):
+    """Pack weights."""
+
+    __slots__ = ()
+
+    pool: Address
+    rows: Address
+    bias: Address
+    outputs: int
+    inner: int
+    gated: bool
+    int8: bool
+
+
+@_structure
+class LinearArguments(Arguments):
+    """``out`` = ``values`` times the weights; gated: silu(gate) * up."""
+
+    __slots__ = ()
+
+    pool: Address
+    weights: Address
+    values: Address
+    count: int
+    inner: int
+    out: Address
+
+
+@_structure
+class RouterArguments(Arguments):
+    """Make a router."""
+
+    __slots__ = ()
+
+    weight: Address
+    bias: Address
+    top_k: int
+    groups: int
+    top_groups: int
+    scale: float
+    sigmoid: bool
+    normalize: bool
+
+
+@_structure
+class RouteArguments(Arguments):
+    """Choose the experts of tokens."""
+
+    __slots__ = ()
+
+    pool: Address
+    router: Address
+    values: Address
+    count: int
+    hidden: int
+    weights: Address
+    experts: Address
+
+
+@_structure
+class ExpertsArguments(Arguments):
+    """Allocate the experts of a layer."""
+
+    __slots__ = ()
+
+    count: int
+    hidden: int
+    middle: int
+    int8: bool
+
+
+@_structure
+class SetExpertArguments(Arguments):
+    """Pack one expert."""
+
+    __slots__ = ()
+
+    pool: Address
+    experts: Address
+    index: int
+    gate_up: Address
+    down: Address
+
+
+@_structure
+class MixArguments(Arguments):
+    """``out``: the weighted sum of each token's experts."""
+
+    __slots__ = ()
+
+    pool: Address
+    experts: Address
+    values: Address
+    count: int
+    top_k: int
+    chosen: Address
+    weights: Address
+    out: Address
+
+
+@_structure
+class AttendArguments(Arguments):
+    """Attention of one layer."""
+
+    __slots__ = ()
+
+    pool: Address
+    queries: Address
+    keys: Address
+    values: Address
+    query_stride: int
+    kv_stride: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm: Address
+    cos: Address
+    sin: Address
+    rotary_dim: int
+    kv_pool: Address
+    page_size: int
+    tokens: int
+    rows: int
+    slot_mapping: Address
+    cu_q: Address
+    kv_len: Address
+    block_table: Address
+    table_width: int
+    window: int
+    block: int
+    scale: float
+    soft_cap: float
+    norm_eps: float
+    out: Address
+
+
+@_structure
+class DecoderArguments(Arguments):
+    """Make a decoder without layers."""
+
+    __slots__ = ()
+
+    embedding: Address
+    norm: Address
+    head: Address
+    cos: Address
+    sin: Address
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    hidden: int
+    middle: int
+    head_norm_eps: float
+    norm_eps: float
+
+
+@_structure
+class LayerArguments(Arguments):
+    """Append a layer."""
+
+    __slots__ = ()
+
+    decoder: Address
+    attention_norm: Address
+    qkv: Address
+    head_norm: Address
+    out: Address
+    mlp_norm: Address
+    gate_up: Address
+    down: Address
+    router: Address
+    experts: Address
+    window: int
+    block: int
+    scale: float
+    soft_cap: float
+
+
+@_structure
+class ForwardArguments(Arguments):
+    """Compute one step."""
+
+    __slots__ = ()
+
+    decoder: Address
+    pool: Address
+    kv_pools: Address
+    page_size: int
+    tokens: int
+    rows: int
+    num_logits: int
+    input_ids: Address
+    positions: Address
+    slot_mapping: Address
+    cu_q: Address
+    kv_len: Address
+    block_table: Address
+    table_width: int
+    logits_rows: Address
+    logits: Address
+    seconds: Address
+
+
+@_structure
+class SampleArguments(Arguments):
+    """Sample one token per row."""
+
+    __slots__ = ()
+
+    pool: Address
+    logits: Address
+    rows: int
+    vocab: int
+    stride: int
+    temperature: Address
+    top_p: Address
+    min_p: Address
+    top_k: Address
+    seeds: Address
+    positions: Address
+    bans: int
+    banned_rows: Address
+    banned_ids: Address
+    bad: int
+    tokens: Address
+
+
+@_structure
+class PenaliseArguments(Arguments):
+    """``out``: logits with penalties."""
+
+    __slots__ = ()
+
+    pool: Address
+    logits: Address
+    rows: int
+    vocab: int
+    stride: int
+    counts: Address
+    row_of: Address
+    slots: Address
+    repetition: Address
+    presence: Address
+    frequency: Address
+    in_prompt: int
+    out: Address
+
+
+@_structure
+class MasksArguments(Arguments):
+    """Set logits to -inf where the masks have no bit."""
+
+    __slots__ = ()
+
+    pool: Address
+    logits: Address
+    vocab: int
+    stride: int
+    count: int
+    rows: Address
+    masks: Address
+    words: int
+
+
+@_structure
+class LogprobsArguments(Arguments):
+    """Logprobs of rows."""
+
+    __slots__ = ()
+
+    pool: Address
+    logits: Address
+    vocab: int
+    stride: int
+    count: int
+    top: int
+    totals: Address
+    top_values: Address
+    top_ids: Address

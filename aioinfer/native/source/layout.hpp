@@ -1,0 +1,73 @@
+// Layout: the argument structures as text, one line each: name, size, and name:kind@offset of every field.
+//
+// aioinfer.native.bindings compares the text with the one that it makes of its own structures.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <type_traits>
+
+#include "interface.hpp"
+
+namespace aioinfer {
+
+template <class Field>
+const char* kind_of() {
+  if (std::is_pointer_v<Field>) return "address";
+  if (std::is_same_v<Field, int64_t>) return "int";
+  if (std::is_same_v<Field, float>) return "float";
+  if (std::is_same_v<Field, bool>) return "bool";
+  return "unknown";
+}
+
+// FOR_EACH(macro, subject, a, b, ..) is macro(subject, a) macro(subject, b) ..; the nesting allows for 64 names.
+#define AIOINFER_PARENTHESES ()
+#define AIOINFER_EXPAND(...) AIOINFER_EXPAND_4(AIOINFER_EXPAND_4(AIOINFER_EXPAND_4(AIOINFER_EXPAND_4(__VA_ARGS__))))
+#define AIOINFER_EXPAND_4(...) AIOINFER_EXPAND_16(AIOINFER_EXPAND_16(AIOINFER_EXPAND_16(AIOINFER_EXPAND_16(__VA_ARGS__))))
+#define AIOINFER_EXPAND_16(...) AIOINFER_EXPAND_64(AIOINFER_EXPAND_64(AIOINFER_EXPAND_64(AIOINFER_EXPAND_64(__VA_ARGS__))))
+#define AIOINFER_EXPAND_64(...) __VA_ARGS__
+#define AIOINFER_NEXT(macro, subject, first, ...) \
+  macro(subject, first) __VA_OPT__(AIOINFER_AGAIN AIOINFER_PARENTHESES(macro, subject, __VA_ARGS__))
+#define AIOINFER_AGAIN() AIOINFER_NEXT
+#define AIOINFER_FOR_EACH(macro, subject, ...) AIOINFER_EXPAND(AIOINFER_NEXT(macro, subject, __VA_ARGS__))
+
+#define AIOINFER_FIELD(Structure, field)                                            \
+  text += std::string(" " #field ":") + kind_of<decltype(Structure::field)>() + "@" + \
+          std::to_string(offsetof(Structure, field));
+// The line of a structure, all of whose fields are named in order.
+#define AIOINFER_STRUCTURE(name, Structure, ...)                 \
+  text += std::string(name " ") + std::to_string(sizeof(Structure)); \
+  AIOINFER_FOR_EACH(AIOINFER_FIELD, Structure, __VA_ARGS__)      \
+  text += '\n';
+#define AIOINFER_PLAIN(Structure, ...) AIOINFER_STRUCTURE(#Structure, Structure, __VA_ARGS__)
+// The layout is the same for every T: only what pointers refer to depends on it.
+#define AIOINFER_TEMPLATE(Structure, ...) AIOINFER_STRUCTURE(#Structure, Structure<float>, __VA_ARGS__)
+
+inline std::string layout() {
+  std::string text;
+  AIOINFER_TEMPLATE(WeightsArguments, pool, rows, bias, outputs, inner, gated, int8)
+  AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, out)
+  AIOINFER_PLAIN(RouterArguments, weight, bias, top_k, groups, top_groups, scale, sigmoid, normalize)
+  AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
+  AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, int8)
+  AIOINFER_TEMPLATE(SetExpertArguments, pool, experts, index, gate_up, down)
+  AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, out)
+  AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
+                    norm, cos, sin, rotary_dim, kv_pool, page_size, tokens, rows, slot_mapping, cu_q, kv_len,
+                    block_table, table_width, window, block, scale, soft_cap, norm_eps, out)
+  AIOINFER_TEMPLATE(DecoderArguments, embedding, norm, head, cos, sin, heads, kv_heads, head_dim, rotary_dim, hidden,
+                    middle, head_norm_eps, norm_eps)
+  AIOINFER_TEMPLATE(LayerArguments, decoder, attention_norm, qkv, head_norm, out, mlp_norm, gate_up, down, router,
+                    experts, window, block, scale, soft_cap)
+  AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, page_size, tokens, rows, num_logits, input_ids,
+                    positions, slot_mapping, cu_q, kv_len, block_table, table_width, logits_rows, logits, seconds)
+  AIOINFER_PLAIN(SampleArguments, pool, logits, rows, vocab, stride, temperature, top_p, min_p, top_k, seeds,
+                 positions, bans, banned_rows, banned_ids, bad, tokens)
+  AIOINFER_PLAIN(PenaliseArguments, pool, logits, rows, vocab, stride, counts, row_of, slots, repetition, presence,
+                 frequency, in_prompt, out)
+  AIOINFER_PLAIN(MasksArguments, pool, logits, vocab, stride, count, rows, masks, words)
+  AIOINFER_PLAIN(LogprobsArguments, pool, logits, vocab, stride, count, top, totals, top_values, top_ids)
+  return text;
+}
+
+}  // namespace aioinfer
