@@ -112,7 +112,7 @@ class NativeDecoder:
         cos, sin = rope.table
         embedding, norm = _own(embedding), _own(norm)
         dtype, rotary_dim = spec.dtype, cos.shape[-1]
-        arguments = DecoderArguments(
+        constants = DecoderArguments(
             embedding=address(embedding, dtype, spec.vocab_size * spec.hidden_size),
             norm=address(norm, dtype, spec.hidden_size),
             head=head.packed.handle,
@@ -127,10 +127,14 @@ class NativeDecoder:
             head_norm_eps=next((layer.qk_norm.eps for layer in layers if layer.qk_norm is not None), 0.0),
             norm_eps=eps,
         )
-        self._stack = Stack(pool, NUMBERS[dtype], arguments, (embedding, norm, head.packed, cos, sin))
+        self._stack = Stack(pool, NUMBERS[dtype], constants, (embedding, norm, head.packed, cos, sin))
         for layer in layers:
             self._add(layer)
         self._seconds = (ctypes.c_double * len(PARTS))()
+        #: of every forward: a decoder computes one step at a time
+        self._arguments = arguments = ForwardArguments.zeros()
+        arguments.decoder, arguments.pool = self._stack.handle, pool.handle
+        arguments.seconds = ctypes.addressof(self._seconds)
 
     def _add(self, layer: Layer) -> None:
         assert isinstance(layer.qkv, NativeLinear)
@@ -168,30 +172,22 @@ class NativeDecoder:
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """See :class:`~aioinfer.model.spec.CausalLM`."""
         assert isinstance(attention, NativeAttention), "native layers go with native attention"
-        stack, int64 = self._stack, torch.int64
+        arguments, int64 = self._arguments, torch.int64
         tokens, rows, wanted = len(batch.input_ids), len(batch.q_lens), len(batch.logits_rows)
         table_width = batch.block_table.shape[1]
         logits = torch.empty(wanted, self.spec.vocab_size)
-        arguments = ForwardArguments(
-            decoder=stack.handle,
-            pool=stack.pool.handle,
-            kv_pools=attention.kv_pools,
-            page_size=attention.page_size,
-            tokens=tokens,
-            rows=rows,
-            num_logits=wanted,
-            input_ids=address(batch.input_ids, int64, tokens),
-            positions=address(batch.positions, int64, tokens),
-            slot_mapping=address(batch.slot_mapping, int64, tokens),
-            cu_q=address(batch.cu_q, int64, rows + 1),
-            kv_len=address(batch.kv_len, int64, rows),
-            block_table=address(batch.block_table, int64, rows * table_width),
-            table_width=table_width,
-            logits_rows=address(batch.logits_rows, int64, wanted),
-            logits=logits.data_ptr(),
-            seconds=ctypes.addressof(self._seconds),
-        )
-        stack.forward(arguments)
+        arguments.kv_pools, arguments.page_size = attention.kv_pools, attention.page_size
+        arguments.tokens, arguments.rows, arguments.num_logits = tokens, rows, wanted
+        arguments.input_ids = address(batch.input_ids, int64, tokens)
+        arguments.positions = address(batch.positions, int64, tokens)
+        arguments.slot_mapping = address(batch.slot_mapping, int64, tokens)
+        arguments.cu_q = address(batch.cu_q, int64, rows + 1)
+        arguments.kv_len = address(batch.kv_len, int64, rows)
+        arguments.block_table = address(batch.block_table, int64, rows * table_width)
+        arguments.table_width = table_width
+        arguments.logits_rows = address(batch.logits_rows, int64, wanted)
+        arguments.logits = logits.data_ptr()
+        self._stack.forward(arguments)
         return logits
 
     @property

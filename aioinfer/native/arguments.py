@@ -2,14 +2,13 @@
 
 Names, fields and layout are those of ``source/interface.hpp``, which gives the meaning of every field;
 :class:`~aioinfer.native.bindings.Kernels` compares the two when it loads the library. A structure is filled
-by name: the type checker rejects a field that is missing or unknown, and at run time it is a TypeError or an
-AttributeError.
+by name: the type checker rejects a field that is missing or does not exist.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 __all__ = [
     "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "ExpertsArguments",
@@ -35,14 +34,13 @@ class Arguments(ctypes.Structure):
     """The arguments of one call. They hold addresses only: the caller keeps the memory alive until the call
     returns."""
 
-    # Without a __dict__ an unknown field is an AttributeError.
+    # Without a __dict__ a field that does not exist is an AttributeError.
     __slots__ = ()
 
-    def __init__(self, **fields: Any) -> None:
-        if len(fields) < len(self._fields_):
-            missing = ", ".join(name for name, *_ in self._fields_ if name not in fields)
-            raise TypeError(f"{type(self).__name__} is missing {missing}")
-        super().__init__(**fields)
+    @classmethod
+    def zeros(cls) -> Self:
+        """A structure to be filled field by field and used again, which is quicker than to make new ones."""
+        return cls.__new__(cls)
 
 
 _Structure = TypeVar("_Structure", bound=type[Arguments])
@@ -57,12 +55,12 @@ def _structure(cls: _Structure) -> _Structure:
 
 
 def describe(structure: type[Arguments]) -> str:
-    """A structure as ``layout.hpp`` writes it: name, size, and name:kind@offset of every field."""
+    """A structure as ``layout.hpp`` writes it: name, name:kind@offset of every field, and size."""
     kinds = {kind: name.lower() for name, kind in _KINDS.items()}
     fields = [
         f"{name}:{kinds[kind]}@{getattr(structure, name).offset}" for name, kind, *_ in structure._fields_
     ]
-    return " ".join([structure.__name__, str(ctypes.sizeof(structure)), *fields])
+    return " ".join([structure.__name__, *fields, f"size:{ctypes.sizeof(structure)}"])
 
 
 @_structure

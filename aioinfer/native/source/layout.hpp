@@ -1,4 +1,4 @@
-// Layout: the argument structures as text, one line each: name, size, and name:kind@offset of every field.
+// Layout: the argument structures as text, one line each: name, name:kind@offset of every field, and size.
 //
 // aioinfer.native.bindings compares the text with the one that it makes of its own structures.
 #pragma once
@@ -35,10 +35,10 @@ const char* kind_of() {
   text += std::string(" " #field ":") + kind_of<decltype(Structure::field)>() + "@" + \
           std::to_string(offsetof(Structure, field));
 // The line of a structure, all of whose fields are named in order.
-#define AIOINFER_STRUCTURE(name, Structure, ...)                 \
-  text += std::string(name " ") + std::to_string(sizeof(Structure)); \
-  AIOINFER_FOR_EACH(AIOINFER_FIELD, Structure, __VA_ARGS__)      \
-  text += '\n';
+#define AIOINFER_STRUCTURE(name, Structure, ...)            \
+  text += name;                                             \
+  AIOINFER_FOR_EACH(AIOINFER_FIELD, Structure, __VA_ARGS__) \
+  text += " size:" + std::to_string(sizeof(Structure)) + "\n";
 #define AIOINFER_PLAIN(Structure, ...) AIOINFER_STRUCTURE(#Structure, Structure, __VA_ARGS__)
 // The layout is the same for every T: only what pointers refer to depends on it.
 #define AIOINFER_TEMPLATE(Structure, ...) AIOINFER_STRUCTURE(#Structure, Structure<float>, __VA_ARGS__)
