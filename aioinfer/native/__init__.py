@@ -1,6 +1,7 @@
 """Kernels for CPUs in C++: compiled on the machine where they run, called without the interpreter's lock.
 
-``source/`` holds them and knows neither Python nor torch: plain functions over memory.
-:mod:`~aioinfer.native.build` compiles them when they are first wanted, :mod:`~aioinfer.native.bindings` calls
-them. What they compute is wired to models in :mod:`aioinfer.model`.
+``source/`` holds them: plain functions over memory, without headers of Python or torch.
+:mod:`~aioinfer.native.build` compiles them on first use, :mod:`~aioinfer.native.bindings` calls them with the
+structures of :mod:`~aioinfer.native.arguments`, and :mod:`~aioinfer.native.tensors` checks tensors on their way
+in. Models that use them are in :mod:`aioinfer.model`.
 """

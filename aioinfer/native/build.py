@@ -1,9 +1,9 @@
 """Build: the C++ sources to a shared library in the user's cache.
 
-No more than a C++20 compiler is needed: the library knows nothing of Python's or torch's headers. That makes
-it quick to compile, and one library serves every version of both. It is compiled for the very processor it
-will run on, under a name made of all that it depends on: a changed source, compiler, flag or processor
-makes another library beside the old one.
+Only a C++20 compiler is needed: the sources include no headers of Python or torch, so the library compiles
+quickly and works with every version of both. It is compiled for the processor at hand, and its name is a hash
+of everything it depends on: another source, compiler, flag or processor makes another library beside the old
+one.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _UNITS = (
     ("sampling.cpp", ("-ffp-contract=off",)),
     ("common.cpp", ()),
 )
-#: seconds that a compiler may take
+#: time limit of a compiler, in seconds
 _PATIENCE = 600
-#: the interpreter ends
+#: the interpreter is about to exit
 _leaving = False
 
 
 class BuildFailed(Exception):
-    """There is no library, for a reason in words."""
+    """There is no library; the message gives the reason."""
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept: AIOINFER_CACHE, or ``aioinfer`` in the user's cache directory.
+    """The directory of compiled libraries: AIOINFER_CACHE, or ``aioinfer`` in the user's cache directory.
 
-    Raises BuildFailed for a user who has none.
+    Raises BuildFailed if the user has no home directory.
     """
     own = os.environ.get("AIOINFER_CACHE")
     if own:
@@ -58,23 +58,22 @@ def cache_directory() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "aioinfer"
     except RuntimeError as error:
         raise BuildFailed(
-            "there is no home to keep a library in, and AIOINFER_CACHE names no place"
+            "there is no home directory for the compiled library, and AIOINFER_CACHE is not set"
         ) from error
 
 
 def build(progress: Callable[[int, int], None] | None = None) -> Path:
-    """The library for this machine, compiled if that has not been done yet; half a minute, then.
+    """The library for this machine, compiled if that has not been done yet, which takes about half a minute.
 
-    Several processes may do so at once: the last one to finish wins, and nobody sees half a file.
-    AIOINFER_CXX names another compiler than the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of
-    the package ziglang (the extra "compiler"); AIOINFER_CXXFLAGS other flags than those for the processor at
-    hand.
+    Several processes may compile at once: the file of the last one stays, and no process sees half a file. The
+    compiler is AIOINFER_CXX, or the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package
+    ziglang (the extra "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand.
 
     Args:
-        progress: called with how many of how many files have been compiled.
+        progress: called with the number of files compiled so far and their total.
 
     Raises:
-        BuildFailed: there is no compiler, or it does not succeed.
+        BuildFailed: there is no compiler, or it fails.
     """
     compiler = find_compiler()
     flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split()]
@@ -82,7 +81,7 @@ def build(progress: Callable[[int, int], None] | None = None) -> Path:
     if path.is_file():
         return path
     try:
-        # Nobody else may put a library there.
+        # Closed to other users, who could put a library there.
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             made = _compile(compiler, flags, Path(directory), progress)
@@ -93,7 +92,7 @@ def build(progress: Callable[[int, int], None] | None = None) -> Path:
 
 
 def find_compiler() -> list[str]:
-    """The command of the compiler that :func:`build` takes. Raises BuildFailed if there is none."""
+    """The command of the compiler of :func:`build`. Raises BuildFailed if there is none."""
     named = os.environ.get("AIOINFER_CXX") or os.environ.get("CXX")
     for name, *arguments in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(name)
@@ -123,7 +122,7 @@ def _version(compiler: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What instructions the processor has, where the system says."""
+    """The instruction sets of the processor, where the system lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -134,7 +133,7 @@ def _processor() -> str:
 def _compile(
     compiler: list[str], flags: list[str], directory: Path, progress: Callable[[int, int], None] | None
 ) -> Path:
-    """All units side by side, and then together."""
+    """Compile all units in parallel, then link them."""
     objects = [directory / f"{at}.o" for at in range(len(_UNITS))]
     running: list[subprocess.Popen[str]] = []
     leave = partial(_leave, running)
@@ -144,7 +143,7 @@ def _compile(
             running.append(
                 _start(*compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
             )
-        # The smallest last: whatever order they end in, the count is right when it is complete.
+        # In order, the smallest unit last: the count is complete when all have finished.
         for done, process in enumerate(running):
             if progress is not None:
                 progress(done, len(running))
@@ -176,7 +175,7 @@ def _start(*command: str) -> subprocess.Popen[str]:
 
 
 def _kill(running: list[subprocess.Popen[str]]) -> None:
-    """Those that still run, with what works for them: a compiler's command only calls the compiler."""
+    """End compilers that still run, with their process groups: the command only starts the actual compiler."""
     for process in running:
         if process.poll() is None:
             with suppress(ProcessLookupError):
@@ -184,7 +183,7 @@ def _kill(running: list[subprocess.Popen[str]]) -> None:
 
 
 def _leave(running: list[subprocess.Popen[str]]) -> None:
-    """The interpreter ends while a thread waits for compilers: neither is to go on."""
+    """The interpreter exits while a thread waits for compilers: end them, and then the thread."""
     global _leaving
     _leaving = True
     _kill(running)

@@ -1,7 +1,7 @@
 """The tests of the native kernels on other builds of them: ``python -m tests.native.builds [name ...]``.
 
-For older processors, whose vectors are narrower, and with the compiler's detectors of what is undefined, of
-memory that is read or written by mistake, and of races. Takes some minutes; needs g++ and its sanitizers.
+For older processors with narrower vectors, and with the sanitizers for undefined behaviour, addresses and
+races. Takes some minutes; needs g++ and its sanitizers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "aioinfer" / "native" / "source"
-#: Those of compilers and of engines without kernels have nothing to do with a build.
+#: The tests of compilers and of engines without kernels do not depend on the build.
 _TESTS = ["tests/native", "tests/model/test_isolation.py", "--ignore", "tests/native/test_build.py"]
-#: What undefined behaviour costs in code is too much for the many sizes of registers' tiles of AVX-512.
+#: Checks for undefined behaviour make too much code of the many tile sizes of AVX-512.
 _ADDRESS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address"
 _UNDEFINED = "-fsanitize=undefined -fno-sanitize=null,object-size -fno-sanitize-recover=undefined"
 #: name -> flags; what the tests are run with
@@ -29,7 +29,7 @@ FLAGS = {
 
 
 def main(names: list[str]) -> int:
-    """Run builds, all unless told. Returns how many of them failed."""
+    """Run the named builds, or all. Returns the number of failures."""
     failed = 0
     for name in names or [*FLAGS, "threads"]:
         print(f"-- {name}", flush=True)
@@ -40,25 +40,25 @@ def main(names: list[str]) -> int:
 
 def _tests(flags: str) -> bool:
     env = {**os.environ, "AIOINFER_CXXFLAGS": flags, "PYTHONPATH": str(_ROOT)}
-    # By itself, for with these flags it takes longer than tests may.
+    # Compiled first: with these flags it takes longer than the limit of a test.
     code = "from aioinfer.native import build; build._PATIENCE = 3600; print(build.build())"
     if subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=env).returncode:
         return False
     if "sanitize" in flags:
-        # They must be there before anything else is loaded. Python itself keeps what it allocates.
+        # They must be loaded first. Leaks are not reported: Python keeps memory until it exits.
         asked = ["g++", "-print-file-name=libasan.so"]
         env["LD_PRELOAD"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
         env["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
         env["UBSAN_OPTIONS"] = "print_stacktrace=1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *_TESTS]
     if "sanitize" in flags:
-        # They take more addresses than this test leaves.
-        command += ["-k", "not threads_that_cannot_be_had"]
+        # Sanitizers need more address space than this test leaves.
+        command += ["-k", "not threads_that_cannot_be_created"]
     return subprocess.run(command, cwd=_ROOT, env=env).returncode == 0
 
 
 def _races() -> bool:
-    """Python and torch know nothing of this detector, so a program in C++ stands in for them."""
+    """The race detector does not support Python and torch, so a program in C++ runs the kernels."""
     results = []
     for number, name in (("float", "float32"), ("bfloat16", "bfloat16")):
         with tempfile.TemporaryDirectory() as directory:

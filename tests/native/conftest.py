@@ -1,4 +1,4 @@
-"""All tests here need native kernels, but those of how they come to be."""
+"""All tests here need native kernels, except those of the build."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.model.harness import require
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """No signal comes through to a thread that hangs in a kernel: let the process end, and say where."""
+    """A signal does not interrupt a kernel that hangs: a timeout ends the process with a traceback."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(120, method="thread"))
@@ -18,6 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def kernels(request: pytest.FixtureRequest) -> None:
-    """Compiled for the first test that needs them, and not when tests are collected."""
+    """Compiled for the first test that needs them, not at collection."""
     if request.path.stem != "test_build":
         require("native")

@@ -1,6 +1,7 @@
-// Programs of pools for a race detector: decoders, attention and linear layers, by several callers at once.
+// Programs of thread pools for the race detector: decoders, attention and linear layers, by several callers at once.
 //
-// Compiled by tests.native.builds together with the kernels of one type (NUMBER, NAME). Ends with 1 if results depend on the pool.
+// Compiled by tests.native.builds together with the kernels of one type (NUMBER, NAME). Returns 1 if results depend on
+// the pool.
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -102,7 +103,7 @@ int main() {
       });
     for (auto& caller : callers) caller.join();
   }
-  // Pools that come and go, and programs that are over before all have begun.
+  // Pools of a short life, and programs that end before all workers have begun.
   for (int i = 0; i < 200; i++) {
     ThreadPool pool(1 + i % 4);
     for (int j = 0; j < i % 3; j++) {

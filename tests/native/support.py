@@ -1,4 +1,4 @@
-"""Random problems for native kernels, and what they should come to by the formula in float64."""
+"""Random problems for native kernels, and their results by the formula in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
 
 @dataclass(slots=True)
 class Heads:
-    """What the heads of a layer are like, and how they see each other."""
+    """The heads of a layer and the parameters of its attention."""
 
     heads: int
     kv_heads: int
@@ -41,7 +41,7 @@ class Heads:
 
     @classmethod
     def draw(cls, rng: random.Random, dtype: torch.dtype, **fixed: Any) -> Heads:
-        """Of any kind; blocks and windows too."""
+        """Random heads, with or without blocks, windows, norms and rotary embedding."""
         group, kv_heads = rng.choice([1, 2, 3, 4, 5, 7, 8, 14, 15, 16]), rng.choice([1, 2, 3])
         head_dim = rng.choice([16, 32, 48, 64, 80, 96, 112, 128, 192, 256])
         window = rng.choice([None, None, 1, 2, 7, 16, 40, 127, 129])
@@ -79,7 +79,7 @@ class Row:
 
 
 def draw_rows(rng: random.Random, heads: Heads, count: int, longest: int = 300) -> list[Row]:
-    """Decodes, chunks, whole prompts; boundaries of blocks where there are blocks."""
+    """Decodes, chunks and whole prompts, from boundaries of blocks on."""
     rows = []
     for _ in range(count):
         length = rng.choice([1, 2, 3, 15, 16, 17, rng.randint(1, 140), rng.randint(1, longest)])
@@ -92,14 +92,14 @@ def draw_rows(rng: random.Random, heads: Heads, count: int, longest: int = 300) 
 
 
 class Bench:
-    """A pool in which everything that no row owns is NaN, and steps over it."""
+    """Attention over a KV pool in which everything that no row owns is NaN."""
 
     def __init__(self, heads: Heads, page_size: int, *, threads: int = 2, seed: int = 0) -> None:
         self.heads, self.page_size = heads, page_size
-        self.team: ThreadPool = shared_thread_pool(threads)
+        self.pool: ThreadPool = shared_thread_pool(threads)
         pages = 5000 // page_size + 20
         self.attention = NativeAttention(
-            self.team,
+            self.pool,
             num_layers=1,
             num_kv_heads=heads.kv_heads,
             head_dim=heads.head_dim,
@@ -112,7 +112,7 @@ class Bench:
         random.Random(seed).shuffle(self._free)
 
     def deal(self, rows: Sequence[Row]) -> None:
-        """Pages for rows, nobody's next to each other."""
+        """Assign pages to rows, in random order."""
         for row in rows:
             row.pages = [self._free.pop() for _ in range(-(-len(row.qkv) // self.page_size))]
 
@@ -135,7 +135,7 @@ class Bench:
         return list(got.split([stop - start for _, start, stop in parts]))
 
     def past(self, rows: Sequence[Row], *, fused: bool = True) -> None:
-        """What the rows' sequences have stored before their step."""
+        """Store the keys and values of the positions before each row's step."""
         parts = [(row, 0, row.start) for row in rows if row.start]
         if parts:
             self.step(parts, fused=fused)
@@ -148,7 +148,7 @@ class Bench:
 
 
 def expected(heads: Heads, row: Row, *, fused: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention should come to, and the same of absolute values; both [tokens, heads, head_dim]."""
+    """The result of attention, and the same with absolute values; both [tokens, heads, head_dim]."""
     scoring, length = heads.scoring, len(row.qkv)
     qkv, at = row.qkv.double(), torch.arange(length)
     if fused:

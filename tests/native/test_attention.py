@@ -15,7 +15,7 @@ PAGE_SIZES = [1, 3, 8, 16, 32, 48]
 
 def check(heads: Heads, rows: list[Row], found: list[torch.Tensor], *, fused: bool) -> None:
     """float32 to 1e-5. bfloat16 rounds weights and results, once each; ``fused`` also queries and keys, whose
-    part is not bounded as tightly as it is likely to be small."""
+    bound is looser than their likely error."""
     for row, got in zip(rows, found, strict=True):
         wanted, absolute = expected(heads, row, fused=fused)
         unit = UNIT[heads.dtype]
@@ -40,7 +40,7 @@ def test_random_heads_rows_and_pages(seed: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [3, 16])
 def test_every_length_of_a_context_up_to_two_stretches(page_size: int, dtype: torch.dtype) -> None:
-    """Odd ones leave half a unit of bfloat16 that is NaN."""
+    """With an odd length half a unit of bfloat16 is NaN."""
     heads = Heads(2, 1, 16, dtype, AttentionParams(0.25))
     rows = [Row(normal(length, 4, 16, seed=length, dtype=dtype), length - 1) for length in range(1, 260)]
     found = []
@@ -60,7 +60,7 @@ def test_every_edge_of_a_window(window: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [2, 3, 8, 32, 100])
 def test_blocks_see_to_their_ends_and_rows_of_one_sequence_each_other(block: int, dtype: torch.dtype) -> None:
-    """The last three blocks of a sequence as rows of their own: each sees those before it."""
+    """The last three blocks of a sequence as separate rows: each sees those before it."""
     heads = Heads(4, 2, 32, dtype, AttentionParams(0.3, block=block))
     length = 5 * block
     (row,) = rows = [Row(normal(length, 8, 32, seed=block, dtype=dtype), 2 * block)]
@@ -74,7 +74,7 @@ def test_blocks_see_to_their_ends_and_rows_of_one_sequence_each_other(block: int
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.0, 30.0, -30.0])
 def test_scores_of_any_size(scale: float, dtype: torch.dtype) -> None:
-    """Scores of hundreds have one weight that counts; those of 0 all weigh the same."""
+    """With scores of hundreds one weight is not 0; with scores of 0 all weights are equal."""
     heads = Heads(2, 2, 64, dtype, AttentionParams(scale))
     rows = [Row(normal(200, 6, 64, seed=1, dtype=dtype), 0)]
     (got,) = Bench(heads, 16).run(rows, fused=False)
@@ -85,7 +85,7 @@ def test_scores_of_any_size(scale: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_that_is_nan_itself_is_alone_with_it(dtype: torch.dtype) -> None:
+def test_nan_in_a_row_stays_in_that_row(dtype: torch.dtype) -> None:
     heads = Heads(4, 2, 32, dtype, AttentionParams(0.2), rotary_dim=32)
     rows = [Row(normal(40, 8, 32, seed=at, dtype=dtype), 20) for at in range(3)]
     rows[1].qkv[:] = float("nan")

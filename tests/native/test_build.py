@@ -1,6 +1,6 @@
-"""How kernels come to be compiled, and what an engine does where they cannot be.
+"""How kernels are compiled, and what an engine does where they cannot be.
 
-Most of it with compilers that are scripts: what a real one makes of the sources, all other tests here show.
+Most tests use scripts as compilers: all other tests here depend on a real one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from aioinfer.model.backend import Backend
 from aioinfer.model.layers import TorchLayers, make_layers
 from aioinfer.native import bindings
 from aioinfer.native import build as building
+from aioinfer.native.arguments import WeightsArguments
 from aioinfer.native.build import _UNITS, BuildFailed, build, cache_directory, find_compiler
 from aioinfer.params import SamplingParams
 from tests.model.harness import require
@@ -60,7 +61,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 @pytest.fixture
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has not yet tried to load kernels."""
+    """A process that has not tried to load kernels."""
     monkeypatch.setattr(bindings, "_loaded", None)
 
 
@@ -159,10 +160,10 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert not cache_directory().exists() or left() == []
 
 
-def test_compilers_that_take_too_long_end_with_what_works_for_them(
+def test_compilers_that_take_too_long_end_with_their_processes(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What they are called by starts others: g++ does so."""
+    """The command of a compiler starts other processes: g++ does so."""
     compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $! >> "{tmp_path}/workers"; wait')
     monkeypatch.setattr(building, "_PATIENCE", 0.5)
     with pytest.raises(BuildFailed, match="did not end"):
@@ -174,8 +175,8 @@ def test_compilers_that_take_too_long_end_with_what_works_for_them(
             pass
 
 
-def test_compilers_end_with_the_process_that_wants_them(compiler: Compiler, tmp_path: Path) -> None:
-    """Also where it ends while a thread waits for them, as a launch thread does. That must not go on with
+def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tmp_path: Path) -> None:
+    """Also where it ends while a thread waits for them, as a launch thread does. That thread must not go on with
     torch, whose operations abort a process that is about to end."""
     workers = tmp_path / "workers"
     compiler(f'\n[ "$1" = --version ] && exit\necho $$ >> "{workers}"; exec sleep 100')
@@ -226,7 +227,7 @@ def test_the_users_cache_is_the_place_where_none_is_named(monkeypatch: pytest.Mo
     assert cache_directory() == Path("/some/home/.cache/aioinfer")
 
 
-def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_error_names_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AIOINFER_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
@@ -244,7 +245,7 @@ def test_a_cache_that_cannot_be_written_is_named(
         build()
 
 
-def test_nobody_else_may_put_a_library_into_a_new_cache(compiler: Compiler) -> None:
+def test_a_new_cache_is_closed_to_other_users(compiler: Compiler) -> None:
     compiler(WORKS)
     build()
     assert cache_directory().stat().st_mode & 0o077 == 0
@@ -253,7 +254,7 @@ def test_nobody_else_may_put_a_library_into_a_new_cache(compiler: Compiler) -> N
 def test_two_processes_compile_at_once_and_both_have_a_whole_library(
     compiler: Compiler, tmp_path: Path
 ) -> None:
-    """Their compilers wait for each other, so that neither finds what the other has made."""
+    """Their compilers wait for each other, so that neither finds the library of the other."""
     (tmp_path / "here").mkdir()
     meet = f"""
 [ "$1" = --version ] && echo fake && exit
@@ -295,7 +296,7 @@ def test_without_kernels_an_engine_says_so_once_and_computes_with_torch(
     assert warnings[0].startswith("no native kernels, the CPU will be slower than it could be: ")
 
 
-def test_kernels_that_were_asked_for_and_cannot_be_had_are_an_error(
+def test_kernels_that_were_asked_for_and_are_missing_are_an_error(
     compiler: Compiler, unsettled: None
 ) -> None:
     compiler("\nexit 1")
@@ -340,18 +341,21 @@ def test_layers_of_other_sizes_are_torchs() -> None:
     assert not isinstance(make_layers(backend, CPU, torch.float32, [64, 48]), TorchLayers)
 
 
-def test_what_fails_in_there_is_an_error_in_words() -> None:
+def test_a_failure_in_the_library_is_an_error_with_its_reason() -> None:
     require("native")
     kernels = bindings.kernels()
-    assert kernels.call("lanes") in (8, 16)
+    assert kernels.function("lanes") in (8, 16)
+    pool = bindings.shared_thread_pool(1)
     with pytest.raises(MemoryError, match=r"weights_float32: .*bad_alloc"):
         kernels.call(
-            "weights_float32",
-            bindings.shared_thread_pool(1).handle,
-            None,
-            None,
-            1 << 40,
-            1 << 20,
-            False,
-            False,
+            WeightsArguments(
+                pool=pool.handle,
+                rows=None,
+                bias=None,
+                outputs=1 << 40,
+                inner=1 << 20,
+                gated=False,
+                int8=False,
+            ),
+            "float32",
         )

@@ -58,7 +58,7 @@ def test_in_float32_its_logits_are_those_of_torchs_layers(
 def test_in_bfloat16_it_is_as_close_to_float32_as_torchs_layers(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str
 ) -> None:
-    """It rounds less often than they do. The bound leaves room for luck: 20 rows and more."""
+    """It rounds less often than they do. The bound allows for chance: 20 rows and more."""
     path, _ = checkpoint(family)
     distance = {"native": 0.0, "sdpa": 0.0}
     for seed in (0, 3):
@@ -88,7 +88,7 @@ def test_blocks_of_sdar_denoise_as_they_are_described(tmp_path: Path, page_size:
 
     rows.step([("a", 0, draw(20)), ("b", 0, draw(8))])
     rows.step([("a", 20, draw(4)), ("b", 8, draw(16)), ("c", 0, draw(4))])
-    # The same block again with other tokens, and one more behind it that sees it.
+    # The same block again with other tokens, and the next block, which sees it.
     rows.step([("a", 20, draw(4)), ("a", 24, draw(4)), ("c", 0, draw(4))])
 
 

@@ -1,4 +1,4 @@
-"""Weights that are rounded to 8 bits: what is computed is the formula with the rounded ones."""
+"""Weights that are rounded to 8 bits: results are those of the formula with the rounded weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_products_are_those_of_rounded_weights(outputs: int, inner: int, dtype: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_everywhere(gated: bool, dtype: torch.dtype) -> None:
-    """One block of rows reads the bytes, several have them expanded."""
+    """One block of rows reads the bytes, for several they are expanded."""
     weight, values = normal(160, 208, seed=0, dtype=dtype), normal(60, 208, seed=2, dtype=dtype)
     alone = NativeLinear(shared_thread_pool(1), weight, None, "int8", gated=gated)
     wanted = torch.cat([alone(row[None]) for row in values])
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_everywhere(gated: bool, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_and_what_they_gate_have_factors_of_their_own(dtype: torch.dtype) -> None:
+def test_gates_and_their_values_have_factors_of_their_own(dtype: torch.dtype) -> None:
     weight, values = normal(96, 64, seed=0, dtype=dtype) * 0.3, normal(20, 64, seed=1, dtype=dtype)
     weight[48:] *= 20
     gate, up = (values.double() @ rounded(weight).double().T).chunk(2, 1)
@@ -79,7 +79,7 @@ def test_experts_are_those_of_rounded_weights(tokens: int, dtype: torch.dtype) -
     assert_close(experts(task.hidden, task.weights, task.experts), wanted, dtype)
 
 
-def test_an_engine_still_knows_its_sums() -> None:
+def test_an_engine_with_int8_weights_answers_correctly() -> None:
     question = [{"role": "user", "content": "What is 17 + 25?"}]
     with LLM(EngineConfig(device="cpu", quantization="int8")) as llm:
         (result,) = llm.generate([question], SamplingParams(temperature=0))
@@ -94,6 +94,6 @@ def test_an_engine_still_knows_its_sums() -> None:
         ({"transformers_fallback": True}, "transformers' own"),
     ],
 )
-def test_where_nobody_rounds_it_is_an_error_that_says_why(settings: dict[str, Any], why: str) -> None:
+def test_int8_without_native_kernels_is_an_error_with_its_reason(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=f"^quantization: .*{why}"):
         TorchDevice(EngineConfig(device="cpu", quantization="int8", **settings)).open()

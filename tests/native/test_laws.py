@@ -1,5 +1,5 @@
-"""Every result is a function of its own row, to the last bit: whatever is computed beside it, however its
-prompt was cut, wherever its pages lie and whoever computes it."""
+"""Every result is a function of its own row, to the bit: it depends neither on the batch, nor on the chunks
+of its prompt, nor on the place of its pages, nor on the number of threads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_attention_gives_a_row_the_same_bits_everywhere(seed: int, dtype: torch.
 def test_windows_over_the_ends_of_stretches_have_the_same_bits_by_any_chunks(
     window: int, dtype: torch.dtype
 ) -> None:
-    """Queries side by side look back to different tiles; sums are divided by position all the same."""
+    """Queries of one task begin at different tiles; sums are divided by position in spite of that."""
     heads = Heads(2, 2, 16, dtype, AttentionParams(1.5, window=window))
     row = Row(normal(500, 6, 16, seed=window, dtype=dtype), 0)
     (whole,) = Bench(heads, 16).run([row])
@@ -107,7 +107,7 @@ class Runs:
 
 
 def models(path: Path, kind: str, dtype: str, get: Callable[[str], Any]) -> dict[int, Any]:
-    """The same model for teams of 1, 2 and 3 threads."""
+    """The same model for pools of 1, 2 and 3 threads."""
     made, before = {}, torch.get_num_threads()
     if kind == "sdar":
         write_checkpoint(path, block_config("sdar", intermediate_size=48))
@@ -138,18 +138,18 @@ def test_a_decoder_gives_a_row_the_same_bits_everywhere(
         held = [runs.pages(len(ids)) for ids in prompts]
         done, parts = [0] * len(prompts), [[] for _ in prompts]  # type: ignore[var-annotated]
         while any(at < len(ids) for at, ids in zip(done, prompts, strict=True)):
-            rows, who = [], []
+            rows, indices = [], []
             for at in rng.sample(range(len(prompts)), len(prompts)):
                 take = block * rng.choice([0, 1, 2, 7, 15])
                 ids = prompts[at][done[at] : done[at] + take]
                 if ids:
                     rows.append((ids, done[at], held[at]))
-                    who.append(at)
+                    indices.append(at)
                     done[at] += len(ids)
             if not rows:
                 continue
             logits = runs.step(rows).split([len(ids) for ids, _, _ in rows])
-            for at, part in zip(who, logits, strict=True):
+            for at, part in zip(indices, logits, strict=True):
                 parts[at].append(part)
         for at, logits in enumerate(wanted):
             assert torch.equal(torch.cat(parts[at]), logits), (threads, page_size, at)

@@ -16,11 +16,11 @@ ROWS = [0, *range(1, 41), 100, 300]
 
 
 def check(got: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """One rounding of a result, and those of a sum in float32."""
+    """Within one rounding of the result and the roundings of a sum in float32."""
     wide = None if bias is None else bias.double()
     wanted = F.linear(values.double(), weight.double(), wide)
     size = F.linear(values.double().abs(), weight.double().abs(), None if wide is None else wide.abs())
-    # In the mean of random signs a sum of n terms is off by the root of n.
+    # With errors of random sign a sum of n terms is off by the root of n on average.
     sums = 4 * UNIT[torch.float32] * values.shape[1] ** 0.5 * size
     assert got.dtype == values.dtype
     assert got.shape == wanted.shape
@@ -56,7 +56,7 @@ def test_every_number_of_rows_over_more_panels_than_fit_a_cache(dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("middle", [16, 48, 80])
-def test_gates_and_what_they_gate(middle: int, bias: bool, dtype: torch.dtype) -> None:
+def test_gates_and_their_values(middle: int, bias: bool, dtype: torch.dtype) -> None:
     weight = normal(2 * middle, 64, seed=middle, dtype=dtype)
     both = normal(2 * middle, seed=1, dtype=dtype) if bias else None
     layers = NativeLayers(shared_thread_pool(2))
@@ -75,8 +75,8 @@ def test_gates_and_what_they_gate(middle: int, bias: bool, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_beyond_what_an_exponential_holds(dtype: torch.dtype) -> None:
-    """silu of far negative numbers is 0, of far positive ones they themselves; NaN stays NaN."""
+def test_gates_beyond_the_range_of_an_exponential(dtype: torch.dtype) -> None:
+    """silu of large negative numbers is 0, of large positive ones the number itself; NaN stays NaN."""
     gates = torch.tensor([-1e4, -120.0, -88.8, -87.0, -1e-3, 0.0, 1e-3, 87.0, 120.0, 1e4, float("nan")])
     values = torch.zeros(len(gates), 16, dtype=dtype)
     values[:, 0], values[:, 1] = gates.to(dtype), 1
@@ -104,7 +104,7 @@ def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_views_are_read_as_they_are_meant(dtype: torch.dtype) -> None:
+def test_views_are_read_with_their_strides(dtype: torch.dtype) -> None:
     weight = normal(70, 96, seed=1, dtype=dtype)[::2, ::2]
     bias = normal(70, seed=2, dtype=dtype)[::2]
     values = normal(48, 9, seed=3, dtype=dtype).T

@@ -1,4 +1,4 @@
-"""Teams: threads that compute one program after the other."""
+"""Thread pools: threads that compute one program after the other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.native.support import normal
 WEIGHT = normal(40, 16, seed=0)
 
 
-def program(team: ThreadPool) -> NativeLinear:
-    """A small one: two phases, and a barrier behind each."""
-    return NativeLinear(team, WEIGHT, None)
+def program(pool: ThreadPool) -> NativeLinear:
+    """A small one: two phases, each with a barrier."""
+    return NativeLinear(pool, WEIGHT, None)
 
 
 def test_callers_on_many_threads_take_turns() -> None:
-    """Two teams, and four callers each; all of them at once."""
+    """Two pools with four callers each, all at once."""
     weight = normal(96, 64, seed=0)
     layers = [NativeLinear(shared_thread_pool(threads), weight, None) for threads in (2, 3)]
     inputs = [normal(rows, 64, seed=rows) for rows in range(1, 9)]
@@ -33,8 +33,8 @@ def test_callers_on_many_threads_take_turns() -> None:
         start.wait()
         return all(torch.equal(layers[at % 2](inputs[at]), wanted[at]) for _ in range(200))
 
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(call, range(8)))
+    with ThreadPoolExecutor(8) as callers:
+        assert all(callers.map(call, range(8)))
 
 
 def test_many_more_threads_than_cores_get_through_thousands_of_small_programs() -> None:
@@ -46,18 +46,18 @@ def test_many_more_threads_than_cores_get_through_thousands_of_small_programs() 
             assert torch.equal(layer(values), wanted)
 
 
-def test_teams_come_and_go() -> None:
-    """Those that have never computed anything, too."""
+def test_pools_come_and_go() -> None:
+    """Also those that never computed anything."""
     values = normal(2, 16, seed=1)
     wanted = program(shared_thread_pool(1))(values)
     for at in range(60):
-        team = ThreadPool(1 + at % 5)
+        pool = ThreadPool(1 + at % 5)
         if at % 3:
-            assert torch.equal(program(team)(values), wanted)
+            assert torch.equal(program(pool)(values), wanted)
 
 
-def test_threads_that_cannot_be_had_are_an_error_and_no_end_of_the_process() -> None:
-    """Each has a stack of megabytes, for which there is no room: some of them exist when it comes out."""
+def test_threads_that_cannot_be_created_are_an_error_and_do_not_end_the_process() -> None:
+    """Each has a stack of megabytes, and memory is short: some threads exist when the next one fails."""
     code = """if True:
         import resource
         from aioinfer.native.bindings import ThreadPool, kernels
@@ -73,14 +73,14 @@ def test_threads_that_cannot_be_had_are_an_error_and_no_end_of_the_process() -> 
     # The stack of a thread is as large as the limit when the process began.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("aioinfer_team: ")
+    assert done.stdout.startswith("aioinfer_thread_pool: ")
 
 
-def test_a_process_has_one_team_of_a_size_while_someone_holds_it() -> None:
-    team = shared_thread_pool(5)
-    assert shared_thread_pool(5) is team
-    assert shared_thread_pool(4) is not team
-    assert (team.threads, shared_thread_pool(4).threads) == (5, 4)
+def test_a_process_shares_one_pool_of_a_size_while_it_is_in_use() -> None:
+    pool = shared_thread_pool(5)
+    assert shared_thread_pool(5) is pool
+    assert shared_thread_pool(4) is not pool
+    assert (pool.threads, shared_thread_pool(4).threads) == (5, 4)
 
 
 def test_programs_of_nothing_end() -> None:

@@ -1,28 +1,28 @@
 // Attention over paged keys and values, with a softmax that streams (Milakov and Gimelshein, 2018; Dao et al., 2022).
 //
-// A task is some queries of one row that share a KV head. It goes through the context in stretches of SPAN
-// positions counted from the start of the sequence: scores, their exponentials, weighted values. What a query
-// gets depends on the positions that it sees and on nothing else, to the last bit: neither on the queries beside
-// it, nor on how its prompt was cut, nor on whose pages its context lies in.
+// A task is some queries of one row that share a KV head. It processes the context in stretches of SPAN
+// positions counted from the start of the sequence: scores, their exponentials, weighted values. The result of a
+// query is a function of the positions that it sees, to the bit: it depends neither on other queries, nor on how
+// the prompt was cut into chunks, nor on the pages of the context.
 #pragma once
 
 #include <cmath>
 #include <vector>
 
 #include "heads.hpp"
-#include "linear.hpp"
 #include "kv_pool.hpp"
+#include "linear.hpp"
 
 namespace aioinfer {
 
 constexpr int SPAN = 128;
 
-// What a layer's queries see and how they weigh it.
+// Constants of a layer: the positions that a query sees, and the scale of scores.
 struct AttentionParams {
   float scale;
   float soft_cap;  // 0: none
   int64_t window;  // positions up to a query's own; 0: all
-  int64_t block;   // a query sees up to the end of its block of so many positions; 1: causal
+  int64_t block;   // positions of a block; a query sees its own block to the end; 1: causal
 
   int64_t first_visible(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
   int64_t behind_visible(int64_t position, int64_t length) const {
@@ -59,7 +59,7 @@ inline std::vector<AttentionTask> divide(const Rows& rows, int64_t kv_heads, int
   return tasks;
 }
 
-// What a worker of a pool needs to attend; one at a time.
+// Scratch memory of one worker.
 template <class T>
 struct AttentionScratch {
   explicit AttentionScratch(int64_t head_dim)
@@ -70,7 +70,7 @@ struct AttentionScratch {
   std::vector<T> tiles;
 };
 
-// One task's way through its context, for QUERIES queries.
+// The computation of one task with QUERIES queries.
 template <class T, int QUERIES>
 class Attending {
  public:
@@ -78,8 +78,8 @@ class Attending {
   static constexpr int PER_TILE = TILE / LANES;
 
   // ``position``: those of the queries.
-  Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& params, const int64_t (&position)[QUERIES],
-            int64_t length, AttentionScratch<T>& scratch)
+  Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& params,
+            const int64_t (&position)[QUERIES], int64_t length, AttentionScratch<T>& scratch)
       : context_(context), head_dim_(head_dim), params_(params), scratch_(scratch) {
     for (int q = 0; q < QUERIES; q++) {
       from_[q] = params.first_visible(position[q]);
@@ -109,10 +109,10 @@ class Attending {
   }
 
  private:
-  // So few queries that memory, not arithmetic, is what they wait for.
+  // With so few queries the time goes to memory, not to arithmetic.
   static constexpr bool LEAN = QUERIES <= MAX_ROWS / 2;
 
-  // Find the tiles of a stretch from tile ``first`` on, and those of the stretch behind it, of ``all`` tiles.
+  // Find the tiles of the stretch from tile ``first`` on, and of the next stretch, out of ``all`` tiles.
   void locate(int64_t first, int tiles, int64_t all) {
     const int64_t half = TILE * head_dim_;
     for (int i = 0; i < tiles; i++) {
@@ -149,14 +149,14 @@ class Attending {
         store(&scratch_.scores[q * SPAN + (first + v) * LANES], sums[q][v] * params_.scale);
   }
 
-  // From scores to weights, exponentials relative to the best score so far; sums shrink when a better one comes. All
-  // queries find their best before any weighs, so that they do not wait for themselves.
+  // From scores to weights: exponentials relative to the best score so far; a better score shrinks the sums. All
+  // maxima are found before any weights, so that consecutive operations do not depend on each other.
   void weigh(int64_t at, int tiles) {
     const int vectors = tiles * PER_TILE;
     for (int q = 0; q < QUERIES; q++) find_best(q, at, vectors);
     for (int q = 0; q < QUERIES; q++) {
       const float* scores = &scratch_.scores[q * SPAN];
-      // Nothing seen yet: every difference is to be minus infinity, not NaN.
+      // No position seen so far: every difference must be minus infinity, not NaN.
       const float base = best_[q] == -INFINITY ? 0.0f : best_[q];
       Floats total{};
       for (int v = 0; v < vectors; v++) {
@@ -193,7 +193,7 @@ class Attending {
     return load<Floats>(values);
   }
 
-  // Minus infinity for positions from ``at`` on that a query does not see, whatever lies there.
+  // Minus infinity for positions from ``at`` on that a query does not see, whatever their scores.
   AIOINFER_INLINE Floats visible(int q, int64_t at, Floats scores) const {
     if (at >= from_[q] && at + LANES <= to_[q]) return scores;
     Ints lane;
@@ -215,7 +215,7 @@ class Attending {
   }
 
   // sums = sums * shrink + weights * values of ``count`` positions; ``fresh`` sums are 0. Cells behind them may hold
-  // anything and are not touched.
+  // any value and are not read.
   void add_values(int count, bool fresh) {
     constexpr int WIDE = context_vectors();
     const int vectors = static_cast<int>(head_dim_ / LANES);
@@ -272,7 +272,7 @@ class Attending {
       for (int v = 0; v < COUNT; v++) sums[q][v] = Floats{};
   }
 
-  // As many vectors at once as give every unit of the processor something to add.
+  // The number of vectors that occupies all units of the processor.
   static constexpr int context_vectors() { return LANES < 16 ? 2 : 2 * panels_at_once(QUERIES); }
 
   const Context<T>& context_;
@@ -312,7 +312,7 @@ void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& k
   });
 }
 
-// What a step asks of attention in every layer.
+// The inputs of attention that are the same in every layer of a step.
 struct AttentionInput {
   int64_t tokens;
   const int64_t* cells;   // [tokens] where each key and value goes

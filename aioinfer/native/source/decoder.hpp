@@ -3,10 +3,10 @@
 //   embedding ─► ┌ norm ─► qkv ─► heads, cells ─► attention ─► out ─┐ + ─► ┌ norm ─► gate, up ─► down ─┐ + ─► norm ─► head
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
-// Where a layer has experts, its second half is that of experts.hpp.
+// The second half of a layer with experts is described in experts.hpp.
 //
-// Each arrow is a phase that the pool shares out and ends with a barrier. What is stored in between has the
-// model's type; what a phase computes is float.
+// Each arrow is a phase: the pool divides it, and it ends with a barrier. Values stored between phases have the
+// type of the model; a phase computes in float.
 #pragma once
 
 #include <chrono>
@@ -27,7 +27,7 @@ struct Layer {
   const T* head_norm;
   const Weights<T>* out;
   const T* mlp_norm;
-  // What every token passes; null where experts are all there is.
+  // The dense part or the shared expert; null in a layer without.
   const Weights<T>* gate_up;
   const Weights<T>* down;
   // Null in a layer without experts.
@@ -38,7 +38,7 @@ struct Layer {
   Shared<T> shared() const { return {gate_up, down}; }
 };
 
-// What a step brings; see aioinfer.model.batch.Batch.
+// The inputs and the output of a step; see aioinfer.model.batch.Batch.
 template <class T>
 struct StepInput {
   const int64_t* ids;  // [tokens]
@@ -50,7 +50,7 @@ struct StepInput {
   float* logits;  // [num_logits, vocabulary]
 };
 
-// Where a step's time goes, as the calling thread sees it.
+// The parts of a step's time, as measured by the calling thread.
 enum Part { LINEAR, ATTENTION, REST, PARTS };
 
 class Stopwatch {
@@ -163,8 +163,8 @@ class Decoder {
     watch.add(LINEAR);
   }
 
-  // Root mean square norm of the residual of all tokens, or of those that ``chosen`` names. Where T is not float,
-  // the same goes to ``floats``, too, if it is given.
+  // Root mean square norm of the residual of all tokens, or of the tokens ``chosen``. Where T is not float, the
+  // result is also written to ``floats`` if it is given.
   Activations<T> norm_rows(Worker& worker, const T* weight, int64_t count, const int64_t* chosen,
                            const Activations<float>* floats = nullptr) {
     const Activations<T> normed(narrow_.data(), count, hidden_);

@@ -1,13 +1,13 @@
-// Experts: the SwiGLUs of a layer of which each token passes a few, and one, shared, that all tokens pass.
+// Experts: the SwiGLUs of a layer, of which each token uses a few, and a shared one that all tokens use.
 //
 //   tokens      2 0 1 3 ..        rows, by expert      gated, by row         outputs, by pair
 //   ┌ normed ─► choose ─► gather ┌ expert 0: 0 4 7 ┐ ─► gate, up ┌──┐ ─► down ┌ token 0: best, .. ┐ ─► + ─► residual
 //   │                            └ expert 2: 1 5   ┘             └──┘         └ token 1: best, .. ┘    ▲
 //   └───────────────────────────────────────────────────────────────────────────────── shared ─────────┘
 //
-// A *pair* is a token and one of its experts, token by token, best expert first. Every output of an expert is a
-// function of the token's row alone, and those of a token are added up in the order of its pairs: its result
-// depends on nothing else. Experts that nobody chose are not read.
+// A *pair* is a token and one of its experts; pairs are ordered by token, best expert first. The output of a pair is
+// a function of the token's row, and the outputs of a token are added up in the order of its pairs: its result does
+// not depend on other tokens. The weights of experts without tokens are not read.
 #pragma once
 
 #include <algorithm>
@@ -50,11 +50,11 @@ class Experts {
   std::vector<Weights<T>> gate_up_, down_;
 };
 
-// Pairs in the order of their experts, tokens ascending. Every worker of a pool has its own: to count for oneself
-// is quicker than to wait for one who does.
+// Pairs in the order of their experts, tokens ascending. Every worker computes its own: that takes less time than
+// another barrier.
 class Dispatch {
  public:
-  // The pairs of one expert: their places in the order, and where their rows begin, those that fill up blocks counted.
+  // The pairs of one expert: their places in the order, and the first of their rows, padding of blocks included.
   struct Group {
     int64_t expert, first, rows, padded_first;
   };
@@ -62,7 +62,7 @@ class Dispatch {
     int64_t pair, group;
   };
 
-  // Rows of all groups at most, with those that fill up blocks.
+  // An upper bound of the rows of all groups, padding of blocks included.
   static int64_t padded(int64_t pairs) { return pairs + pairs / MAX_ROWS; }
 
   void reserve(int64_t pairs, int64_t experts) {
@@ -98,20 +98,20 @@ class Dispatch {
   std::vector<int64_t> next_;
 };
 
-// What every token passes besides its experts.
+// The shared expert.
 template <class T>
 struct Shared {
-  const Weights<T>* gate_up;  // null: nothing
+  const Weights<T>* gate_up;  // null: none
   const Weights<T>* down;
 
   int64_t middle() const { return gate_up == nullptr ? 0 : gate_up->outputs; }
 };
 
-// Lets the tokens of a step pass their experts. Holds what lies in between, one layer at a time.
+// Computes the experts of a step's tokens. Holds the intermediate values of one layer at a time.
 template <class T>
 class Mixing {
  public:
-  // Room for ``tokens`` with ``top_k`` experts each. May throw; nothing else here does.
+  // Allocate for ``tokens`` with ``top_k`` experts each. The only function here that throws.
   void reserve(int workers, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
     const int64_t pairs = tokens * top_k, rows = Dispatch::padded(pairs);
     grow(rows_, rows * depth(experts.hidden));
@@ -122,7 +122,7 @@ class Mixing {
     for (auto& dispatch : dispatches_) dispatch->reserve(pairs, experts.count);
   }
 
-  // add(token, index, LANES results): sums over the pairs of each token, and what it gets from the shared part.
+  // add(token, index, LANES results): the sum over a token's pairs and the shared expert.
   template <class Add>
   void mix(Worker& worker, const Experts<T>& experts, const Shared<T>& shared, const Activations<T>& tokens,
            int64_t top_k, const int64_t* chosen, const float* weights, Add&& add) {
@@ -168,7 +168,7 @@ class Mixing {
     return {gated_.data() + group.padded_first * depth(middle), group.rows, middle};
   }
 
-  // The tokens' rows once for each of their pairs, as their experts want them.
+  // Copy the row of each pair's token to its place among the rows of its expert.
   void gather(Worker& worker, const Dispatch& dispatch, const Activations<T>& tokens, int64_t top_k, int64_t hidden) {
     worker.parallel_in_runs(tokens.blocks.rows * top_k, [&](int64_t place) {
       const Dispatch::Placed& placed = dispatch.placed(place);
@@ -180,8 +180,8 @@ class Mixing {
     });
   }
 
-  // Divide products with the weights of ``all``, which may be null, and of every group, each shaped as ``one``, into
-  // tasks: whole(from, to) and part(group, from, to), of panels in runs.
+  // Divide the products with the weights of ``all``, which may be null, and of every group, which have the shape of
+  // ``one``, into tasks over runs of panels: whole(from, to) and part(group, from, to).
   template <class Whole, class Part>
   static void share_out(Worker& worker, const Dispatch& dispatch, const Weights<T>& one, const Weights<T>* all,
                         Whole&& whole, Part&& part) {
@@ -196,7 +196,7 @@ class Mixing {
     });
   }
 
-  // Panels that are worth a task: no more than fit a cache, and so few that all workers of a pool have some.
+  // The panels of a task: at most what fits a cache, and few enough that there are tasks for every worker.
   static int64_t run_of(const Weights<T>& w, int64_t panels, const Worker& worker) {
     constexpr int64_t RUN = 256 << 10, AT_ONCE = panels_at_once(1);
     const int64_t fitting = RUN / (w.depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)));

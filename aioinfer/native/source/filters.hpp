@@ -1,7 +1,7 @@
 // Filters: top-k and top-p as the smallest scaled logit that survives; see aioinfer.sampling.filters.
 //
 // A threshold is the smallest *key* whose cumulative weight reaches a target, found digit by digit with one histogram
-// each. Weights are whole numbers: neither the order of addition nor who adds up what changes anything.
+// each. Weights are integers: sums are exact in any order.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace aioinfer {
 
-// The weights of a vector's tokens: two registers full.
+// The weights of a vector's tokens, in two registers.
 struct LaneWeights {
   typedef int64_t Longs __attribute__((vector_size(LANES * 4)));
 
@@ -33,7 +33,7 @@ AIOINFER_INLINE uint32_t lanes_of(Ints condition) {
 #endif
 }
 
-// Logits ``at`` and behind it out of ``count``; beyond them -inf, which changes no outcome.
+// Logits from ``at`` on, out of ``count``; -inf beyond them, which changes no result.
 AIOINFER_INLINE Floats piece(const float* logits, int64_t at, int64_t count) {
   if (at + LANES <= count) return load<Floats>(logits + at);
   float lanes[LANES];
@@ -50,8 +50,8 @@ struct Scale {
     return (logit - peak) / heat;
   }
 
-  // The lowest logit that is ``floor`` or more when it is scaled, which keeps order: from there on a comparison of
-  // logits does, with the outcome of one of scaled logits.
+  // The lowest logit that is at least ``floor`` when it is scaled. Scaling is monotonic: comparing logits with it has
+  // the same result as comparing scaled logits with ``floor``.
   float lowest(float floor) const {
     int64_t low = ordered(cast<int32_t>(-FLT_MAX)), high = ordered(cast<int32_t>(peak));
     while (low < high) {
@@ -69,9 +69,9 @@ struct Scale {
   static int32_t ordered(int32_t bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; }
 };
 
-// How probability is weighed.
+// Weights proportional to probability.
 struct Masses {
-  // The likeliest token's weight: with as many of them as there are tokens, sums stay below 2^63.
+  // ``unit``: the weight of the likeliest token; sums over the vocabulary stay below 2^63.
   explicit Masses(int64_t vocab) : unit(std::ldexp(1.0f, 62 - std::bit_width(static_cast<uint64_t>(vocab - 1)))) {}
 
   AIOINFER_INLINE LaneWeights operator()(Floats scaled) const {
@@ -82,7 +82,7 @@ struct Masses {
             __builtin_convertvector(load<Half>(lanes + LANES / 2), LaneWeights::Longs)};
   }
 
-  // What the logits that are not below ``floor`` when scaled weigh.
+  // The weight of the logits that are not below ``floor`` when scaled.
   int64_t sum(const float* logits, int64_t count, const Scale& scale, float floor = -INFINITY) const {
     LaneWeights::Longs total{};
     for (int64_t at = 0; at < count; at += LANES) {
@@ -103,13 +103,13 @@ struct Ones {
   AIOINFER_INLINE LaneWeights operator()(Floats) const { return {LaneWeights::Longs{} + 1, LaneWeights::Longs{} + 1}; }
 };
 
-// The least scaled logit such that it and all above weigh at least ``target``, which all together do.
+// The least scaled logit such that it and all above weigh at least ``target``; all logits do.
 template <class Weigh>
 float smallest_surviving(const float* logits, int64_t count, const Scale& scale, const Weigh& weigh, int64_t target) {
   struct Digit {
     int shift, bits;
   };
-  // of keys: the bits of floats that are not negative order like the floats
+  // of keys: the bits of non-negative floats are ordered like the floats
   constexpr Digit DIGITS[] = {{20, 11}, {10, 10}, {0, 10}};
   int64_t histogram[1 << 11];
   uint32_t prefix = 0;
@@ -139,18 +139,18 @@ float smallest_surviving(const float* logits, int64_t count, const Scale& scale,
   return -cast<float>(prefix);
 }
 
-// Logits among which the least that survives is the one it is among all, for its own target.
+// A subset of logits with a target for which smallest_surviving() has the same result as for all.
 struct Narrowed {
   const float* logits;
   int64_t count, target;
 };
 
-// From many logits to those of one small interval, which are put into ``room`` for ``most`` and a vector more: the
-// digits of keys would take longer to tell neighbours apart. All logits, where that brings nothing.
+// Select the logits of one small interval into ``room``, which has the size of ``most`` and a vector more: quicker for
+// many logits than the digits of keys. All logits, if the interval does not narrow them down.
 template <class Weigh>
 Narrowed narrowed(const float* logits, int64_t count, const Scale& scale, const Weigh& weigh, int64_t target, float* room,
                   int64_t most) {
-  // intervals of 1/64, of which 32 are as far as whole masses reach; in the last one is all that lies beyond
+  // intervals of 1/64; a mass is 0 from 32 on, and the last interval contains everything beyond
   constexpr int BINS = 2048;
   const auto bins_of = [&](Floats scaled) {
     const Floats far = scaled * -64.0f, last = spread(BINS - 1);

@@ -1,4 +1,4 @@
-// Heads: from a layer's projection to queries in place and keys and values in their cells.
+// Heads: norm and rotate the queries and keys of a layer's projection, and store keys and values in their cells.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ AIOINFER_INLINE float inverse_rms(const T* from, int64_t size, float eps) {
   return 1.0f / std::sqrt(sum_of_squares(from, size) / static_cast<float>(size) + eps);
 }
 
-// How the first ``size`` dimensions of a head turn with the position, dimension d together with d + size / 2.
+// Rotary embedding of the first ``size`` dimensions of a head; dimension d is paired with d + size / 2.
 template <class T>
 struct Rotary {
   const T* cos;  // [positions, size]
@@ -41,7 +41,7 @@ struct HeadShape {
   int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
 };
 
-// Queries, keys and values of all tokens, each with its heads side by side, and how far tokens are apart.
+// Queries, keys and values of all tokens, with the heads of a token side by side, and the strides of tokens.
 template <class T>
 struct Projected {
   T *queries, *keys, *values;
@@ -54,7 +54,7 @@ struct Projected {
   }
 };
 
-// Norm and rotate a head where it lies. ``at``: row of the rotary table.
+// Norm and rotate a head in place. ``at``: row of the rotary table.
 template <class T>
 void prepare_head(T* head, int64_t size, const T* norm, float eps, const Rotary<T>& rotary, int64_t at, float* scratch) {
   const float factor = norm == nullptr ? 1.0f : inverse_rms(head, size, eps);
@@ -79,8 +79,8 @@ void prepare_head(T* head, int64_t size, const T* norm, float eps, const Rotary<
   for (int64_t d = rotary.size; d < size; d++) head[d] = Number<T>::make(scratch[d]);
 }
 
-// One token's heads that share a KV head: queries prepared in place, key and value stored. Heads that come with
-// nothing left to be done have no norm and a rotary of size 0.
+// One token's heads that share a KV head: prepare the queries in place, store key and value. Heads that are
+// prepared already have no norm and a rotary of size 0.
 template <class T>
 void prepare_token(const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, int64_t token,
                    int64_t at, int64_t kv_head, int64_t cell, const KVPool<T>& kv, float* scratch) {

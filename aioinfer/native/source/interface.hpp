@@ -232,7 +232,7 @@ struct LogprobsArguments {
   ThreadPool* pool;
   const float* logits;  // [count, vocab], rows ``stride`` apart
   int64_t vocab, stride, count, top;
-  float* totals;     // [2, count]: subtracted from a logit in this order, they give its logprob
+  float* totals;      // [2, count]: subtracted from a logit in this order, they give its logprob
   float* top_values;  // [count, top] logprobs of the likeliest tokens
   int64_t* top_ids;   // [count, top]
 };

@@ -1,9 +1,9 @@
-// Pool: keys and values of one layer by page, laid out for the products of attention.
+// KVPool: keys and values of one layer by page, in the layout that the products of attention need.
 //
 // A *tile* is 16 positions of one head, keys and then values. Its keys are [unit of the head's dimensions][position],
 // so that one vector holds a dimension of all positions; its values are [unit of positions][dimension]. A page holds
-// all tiles of a head, then those of the next head. Pages that are no multiple of a tile are stored cell by cell,
-// [cell][head][key and value][dimension], and made into tiles whenever they are read: slower, with the same bits.
+// all tiles of a head, then those of the next head. Pages whose size is no multiple of a tile are stored cell
+// by cell, [cell][head][key and value][dimension], and converted to tiles when they are read: slower, same bits.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +23,15 @@ struct KVPool {
 
   bool tiled() const { return page_size % TILE == 0; }
 
-  // Elements of the keys of a tile, behind which lie its values.
+  // Elements of the keys of a tile; the values follow.
   int64_t half() const { return TILE * head_dim; }
 
-  // A tile of a page that holds whole tiles.
+  // A tile; for page sizes that are a multiple of a tile.
   AIOINFER_INLINE T* tile(int64_t page, int64_t head, int64_t index) const {
     return data + ((page * heads + head) * (page_size / TILE) + index) * 2 * half();
   }
 
-  // Key, and behind it value, of one head at a KV cell, of pages that do not.
+  // Key and value of one head at a KV cell; for other page sizes.
   T* cell(int64_t index, int64_t head) const { return data + (index * heads + head) * 2 * head_dim; }
 
   // Store the key and the value [head_dim] of one head at a KV cell.
@@ -45,7 +45,7 @@ struct KVPool {
     }
   }
 
-  // One of the numbers of each of head_dim units; others may be written at the same time.
+  // Write one of the numbers of each of head_dim units; the others may be written at the same time.
   void put_in_units(T* units, int which, const T* values) const {
     int64_t d = 0;
 #if defined(__AVX512BW__)
@@ -68,22 +68,22 @@ struct KVPool {
   }
 };
 
-// What one sequence has in a kv, for one head.
+// Keys and values of one sequence, for one head.
 template <class T>
 class Context {
  public:
-  // ``pages`` is the sequence's page table, ``length`` how many positions of it exist.
+  // ``pages`` is the sequence's page table, ``length`` the number of its positions.
   Context(const KVPool<T>& kv, const int64_t* pages, int64_t length, int64_t head)
       : kv_(kv), pages_(pages), length_(length), head_(head), tiles_per_page_(kv.page_size / TILE) {}
 
-  // A tile where it lies, or made in ``scratch``, which has room for one: its keys, and its values behind them.
+  // A tile, keys and then values: in place, or assembled in ``scratch``, which has the size of one.
   AIOINFER_INLINE const uint32_t* tile(int64_t index, T* scratch) const {
     if (!kv_.tiled()) return assembled(index, scratch);
     const int64_t page = index / tiles_per_page_;
     return reinterpret_cast<const uint32_t*>(kv_.tile(pages_[page], head_, index - page * tiles_per_page_));
   }
 
-  // Tiles lie somewhere, so that they can be fetched before they are wanted.
+  // Tiles exist in memory and can be prefetched.
   bool lies() const { return kv_.tiled(); }
 
  private:

@@ -8,9 +8,9 @@
 //   ├ block 1 ──────────┤   panel stays     ├ panel 1 ─────────────────┤
 //   │ ...               │   in registers    │ ...                      │
 //
-// Every output is one sum along the inner dimension, from its first unit to its last, in one lane: its bits
-// depend neither on what else is in the batch nor on how many threads there are. (The blocking is Goto's and
-// van de Geijn's, 2008; weights are packed once, so nothing is copied but activations.)
+// Every output is one sum along the inner dimension, from the first unit to the last, in one lane: its bits
+// depend neither on the rest of the batch nor on the number of threads. (The blocking is Goto's and
+// van de Geijn's, 2008; weights are packed once, so only activations are copied.)
 #pragma once
 
 #include <sys/mman.h>
@@ -29,7 +29,7 @@ namespace aioinfer {
 
 // Outputs of a panel: two vectors.
 constexpr int PANEL = 2 * LANES;
-// Rows of a block at most: two accumulators each, and the registers are full.
+// The most rows of a block: with two accumulators each they fill the registers.
 constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;
 
 // Memory for weights: aligned, and on huge pages where the system has any.
@@ -60,13 +60,13 @@ class Memory {
   void* data_ = nullptr;
 };
 
-// Room for ``size`` elements at least; what is in a buffer may be lost.
+// Make room for at least ``size`` elements; the contents may be lost.
 template <class V>
 void grow(std::vector<V>& buffer, int64_t size) {
   if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
 }
 
-// How ``rows`` rows are divided into blocks of one height.
+// The division of ``rows`` rows into blocks of equal height.
 struct Blocks {
   explicit Blocks(int64_t rows) : rows(rows) {
     count = (rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -76,7 +76,7 @@ struct Blocks {
   int height;
 };
 
-// A row: of which block, which in it, and which of all.
+// A row: its block, its index in the block, and its index among all rows.
 struct Place {
   int64_t block;
   int in_block;
@@ -124,10 +124,10 @@ struct Activations {
   int64_t depth;
 };
 
-// How weights are stored: as what the model is made of, or as 8-bit integers with a factor for every output.
+// The format of weights: the type of the model, or 8-bit integers with one factor per output.
 enum class Format { PLAIN, INT8 };
 
-// How a lane's unit of each format is read. A *piece* is what a pointer counts.
+// Reads a lane's unit in each format. A *piece* is the element of its pointers.
 template <class T, Format FORMAT>
 struct Stored;
 
@@ -148,8 +148,8 @@ struct Stored<T, Format::INT8> {
 // Weights [outputs, inner] in panels, with a bias or without.
 //
 // Gated weights are two matrices of ``outputs`` rows; each panel holds LANES rows of the first and the same of the
-// second, so that gate and gated meet in registers. Rounded to 8 bits, an output's weights are multiples of its
-// factor, the largest of them 127 times.
+// second, so that a gate and its value are in registers together. Rounded to 8 bits, the weights of an output are
+// multiples of its factor, the largest one 127 times.
 template <class T>
 class Weights {
  public:
@@ -168,7 +168,7 @@ class Weights {
       }
   }
 
-  // Without a bias, in memory of bytes() that belongs to somebody else; what set() packs is there from then on.
+  // Without a bias, in memory of size bytes() that the caller owns; set() fills it.
   Weights(char* data, int64_t outputs, int64_t inner, bool gated, Format format)
       : outputs(outputs), depth((inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT), gated(gated),
         panel_outputs(gated ? LANES : PANEL), format(format), data_(data) {
@@ -187,13 +187,13 @@ class Weights {
     return depth * PANEL * (format == Format::INT8 ? Number<T>::PER_UNIT : sizeof(uint32_t));
   }
 
-  // Where a panel begins; its format is the caller's to know.
+  // The beginning of a panel; the caller knows its format.
   template <class Piece = uint32_t>
   const Piece* panel(int64_t index) const {
     return reinterpret_cast<const Piece*>(data_ + index * panel_bytes());
   }
 
-  // Half a panel's sums, its first or its second vector, with what each output's factor and bias make of them.
+  // Apply the factors and biases of the outputs to half a panel's sums, its first or second vector.
   AIOINFER_INLINE Floats finished(Floats sums, int64_t panel, int half) const {
     if (!factors_.empty()) sums *= load<Floats>(&factors_[panel * PANEL + half * LANES]);
     if (!bias_.empty()) sums += load<Floats>(&bias_[panel * PANEL + half * LANES]);
@@ -248,7 +248,7 @@ class Weights {
 
 // sums[r][v] += sum over units k of a[k * ROWS + r] * vectors[v][k * step .. + LANES]
 //
-// With FETCH the same places behind ``ahead`` are asked for on the way: they will be wanted next.
+// FETCH prefetches the same offsets from ``ahead``, which are needed next.
 template <class T, bool FETCH, Format FORMAT = Format::PLAIN, int ROWS, int VECTORS, class Piece>
 AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a,
                                 const Piece* const (&vectors)[VECTORS], int64_t step, int64_t depth,
@@ -269,10 +269,10 @@ AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a
   }
 }
 
-// Panels that a block of so many rows takes at once: enough sums to hide the latency of each.
+// The panels that a block of so many rows multiplies at once: enough sums to hide the latency of each.
 constexpr int panels_at_once(int rows) { return LANES < 16 ? 1 : rows <= 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1; }
 
-// Call call(std::integral_constant<int, height>) for a height known only now.
+// Call call(std::integral_constant<int, height>) for a height known at run time.
 template <class Call, int... HEIGHTS>
 AIOINFER_INLINE void with_height(int height, Call&& call, std::integer_sequence<int, HEIGHTS...>) {
   (void)((height == HEIGHTS + 1 && (call(std::integral_constant<int, HEIGHTS + 1>{}), true)) || ...);
@@ -282,7 +282,7 @@ AIOINFER_INLINE void with_height(int height, Call&& call) {
   with_height(height, call, std::make_integer_sequence<int, MAX_ROWS>{});
 }
 
-// Panels as a block of rows meets them: in memory in a format, or one expanded elsewhere.
+// Panels to multiply: in memory in a format, or a single expanded one.
 template <class T, Format FORMAT>
 struct Panels {
   using Piece = typename Stored<T, FORMAT>::Piece;
@@ -291,7 +291,7 @@ struct Panels {
   const Weights<T>& weights;
   const Piece* first;  // of panel ``from``
   int64_t from;
-  int64_t next;  // a panel to fetch meanwhile, or -1
+  int64_t next;  // a panel to prefetch, or -1
 
   static Panels in_memory(const Weights<T>& weights, int64_t next) {
     return {weights, weights.template panel<Piece>(0), 0, next};
@@ -347,17 +347,17 @@ void multiply_block(const Activations<T>& a, int64_t block, const Panels<T, FORM
   });
 }
 
-// Bytes of panels, or of activations, that stay in a core's cache beside whatever else it needs.
+// Bytes of panels or of activations that stay in a core's cache beside other data.
 constexpr int64_t CACHE = 512 << 10;
 
-// Whether the activations stay in the cache while one panel after the other passes.
+// Whether the activations stay in the cache while all panels are read.
 template <class T>
 bool stays(const Activations<T>& a) {
   return a.blocks.rows * a.depth * static_cast<int64_t>(sizeof(uint32_t)) <= CACHE;
 }
 
-// All blocks times panels [from, to): panel by panel if the activations stay in the cache, each fetched while the one
-// before is used; else block by block, so that it is the panels that stay.
+// All blocks times panels [from, to): panel by panel if the activations stay in the cache, each prefetched during the
+// one before; else block by block, so that the panels stay.
 template <class T, class Store>
 void multiply_plain(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
   if (a.blocks.count == 1 || !stays(a)) {
@@ -372,7 +372,7 @@ void multiply_plain(const Activations<T>& a, const Weights<T>& w, int64_t from, 
     }
 }
 
-// The same for 8-bit weights: read as they are by a single block, expanded once for several.
+// The same for 8-bit weights: a single block reads them directly, for several each panel is expanded once.
 template <class T, class Store>
 void multiply_bytes(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
   if (a.blocks.count == 1)
@@ -395,22 +395,22 @@ void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from,
     multiply_bytes(a, w, from, to, store);
 }
 
-// store(place, panel, first vector, second vector) for all rows and panels of a * w, shared among the pool by runs of
-// panels.
+// store(place, panel, first vector, second vector) for all rows and panels of a * w. The workers divide it by runs
+// of panels.
 template <class T, class Store>
 void multiply(Worker& worker, const Activations<T>& a, const Weights<T>& w, Store&& store) {
   constexpr int64_t RUN = 256 << 10;
   const int at_once = panels_at_once(a.blocks.height);
   const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
   const int64_t run = (wanted + at_once - 1) / at_once * at_once;
-  // For no rows no panel is worth a look: a chunk of a prompt may want no logits.
+  // Without rows there is no task: a chunk of a prompt may want no logits.
   const int64_t tasks = a.blocks.rows ? (w.panels + run - 1) / run : 0;
   worker.parallel(tasks, [&](int64_t task) {
     multiply_panels(a, w, task * run, std::min(w.panels, (task + 1) * run), store);
   });
 }
 
-// The outputs of a panel into a row of ``width``, whose end may lie within the panel.
+// Write the outputs of a panel into a row of ``width``, which may end within the panel.
 template <class V>
 AIOINFER_INLINE void put_pair(V* row, int64_t panel, int64_t width, Floats one, Floats other) {
   V* to = row + panel * PANEL;

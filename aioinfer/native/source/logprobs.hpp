@@ -5,14 +5,13 @@
 
 namespace aioinfer {
 
-// What makes a logit a logprob when it is subtracted: the maximum, and then the logarithm of the sum of exp relative to
-// it. Stretches are added up in order, each relative to its own maximum: one reading does, and nothing depends on who
-// does it.
+// The maximum of a row, and the logarithm of the sum of exp relative to it: subtracted from a logit in this order they
+// give its logprob. Stretches are added up in order, each relative to its own maximum, in one pass over the row.
 class Likelihoods {
  public:
   static int64_t groups(int64_t vocab) { return (vocab + STRETCH - 1) / STRETCH * LANES; }
 
-  // ``maxima`` has room for as many as there are groups.
+  // ``maxima`` [groups]: scratch.
   Likelihoods(const float* logits, int64_t vocab, float* maxima) : logits_(logits), vocab_(vocab), maxima_(maxima) {
     double total = 0;
     for (int64_t from = 0; from < vocab; from += STRETCH) {
@@ -21,7 +20,7 @@ class Likelihoods {
       for (int64_t at = from; at < to; at += LANES) most = larger(piece(logits, at, vocab), most);
       store(maxima + from / STRETCH * LANES, most);
       const float local = largest(most);
-      // Nothing here adds anything; a NaN does.
+      // A stretch of -inf adds 0; NaN stays NaN.
       const Floats base = spread(local == -INFINITY ? 0.0f : local);
       for (int64_t at = from; at < to; at += LANES) share += exponential(piece(logits, at, vocab) - base);
       const double part = sum(share);
@@ -34,12 +33,12 @@ class Likelihoods {
   float peak() const { return peak_; }
   float log_total() const { return log_total_; }
 
-  // The ``top`` likeliest tokens, in order; of equals the lower id first. NaN is among them, to be told about.
+  // The ``top`` likeliest tokens, in order; of equals the lower id first. NaN ranks among them, so that it is seen.
   void likeliest(int64_t top, float* logprobs, int64_t* ids) {
     if (!top) return;
     float bound = -INFINITY;
     if (top <= groups(vocab_)) {
-      // So many groups have a maximum that is no less.
+      // At least ``top`` logits are not below this maximum.
       std::nth_element(maxima_, maxima_ + (top - 1), maxima_ + groups(vocab_), std::greater<>());
       bound = maxima_[top - 1];
     }
@@ -58,7 +57,7 @@ class Likelihoods {
   // tokens
   static constexpr int64_t STRETCH = 1024;
 
-  // Put a token behind those that are as likely, and let the last one go where there are too many.
+  // Insert a token behind those that are at least as likely, and drop the last one if there are too many.
   void insert(int64_t id, int64_t top, int64_t& found, int64_t* ids) const {
     int64_t to = found < top ? found++ : top - 1;
     for (; to && logits_[id] > logits_[ids[to - 1]]; to--) ids[to] = ids[to - 1];

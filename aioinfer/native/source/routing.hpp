@@ -1,4 +1,4 @@
-// Routing: which experts a token goes to, and with which weights; see aioinfer.model.moe.routing.
+// Routing: the experts of a token and their weights; see aioinfer.model.moe.routing.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace aioinfer {
 
-// The best of what is offered, best first; of equal scores the one that came first. NaN is better than any number.
+// The best of the offered scores, best first; of equal scores the first one offered. NaN is better than any number.
 class Best {
  public:
   explicit Best(int64_t most) : scores_(most), numbers_(most) {}
@@ -37,15 +37,15 @@ class Best {
   int64_t size_ = 0, count_ = 0;
 };
 
-// A rule. Groups are consecutive experts, one as large as the other; a token goes to ``top_groups`` of them at most.
+// The parameters of a router. Groups are consecutive experts of equal number; a token uses ``top_groups`` of them.
 struct Rule {
-  bool sigmoid;  // of each expert's score by itself; else a softmax over all of them
+  bool sigmoid;  // the score of each expert by itself; else a softmax over all of them
   int64_t experts, top_k, groups, top_groups;
   bool normalize;
   float scale;
 };
 
-// What a worker of a pool needs to route; one token at a time.
+// Scratch memory of one worker, for one token at a time.
 struct RoutingScratch {
   explicit RoutingScratch(int64_t experts) : wanted(experts), best(experts), groups(experts), open(experts) {}
   std::vector<float> wanted;
@@ -53,17 +53,17 @@ struct RoutingScratch {
   std::vector<char> open;
 };
 
-// The scores' product is of floats, whatever T is. A softmax's are rounded to T and so are its weights: that is
-// what such models are trained with.
+// Scores are computed in float whatever T is. With a softmax, scores and weights are rounded to T, as in the
+// training of these models.
 template <class T>
 class Router {
  public:
-  // ``bias`` [experts] or null takes part in the choice and not in the weights.
+  // ``bias`` [experts] or null affects the choice, not the weights.
   Router(const Weights<float>* weight, const float* bias, const Rule& rule) : weight(weight), rule(rule) {
     if (bias != nullptr) bias_.assign(bias, bias + rule.experts);
   }
 
-  // Floats from one token's scores to the next one's.
+  // Floats from the scores of one token to those of the next.
   int64_t stride() const { return weight->panels * PANEL; }
 
   // Scores [tokens, stride()] of all tokens.
@@ -108,7 +108,7 @@ class Router {
       store(scores + e, 1.0f / (1.0f + exponential(-load<Floats>(scores + e))));
   }
 
-  // A score that is no number makes all of them none.
+  // NaN in one score makes all of them NaN.
   void softmax(float* scores) const {
     std::fill(scores + rule.experts, scores + stride(), -INFINITY);
     Floats most = spread(-INFINITY), total{};
@@ -123,7 +123,7 @@ class Router {
     for (int64_t e = 0; e < stride(); e += LANES) store(scores + e, load<Floats>(scores + e) / all);
   }
 
-  // Offer the experts of the best groups, each of which is as good as its two best experts together.
+  // Offer the experts of the best groups; the score of a group is the sum of its two best experts.
   void offer(const float* wanted, RoutingScratch& scratch) const {
     const int64_t size = rule.experts / rule.groups;
     std::fill_n(scratch.open.begin(), rule.groups, rule.top_groups == rule.groups);
@@ -147,11 +147,11 @@ class Router {
   std::vector<float> bias_;
 };
 
-// Sends the tokens of a step to their experts. Holds what comes of it, one layer at a time.
+// Chooses the experts of a step's tokens. Holds the results of one layer at a time.
 template <class T>
 class Routing {
  public:
-  // May throw; nothing else here does.
+  // The only function here that throws.
   void reserve(int workers, int64_t tokens, const Router<T>& router) {
     const int64_t experts = router.rule.experts;
     if constexpr (!std::is_same_v<T, float>) grow(floats_, Activations<float>::units(tokens, router.weight->depth));
@@ -164,7 +164,7 @@ class Routing {
         scratch = std::make_unique<RoutingScratch>(experts);
   }
 
-  // Where tokens of another type than float are to lie as such, for route().
+  // Room for tokens as float, where T is another type; for route().
   Activations<float> floats(int64_t tokens, int64_t inner) { return {floats_.data(), tokens, inner}; }
 
   void route(Worker& worker, const Router<T>& router, const Activations<float>& tokens) {

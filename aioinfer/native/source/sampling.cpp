@@ -1,5 +1,5 @@
-// The entry points that turn logits into tokens; see interface.hpp for their arguments. Compiled without contraction of products and sums, so that
-// every operation rounds on its own, as it does in torch, and the same expression gives the same bits everywhere.
+// The entry points that turn logits into tokens; see interface.hpp for their arguments. Compiled without contraction of
+// products and sums: every operation rounds by itself, as in torch, and an expression has the same bits everywhere.
 #include "sampling.hpp"
 
 #include "interface.hpp"
@@ -44,8 +44,9 @@ bool aioinfer_penalise(const PenaliseArguments* a) {
       worker.parallel(a->rows * spans(vocab), [&](int64_t i) {
         const int64_t row = i / spans(vocab), from = i % spans(vocab) * SPAN;
         const Penalties penalties{a->repetition[row], a->presence[row], a->frequency[row]};
-        penalise(a->logits + row * a->stride + from, a->counts + a->row_of[a->slots[row]] * vocab + from,
-                 std::min(SPAN, vocab - from), penalties, static_cast<int32_t>(a->in_prompt), a->out + row * vocab + from);
+        const int32_t* counts = a->counts + a->row_of[a->slots[row]] * vocab + from;
+        penalise(a->logits + row * a->stride + from, counts, std::min(SPAN, vocab - from), penalties,
+                 static_cast<int32_t>(a->in_prompt), a->out + row * vocab + from);
       });
     });
     return true;

@@ -1,19 +1,19 @@
 // Sampling: from logits and the parameters of rows to one token per row; see aioinfer.sampling.sampler.
 //
-// A row is cut into stretches of tokens. Passes go over the stretches in any order, whoever computes them, and are
-// settled by one thread for the row:
+// A row is divided into stretches of tokens. A pass computes the stretches on any thread and in any order; then one
+// thread settles the row:
 //
 //   scan     the largest logits                          ─► the maximum; greedy and broken rows have their token
 //   weigh    exact mass, if there is top-p alone         ─► from the largest a bound that survivors do not fall below
 //   collect  logits above the bound, with top-k or top-p ─► the floor, from these few, or from all if they are many
 //   draw     noise of what is not below the floor        ─► the token
 //
-// The bound is good because likely tokens rarely share a group, of which there is one per stretch and lane: the k
-// largest of N maxima have about k + k^2 / 2N tokens above the least of them. Rows so flat that top-p's survivors have
-// no such bound are searched whole.
+// The bound is tight because likely tokens rarely share a group, of which there is one per stretch and lane: about
+// k + k^2 / 2N tokens are above the least of the k largest of N maxima. Rows too flat for a bound with top-p are
+// searched whole.
 //
-// Maxima, counts and whole masses are exact in any order, and of equal sums the lower id wins: a token depends on its
-// own row alone.
+// Maxima, counts and whole masses are exact in any order, and of equal sums the lower id is taken: a token is a
+// function of its own row.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ namespace aioinfer {
 // A row's noise; see aioinfer.sampling.noise for the function and its constants.
 class Noise {
  public:
-  // What it never exceeds, by a good margin.
+  // An upper bound, with a margin.
   static constexpr float MOST = 22.5f;
 
   Noise(int64_t seed, int64_t position) {
@@ -46,7 +46,7 @@ class Noise {
     return (x ^ x >> 14) & 0x7fffffffu;
   }
 
-  // Gumbel noise from the bits: so few tokens come this far that double precision costs nothing.
+  // Gumbel noise from the bits. It is computed for few tokens, so double precision costs little.
   static float gumbel(uint32_t bits) {
     const float u = std::min((static_cast<float>(bits) + 0.5f) * 0x1p-31f, 1.0f - 0x1p-24f);
     const float inner = -static_cast<float>(std::log1p(-static_cast<double>(u)));
@@ -67,7 +67,7 @@ class Noise {
   uint32_t low_, high_;
 };
 
-// What a row asks for; neutral values are off.
+// The parameters of a row; neutral values are off.
 struct RowParameters {
   float temperature, top_p, min_p;
   int64_t top_k, seed, position;
@@ -75,13 +75,13 @@ struct RowParameters {
 
 class SampledRow {
  public:
-  // The row's logits, which nobody writes to before the token is there.
+  // ``logits`` must not change before the token is written.
   SampledRow(const float* logits, int64_t vocab, const RowParameters& parameters, int64_t bad, int64_t* token)
       : logits_(logits),
         vocab_(vocab),
         stretches_(stretches(vocab)),
         parameters_(parameters),
-        // To keep as many as there are is to keep all.
+        // A top-k of the whole vocabulary is off.
         top_k_(parameters.top_k < vocab ? parameters.top_k : 0),
         bad_(bad),
         token_(token),
@@ -166,7 +166,7 @@ class SampledRow {
     float floor = whole_ ? floor_among(logits_, vocab_) : floor_among(listed_.get(), length);
     if (parameters_.min_p > 0) floor = std::max(floor, static_cast<float>(std::log(double{parameters_.min_p})));
     first_ = noise_(likeliest_);
-    // The likeliest token is there: what no noise lifts to it need not be looked at.
+    // Tokens that no noise can lift above the likeliest token and its noise are skipped.
     from_ = scale_.lowest(std::max(floor, first_ - Noise::MOST));
   }
 
@@ -209,10 +209,10 @@ class SampledRow {
   static constexpr int64_t STRETCH = 1024;
   // logits that are listed, with room for a vector more
   static constexpr int64_t LISTED = 8192;
-  // Colder rows are taken for this cold.
+  // The lowest temperature; lower ones are raised to it.
   static constexpr float COLDEST = 1e-37f;
 
-  // What is known of a stretch.
+  // Results of a stretch.
   struct Part {
     float best;  // logit, later scaled logit and noise
     bool sound;
@@ -228,7 +228,7 @@ class SampledRow {
     return static_cast<int64_t>(std::ceil(double{parameters_.top_p} * static_cast<double>(mass)));
   }
 
-  // What top-k and top-p leave, found among logits that have all above it.
+  // The floor of top-k and top-p, found among logits that contain all survivors.
   float floor_among(const float* logits, int64_t count) {
     float floor = -INFINITY;
     if (top_k_) floor = threshold(logits, count, Ones{}, top_k_);
@@ -237,7 +237,7 @@ class SampledRow {
     return std::max(floor, threshold(logits, count, masses_, share(mass)));
   }
 
-  // Where there are many logits there is no list, and its memory is free.
+  // With many logits the list is not in use, and its memory is free.
   template <class Weigh>
   float threshold(const float* logits, int64_t count, const Weigh& weigh, int64_t target) {
     Narrowed among{logits, count, target};
@@ -245,9 +245,9 @@ class SampledRow {
     return smallest_surviving(among.logits, among.count, scale_, weigh, among.target);
   }
 
-  // Whether a scaled logit and noise from ``bits`` may be no less than the best so far, which the scaled logit is
-  // ``lead`` above. The noise of u is at most -log(u), so u must not exceed e^lead, nor 2^i (1 + f) for i + f =
-  // lead / ln 2, which is what the bits of a float say. The margin is for roundings.
+  // Whether a scaled logit with noise from ``bits`` may reach the best so far, which the scaled logit is ``lead``
+  // above. The noise of u is at most -log(u), so u must not exceed e^lead, nor 2^i (1 + f) for i + f =
+  // lead / ln 2, which are the bits of a float. The margin covers rounding.
   static AIOINFER_INLINE Ints may_win(Words bits, Floats lead) {
     Floats power = lead * 1.44269504088896341f + 0.01f;
     power = power > -126.0f ? power : spread(-126.0f);
@@ -269,16 +269,16 @@ class SampledRow {
   std::unique_ptr<float[]> listed_;
   std::atomic<int64_t> length_{0};
   Scale scale_{};
-  // the token is known; the list does not do
+  // the token is known; all logits are searched, not the list
   bool settled_ = false, whole_ = true;
   int64_t likeliest_ = 0, mass_ = 0;
-  // what is collected or drawn from: logits not below it
+  // lowest logit that is collected or drawn
   float from_ = 0;
   // scaled logit and noise of the likeliest token
   float first_ = 0;
 };
 
-// The tokens of rows, which all have ``stretches``: row by row where there are rows enough for everybody.
+// Sample rows of ``stretches`` each: row by row if there are enough rows for all workers, else by stretches.
 inline void sample(Worker& worker, int workers, std::vector<std::unique_ptr<SampledRow>>& rows, int64_t stretches) {
   struct Pass {
     void (SampledRow::*part)(int64_t);

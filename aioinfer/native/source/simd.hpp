@@ -1,7 +1,7 @@
-// Vectors of floats, the two types of a model, and the one product that everything is made of.
+// Vectors of floats, the two types of a model, and the product that all kernels are built on.
 //
-// Written with the compilers' vector types, so that one source serves AVX-512, AVX2 and others; intrinsics
-// stand only where there is an instruction that no compiler finds by itself.
+// Written with the compilers' vector types, so that one source serves AVX-512, AVX2 and others; intrinsics are used
+// only for instructions that compilers do not generate by themselves.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 #endif
 
 #define AIOINFER_INLINE inline __attribute__((always_inline))
-// Loops over registers must be unrolled, or the registers become memory.
+// Loops over registers must be unrolled, or the compiler keeps them in memory.
 #define AIOINFER_UNROLL _Pragma("GCC unroll 16")
 
 namespace aioinfer {
@@ -56,7 +56,7 @@ AIOINFER_INLINE Floats spread(float value) { return Floats{} + value; }
 
 AIOINFER_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// Lanes are folded by halves onto each other: an order that depends on nothing.
+// Lanes are folded by halves: a fixed order.
 #define AIOINFER_FOLD(v, RESULT)                                      \
   typedef float Eight __attribute__((vector_size(32)));               \
   typedef float Four __attribute__((vector_size(16)));                \
@@ -92,7 +92,7 @@ AIOINFER_INLINE Floats scale_by_power(Floats p, Floats n) {
 
 // e^x to 2 ulp (Cephes' polynomial); NaN for NaN.
 AIOINFER_INLINE Floats exponential(Floats x) {
-  // Beyond these the result is 0 and infinity. Written so that NaN stays.
+  // Beyond these the result is 0 or infinity. The comparisons keep NaN.
   x = x < -104.0f ? spread(-104.0f) : x;
   x = x > 89.0f ? spread(89.0f) : x;
   const Floats magic = spread(12582912.0f);  // adding it rounds to the nearest integer
@@ -124,7 +124,7 @@ AIOINFER_INLINE Words rounded_words(Floats value) {
   return (word & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
 }
 
-// What a model's numbers are. A *unit* is what one lane of a product takes: 4 bytes, one float or two bfloat16.
+// The numbers of a model. A *unit* is the input of one lane of a product: 4 bytes, one float or two bfloat16.
 template <class T>
 struct Number;
 
@@ -199,7 +199,7 @@ struct Number<bfloat16> {
   }
 };
 
-// As T has them.
+// Rounded to T.
 template <class T>
 AIOINFER_INLINE Floats rounded(Floats value) {
   T numbers[LANES];

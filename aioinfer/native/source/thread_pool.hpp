@@ -1,8 +1,8 @@
-// ThreadPool: threads that go through one program side by side.
+// ThreadPool: threads that run one program together.
 //
-// A step is one program. Its phases are divided dynamically, by a counter, and end at a barrier; who computes
-// what has no influence on results. Between programs the threads sleep, and so does whoever waits long at a
-// barrier: a machine may have fewer cores free than the pool has workers.
+// A step is one program. A counter divides its phases dynamically, and each phase ends at a barrier; results do not
+// depend on which thread computes what. Threads sleep between programs, and after a while at a barrier: fewer cores
+// may be free than the pool has workers.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +28,8 @@ inline void pause_briefly() {
 #endif
 }
 
-// Wait until ``value`` is no longer ``old``: awake for about the time that waking up takes, then asleep, which leaves
-// the core to a worker that lost its own.
+// Wait until ``value`` is no longer ``old``: spin for about the time of a wake-up, then sleep, which frees the core
+// for another worker.
 inline void wait_for_change(const std::atomic<uint32_t>& value, uint32_t old) {
   for (int i = 0; i < 1000; i++) {
     if (value.load(std::memory_order_acquire) != old) return;
@@ -40,22 +40,22 @@ inline void wait_for_change(const std::atomic<uint32_t>& value, uint32_t old) {
 
 class ThreadPool;
 
-// One thread's part in a program.
+// A thread of the pool within a program.
 class Worker {
  public:
   Worker(ThreadPool& pool, int index) : pool_(pool), index_(index) {}
 
-  // Call body(i) for every i below count, shared among the workers ``grain`` at a time; then wait for them all.
+  // Call body(i) for every i below count, divided among the workers ``grain`` at a time; then wait for all of them.
   template <class Body>
   void parallel(int64_t count, Body&& body, int64_t grain = 1);
 
-  // The same for bodies that take no time worth sharing one by one.
+  // The same for short bodies, which are divided in runs.
   template <class Body>
   void parallel_in_runs(int64_t count, Body&& body);
 
   int index() const { return index_; }
 
-  // Of how many threads this is one.
+  // The number of workers of the pool.
   int workers() const;
 
  private:
@@ -66,7 +66,7 @@ class Worker {
 
 class ThreadPool {
  public:
-  // Throws std::system_error where there are no more threads to be had.
+  // Throws std::system_error if a thread cannot be created.
   explicit ThreadPool(int size) : size_(size) {
     try {
       for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { work(i); });
@@ -121,7 +121,7 @@ class ThreadPool {
     }
   }
 
-  // The last to arrive clears the counter that nobody can be using: not that of this phase nor the next one's.
+  // The last to arrive clears the counter that is not in use: neither that of this phase nor that of the next.
   void barrier(uint32_t phase) {
     const uint32_t generation = generation_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size_) return wait_for_change(generation_, generation);
