@@ -65,9 +65,9 @@ def cache_directory() -> Path:
 def build(progress: Callable[[int, int], None] | None = None) -> Path:
     """The library for this machine, compiled if that has not been done yet, which takes about half a minute.
 
-    Several processes may compile at once: the file of the last one stays, and no process sees half a file. The
-    compiler is AIOINFER_CXX, or the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package
-    ziglang (the extra "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand.
+    Several processes may compile at once: the file of the last one stays, and no process sees half a file.
+    The compiler is AIOINFER_CXX, or the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the
+    package ziglang (the extra "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand.
 
     Args:
         progress: called with the number of files compiled so far and their total.
@@ -175,7 +175,7 @@ def _start(*command: str) -> subprocess.Popen[str]:
 
 
 def _kill(running: list[subprocess.Popen[str]]) -> None:
-    """End compilers that still run, with their process groups: the command only starts the actual compiler."""
+    """End compilers that still run, with their process groups: the command only starts others."""
     for process in running:
         if process.poll() is None:
             with suppress(ProcessLookupError):

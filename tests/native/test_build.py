@@ -176,8 +176,8 @@ def test_compilers_that_take_too_long_end_with_their_processes(
 
 
 def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tmp_path: Path) -> None:
-    """Also where it ends while a thread waits for them, as a launch thread does. That thread must not go on with
-    torch, whose operations abort a process that is about to end."""
+    """Also where it ends while a thread waits for them, as a launch thread does. That thread must not go on
+    with torch, whose operations abort a process that is about to end."""
     workers = tmp_path / "workers"
     compiler(f'\n[ "$1" = --version ] && exit\necho $$ >> "{workers}"; exec sleep 100')
     code = f"""if True:
