@@ -193,7 +193,9 @@ def test_bans_are_gone_from_the_logits_afterwards(team: ThreadPool) -> None:
 
 
 def test_no_rows_give_no_tokens(team: ThreadPool) -> None:
-    empty = SamplingBatch(*(torch.zeros(0),) * 10, False, True, True, True, False)
+    ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    columns = *(ints,) * 3, *(floats,) * 3, ints, *(floats,) * 3
+    empty = SamplingBatch(*columns, False, True, True, True, False)
     assert sample_tokens(team, torch.zeros(0, 30), empty).shape == (0,)
 
 
