@@ -70,7 +70,7 @@ class Course:
         self.next_logits_broken = False
         self.core = Core(self.config, self.device.open(), None, lambda: 0.0)
         self._whole_forward = self.device._lm.forward
-        self.device._lm.forward = self._forward  # type: ignore[method-assign]
+        self.device._lm.forward = self._forward  # type: ignore[assignment]
         self.scheduler = watch_core(self.core)
         self.events = 0
         #: what the next computed step raises, before or after
@@ -114,10 +114,10 @@ class Course:
             self.scheduler.check()
             assert self.events < 400, "it does not end"
         assert not self.scheduler.queues.has_unfinished
-        check_idle(self.scheduler)
+        check_idle(self.scheduler.scheduler)
 
     def _event(self) -> bool:
-        if len(self._packed) + len(self._landed) <= self.config.overlap_steps:
+        if len(self._packed) + len(self._landed) <= (self.config.overlap_steps or 0):
             behind = [*self._landed, *self._packed]
             step = self.core.plan(behind[-1][0] if behind else None)
             if step is not None:

@@ -117,21 +117,20 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     page_size = rng.choice([1, 2, 4, 8])
     max_running = rng.randint(1, 8)
     num_pages = rng.randint(8, 40) if page_size > 1 else rng.randint(24, 60)
-    window = rng.choice([0, 1, 2])
+    settings: dict[str, Any] = {"overlap_steps": rng.choice([0, 1, 2]), "admission": admission}
     config = EngineConfig(
         model="toy",
         page_size=page_size,
         max_running_requests=max_running,
         max_step_tokens=max_running + rng.choice([0, 3, 30]),
         chunk_size=rng.choice([1, 3, 8, 64]),
-        overlap_steps=window,
         seed=seed,
         max_prefill_tokens=rng.choice([None, None, 4, 16]),
         mixed=mixed,
         policy=policy,
-        admission=admission,
         prefix_cache=prefix_cache,
         share_prefix_tokens=rng.choice([0, 4, 8]),
+        **settings,
         **random_switches(rng),
     )
     dice = random.Random(seed + 1)
@@ -191,8 +190,8 @@ def verify(world: World, claims: Sequence[Claim]) -> None:
         start = len(result.prompt_token_ids)
         for at, logprob in enumerate(result.logprobs or ()):
             assert logprob == toy_logprob(start + at, result.token_ids[at])
-        for at, logprob in enumerate((result.prompt_logprobs or ())[1:], 1):
-            assert logprob == toy_logprob(at, result.prompt_token_ids[at])
+        for at, scored in enumerate((result.prompt_logprobs or ())[1:], 1):
+            assert scored == toy_logprob(at, result.prompt_token_ids[at])
         assert result.prompt_logprobs is None or len(result.prompt_logprobs) == start
 
 
@@ -220,8 +219,8 @@ def ended(ids: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
         if not ended or params.include_stop:
             before = len(text)
             text += pieces[token]
-            hits = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in params.stop]
-            hits = [(at + len(stop), at, stop) for at, stop in hits if at >= 0]
+            found = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in params.stop]
+            hits = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
             if hits:
                 end, at, _ = min(hits)
                 return ids[: index + 1], text[: end if params.include_stop else at], "stop"

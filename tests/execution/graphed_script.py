@@ -54,7 +54,7 @@ class ReplayedLM(ScriptedLM):
         assert batch.cu_q.tolist() == [size * at for at in range(len(ends) + 1)]
         assert all((cells[at] < size).all() for at, end in enumerate(ends) if not end), "padding is junk"
         rows: list[list[int]] = []
-        owners = {}
+        owners: dict[int, int] = {}
         for at in (at for at, end in enumerate(ends) if end):
             first = owners.setdefault(int(batch.block_table[at, 0]), at)
             if first == at:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aioinfer.cache.pages import PageAllocator
+from aioinfer.cache.radix import Node
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import policy_names
 from aioinfer.params import SamplingParams
@@ -301,8 +302,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def counted(self) -> None:
-        check(self.scheduler)
-        audit(self.scheduler)
+        check(self.scheduler.scheduler)
+        audit(self.scheduler.scheduler)
 
     @invariant()
     def free_is_free(self) -> None:
@@ -318,7 +319,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.memory.tree is None:
             return
         size, device = self.device.page_size, self.device
-        stack = [(root, [root.namespace]) for root in self.memory.tree._roots.values()]
+        stack: list[tuple[Node, list[Any]]] = [
+            (root, [root.namespace]) for root in self.memory.tree._roots.values()
+        ]
         while stack:
             node, tokens = stack.pop()
             keys = memoryview(node.key).cast("i").tolist()
@@ -379,7 +382,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.cache_is_true()
             self.told()
             self.led()
-        check_idle(self.scheduler)
+        check_idle(self.scheduler.scheduler)
         self.memory.flush()
         assert self.memory.pages.free == self.num_pages
         assert self.memory.slots.free == self.memory.slots.total

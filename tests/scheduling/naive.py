@@ -90,7 +90,7 @@ class NaiveDevice:
     def _tell(self, row: Row, life: Life, flights: list[Flight]) -> None:
         table = self.tables[row.slot]
         if row.new_request is not None:
-            busy = [each.step.id for each in flights if any(r.kv.slot == row.slot for r in each.rows)]
+            busy = [each.step.id for each in flights if any(r.slot == row.slot for r in each.rows)]
             assert not busy, f"slot {row.slot} is handed out while steps {busy} use it"
             assert [*row.new_request.output_ids] == life.sampled, "announced with other tokens than it has"
             table.clear()

@@ -8,7 +8,7 @@ is found out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aioinfer.diffusion.state import BlockState
 from aioinfer.scheduling.step import Row, Step
@@ -56,7 +56,7 @@ class Script:
     def round(self, context: int, block: BlockState, given: int) -> BlockState:
         """The block after one more round."""
         if block.done:
-            return BlockState(**{**_fields(block), "changed": False})
+            return replace(block, changed=False)
         first = list(block.ids[:given])
         final = self.tokens(context, first)
         order = sorted(range(given, self.size), key=lambda at: mix(context, at, 5))
@@ -95,10 +95,6 @@ class Script:
                 steps.append(block.written_in[at])
                 if block.ids[at] == STOP or len(ids) - len(prompt) == max_tokens:
                     return ids[len(prompt) :], steps
-
-
-def _fields(block: BlockState) -> dict[str, object]:
-    return {name: getattr(block, name) for name in BlockState.__slots__}
 
 
 def fresh(start: int, given: list[int], size: int) -> BlockState:
