@@ -1,4 +1,4 @@
-"""LLM: the synchronous twin, for scripts and for study. Same scheduler, same steps, no event loop."""
+"""LLM: the synchronous engine, for scripts and for study. Same scheduler, same steps, no event loop."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from aioinfer.errors import EngineClosed
 from aioinfer.execution.device import Device, Flight, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.core import Core
+from aioinfer.loop.options import Prompt, PromptSource, RequestOptions
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -35,8 +34,8 @@ class LLM:
             for result in llm.generate(["Hello", "Once upon a time"]):
                 print(result.text)
 
-    :meth:`add_request`, :meth:`step` and :meth:`has_unfinished` are the scheduler's own rhythm: each
-    ``step`` computes one forward pass of everything that can run and returns who finished with it.
+    :meth:`add_request`, :meth:`step` and :meth:`has_unfinished` are the loop in its parts: each ``step``
+    computes one forward pass of everything that can run and returns the requests that finished with it.
     Everything happens on the calling thread.
     """
 
@@ -55,7 +54,7 @@ class LLM:
         info = factory.with_end_tokens(self._device.open(), loaded)
         self.default_params = factory.default_params(self.config, info)
         decided = factory.decide(self.config, info.block_size, asynchronous=not self._device.synchronous)
-        self._window = decided.overlap_steps or 0
+        self._overlap_steps = decided.overlap_steps or 0
         self._core = Core(decided, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()
         self._finished: dict[int, Result] = {}
@@ -74,41 +73,34 @@ class LLM:
         routing_key: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
-        """Queue a prompt; returns the key that :meth:`step` will name it by. Raises InvalidRequest.
+        """Queue a prompt; returns the key of its result in :meth:`step`. Raises InvalidRequest, Rejected.
 
         ``priority``, ``cache_salt`` and ``routing_key`` as for :meth:`aioinfer.Engine.generate`.
         """
         if self._device is None:
             raise EngineClosed("the LLM is closed")
-        encode = factory.encoder(self._core.tokenizer, prompt, chat_template_kwargs)
-        ids = prompt if encode is None else encode()
+        options = RequestOptions(priority=priority, cache_salt=cache_salt, routing_key=routing_key)
+        source = PromptSource(prompt, self._core.tokenizer, chat_template_kwargs)
         params = params or self.default_params
-        request = self._core.new_request(
-            ids,  # type: ignore[arg-type]
-            params,
-            grammar=self._core.compile(params, ids),  # type: ignore[arg-type]
-            priority=factory.priority(priority),
-            cache_salt=factory.label("cache_salt", cache_salt) or "",
-            routing_key=factory.label("routing_key", routing_key),
-        )
+        ids, grammar = self._core.prepare(source, params)
+        request = self._core.new_request(ids, params, options, grammar=grammar)
         self._core.submit(request)
         return request.key
 
     def has_unfinished(self) -> bool:
-        """Some request has not been returned by :meth:`step` yet."""
+        """A request has not been returned by :meth:`step` yet."""
         return self._core.scheduler.queues.has_unfinished or bool(self._flights or self._finished)
 
     def step(self) -> dict[int, Result]:
         """Compute one step and return the requests that finished with it, by key.
 
-        With ``window`` 1 or 2 that many steps are launched ahead of the one that is read, as in the
-        engine. Raises what the step raised, after ending the requests that were in it. One that ran out of
-        memory is tried again in smaller ones; OutOfMemory is raised for a request that twice was in such a
-        step, without a token in between.
+        As in the engine, ``overlap_steps`` steps are launched ahead of the one whose result is read. Raises
+        what the step raised, after ending its requests. A step that ran out of memory is repeated as smaller
+        ones; OutOfMemory is raised for a request that was in two of these without a token in between.
         """
         if self._device is None:
             raise EngineClosed("the LLM is closed")
-        while len(self._flights) <= self._window:
+        while len(self._flights) <= self._overlap_steps:
             step = self._core.plan(self._flights[-1][0] if self._flights else None)
             if step is None:
                 break
@@ -120,17 +112,17 @@ class LLM:
         try:
             result = flight.wait()
         except StepOutOfMemory as error:
-            moved = self._core.fail(step, error)
+            updated = self._core.fail(step, error)
         except Exception as error:
             self._core.fail(step, error)
             raise
         else:
-            moved = self._core.resolve(step, result)
-        ended = [request for request in moved if request.finished]
+            updated = self._core.resolve(step, result)
+        ended = [request for request in updated if request.finished]
         self._finished.update((request.key, request.result()) for request in ended if not request.error)
         for request in ended:
             if request.error is not None:
-                # Who finished beside it is returned by the next step.
+                # Other requests that finished in this step are returned by the next one.
                 raise request.error
         finished, self._finished = self._finished, {}
         return finished
@@ -163,7 +155,7 @@ class LLM:
         return [results[key] for key in keys]
 
     def close(self) -> None:
-        """Give the model's memory back. Idempotent."""
+        """Free the model's memory. Idempotent."""
         if self._device is not None:
             self._device.close()
             self._device = None
@@ -185,7 +177,7 @@ class LLM:
 
 
 class _Failed:
-    """The flight of a step whose launch raised: it raises in its turn."""
+    """The flight of a step whose launch raised; ``wait`` raises the error."""
 
     __slots__ = ("_error",)
 

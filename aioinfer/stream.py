@@ -30,8 +30,8 @@ class Want(Enum):
     ACCEPTANCE = "acceptance"
 
 
-class Host(Protocol):
-    """What a stream asks of the engine it came from."""
+class StreamOwner(Protocol):
+    """What a stream calls of the engine that made it."""
 
     def check_loop(self) -> None:
         """Raise WrongLoop on any loop but the engine's."""
@@ -174,10 +174,10 @@ class Stream:
     request (:class:`~aioinfer.RequestError`, :class:`~aioinfer.EngineError`) are raised where it is read.
     """
 
-    __slots__ = ("__weakref__", "_cell", "_ended", "_engine")
+    __slots__ = ("__weakref__", "_cell", "_ended", "_owner")
 
-    def __init__(self, engine: Host, cell: StreamCell) -> None:
-        self._engine = engine
+    def __init__(self, owner: StreamOwner, cell: StreamCell) -> None:
+        self._owner = owner
         self._cell = cell
         self._ended = False
 
@@ -206,13 +206,13 @@ class Stream:
     async def __anext__(self) -> Chunk:
         """Raises the request's error, once everything produced before it was delivered."""
         cell = self._cell
-        self._engine.check_loop()
+        self._owner.check_loop()
         while not (cell.closed or self._ended):
             chunk = cell.take()
             if chunk is not None:
                 self._ended = chunk.finish_reason is not None
                 if cell.request is not None and cell.request.parked:
-                    self._engine.caught_up(cell)
+                    self._owner.caught_up(cell)
                 return chunk
             if cell.finished:
                 self._ended = True
@@ -230,7 +230,7 @@ class Stream:
 
     async def _wait_result(self) -> Result:
         cell = self._cell
-        self._engine.check_loop()
+        self._owner.check_loop()
         while not (cell.finished or cell.closed):
             await self._wait(Want.RESULT)
         self._raise_error()
@@ -263,12 +263,12 @@ class Stream:
         """The same from synchronous code on the engine's loop."""
         if not self._cell.closed:
             self._cell.closed = True
-            self._engine.abandon(self._cell)
+            self._owner.abandon(self._cell)
             self._cell.notify()
 
     def __del__(self) -> None:
         if not (self._cell.closed or self._cell.finished):
-            self._engine.abandon_threadsafe(self._cell)
+            self._owner.abandon_threadsafe(self._cell)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Stream:
         cell.waiter = asyncio.get_running_loop().create_future()
         cell.wants = want
         if cell.request is not None and cell.request.parked:
-            self._engine.caught_up(cell)
+            self._owner.caught_up(cell)
         try:
             await cell.waiter
         except BaseException:

@@ -1,10 +1,10 @@
-"""Launchers: the way of a step from the loop to the device and of its result back.
+"""Launchers: carry a step from the loop to the device and its result back to the loop.
 
     loop                       launch thread                completion thread (asynchronous devices)
     ────                       ─────────────                ─────────────────
     launch(step) ──inbox────►  device.launch(prepared) ───► flight.wait()   (GIL released)
          │                          │ synchronous device         │
-     StepHandle  ◄── one call_soon_threadsafe per step ─────────────┘
+     StepHandle  ◄── one call_soon_threadsafe per step ──────────┘
 
 Every torch call of an engine happens on its launch thread: a second thread that enters an OpenMP region
 slows each step of the first, and grad mode and streams are per thread.
@@ -31,36 +31,42 @@ _log = logging.getLogger("aioinfer")
 
 
 class StepHandle:
-    """Where the result of a step arrives on the loop.
+    """A step in flight, as the loop sees it: the step, and its result once the device has answered.
 
-    Unlike a future it tells of it at once and not one turn of the loop later: while a device computes, each
-    turn costs the loop's thread a fight for the interpreter, and the device's thread the other side of it.
+    Unlike a future it calls back at once and not one turn of the loop later: while a device computes, the
+    loop's thread and the device's thread contend for the interpreter lock at every turn.
     """
 
-    __slots__ = ("_tell", "delay", "done", "error", "result")
+    __slots__ = ("_landed", "delay", "done", "error", "launched_at", "result", "step")
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, step: Step, landed: Callable[[], None]) -> None:
+        self._landed = landed
+        self.step = step
+        #: on the loop's clock, in seconds; set by the driver
+        self.launched_at = 0.0
         self.done = False
         self.result: StepResult | None = None
         self.error: BaseException | None = None
-        #: seconds that the loop was late to hear of a result
+        #: seconds between the end of the step on the device and :meth:`settle`
         self.delay = 0.0
 
     def settle(
         self, result: StepResult | None, error: BaseException | None = None, *, delay: float | None = None
     ) -> None:
-        """The step has ended. On the loop's thread. ``delay`` is for loops whose time is not the device's."""
+        """Store what the step ended with, and call back. On the loop's thread.
+
+        ``delay`` (seconds) replaces the measured one where the loop's clock is not the device's.
+        """
         self.done, self.result, self.error = True, result, error
         if result is not None:
             self.delay = now() - result.done_at if delay is None else delay
-        self._tell()
+        self._landed()
 
 
 class Launcher(Protocol):
     """Runs a device for one event loop."""
 
-    #: when what was done; the engine adds what the loop does
+    #: of launch thread and device; the driver adds the loop's lane
     timeline: Timeline
 
     @property
@@ -69,22 +75,22 @@ class Launcher(Protocol):
 
     @property
     def asynchronous(self) -> bool:
-        """The device computes while Python does something else; known when it is open."""
+        """The device computes while Python does something else; known once the device is open."""
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         """Open the device. Raises what opening raised."""
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         """Put a step in flight behind all earlier ones. When it has ended, ``landed`` is called on the loop,
-        perhaps before this returns; the landing has the step's result then, or the device's exception:
+        perhaps before this returns; by then the handle holds the step's result, or the device's exception:
         ``DeviceLost`` if no later step can succeed."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
-        """Close the device; False if it did not come to rest within ``timeout`` seconds."""
+        """Close the device; False if it is still busy after ``timeout`` seconds."""
 
 
 class _Poster:
-    """Has things done on one loop from any thread, with one ``call_soon_threadsafe`` each."""
+    """Schedules calls on one loop from any thread, with one ``call_soon_threadsafe`` each."""
 
     def __init__(self, device: Device, loop: asyncio.AbstractEventLoop) -> None:
         self.device = device
@@ -94,22 +100,22 @@ class _Poster:
         try:
             self.loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
-            _log.debug("a result came in after its loop was closed")
+            _log.debug("a result arrived after its loop was closed")
 
-    def land(self, flight: Flight, landing: StepHandle) -> None:
-        """Wait for a flight and post what came of it."""
+    def land(self, flight: Flight, handle: StepHandle) -> None:
+        """Wait for a flight and post its result or its error."""
         try:
             result = flight.wait()
         except BaseException as error:
-            self.post(landing.settle, None, _diagnose(self.device, error))
+            self.post(handle.settle, None, _diagnose(self.device, error))
         else:
-            self.post(landing.settle, result)
+            self.post(handle.settle, result)
 
 
 class _CompletionThread:
-    """Waits for the flights of an asynchronous device, in order, so that launching never does.
+    """Waits for the flights of an asynchronous device, in order, so that the launch thread never waits.
 
-    ``rested`` is called on the loop when it has come to its end.
+    ``rested`` is called on the loop when the thread has ended.
     """
 
     def __init__(self, poster: _Poster, rested: Callable[[], None] | None = None) -> None:
@@ -119,11 +125,11 @@ class _CompletionThread:
         self._thread = threading.Thread(target=self._run, name="aioinfer-completion", daemon=True)
         self._thread.start()
 
-    def submit(self, flight: Flight, landing: StepHandle) -> None:
-        self._flights.put((flight, landing))
+    def submit(self, flight: Flight, handle: StepHandle) -> None:
+        self._flights.put((flight, handle))
 
     def end(self) -> None:
-        """Submit no more; the thread ends when every flight has."""
+        """Accept no more flights; the thread ends after the last one."""
         self._flights.put(None)
 
     def join(self) -> None:
@@ -179,9 +185,9 @@ class ThreadLauncher:
         return await opened
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
-        landing = StepHandle(landed)
-        self._inbox.put((step.id, self._device.prepare(step), landing))
-        return landing
+        handle = StepHandle(step, landed)
+        self._inbox.put((self._device.prepare(step), handle))
+        return handle
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._rested is None or self._thread is None:
@@ -194,7 +200,7 @@ class ThreadLauncher:
         return True
 
     def __del__(self) -> None:
-        # Dropped without being closed, say because its loop died: let the thread end.
+        # Dropped without being closed, for example because its loop died: let the thread end.
         self._inbox.put(None)
 
 
@@ -206,7 +212,8 @@ def _launch_thread(
     progress: Progress | None,
     lane: Lane,
 ) -> None:
-    """The launch thread, from opening the device to closing it. Knows nothing of its launcher."""
+    """The launch thread, from opening the device to closing it. Holds no reference to its launcher, so that a
+    dropped launcher is collected."""
     device = poster.device
     try:
         poster.post(_settle, opened, device.open(progress))
@@ -215,20 +222,20 @@ def _launch_thread(
         poster.post(_settle, opened, None, error)
     completion = None if device.synchronous else _CompletionThread(poster)
     while (item := inbox.get()) is not None:
-        step, prepared, landing = item
+        prepared, handle = item
         start = now()
         try:
             flight = device.launch(prepared)
-            lane.add("launch", step, start, now())
+            lane.add("launch", handle.step.id, start, now())
         except BaseException as error:
-            poster.post(landing.settle, None, _diagnose(device, error))
+            poster.post(handle.settle, None, _diagnose(device, error))
         else:
             if completion is None:
-                poster.land(flight, landing)
+                poster.land(flight, handle)
             else:
-                completion.submit(flight, landing)
+                completion.submit(flight, handle)
             del flight
-        del item, prepared, landing
+        del item, prepared, handle
     if completion is not None:
         completion.end()
         completion.join()
@@ -236,15 +243,15 @@ def _launch_thread(
     poster.post(_settle, rested, None)
 
 
-#: step id, what the device prepared, and whom to tell
-_Inbox = SimpleQueue[tuple[int, Any, StepHandle] | None]
+#: what the device prepared for a step, and the step's handle; None ends the launch thread
+_Inbox = SimpleQueue[tuple[Any, StepHandle] | None]
 
 
 class InlineLauncher:
     """Launches on the loop's own thread: for study, for comparison, and for tiny models.
 
-    The loop stands still while a synchronous device computes. Asynchronous devices get a completion
-    thread, as above: no step is waited for on the loop, but by the step behind it that has grammars.
+    The loop is blocked while a synchronous device computes. Asynchronous devices get a completion thread, as
+    above: the loop waits for a step only where the next one has grammars.
     """
 
     def __init__(self, device: Device) -> None:
@@ -274,27 +281,27 @@ class InlineLauncher:
         if not self._device.synchronous:
             loop = asyncio.get_running_loop()
             self._rested = rested = loop.create_future()
-            # Knows nothing of its launcher.
+            # Without a reference to the launcher, as above.
             close = partial(_close_at_rest, self._device, rested)
             self._completion = _CompletionThread(_Poster(self._device, loop), close)
         return info
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
-        landing = StepHandle(landed)
+        handle = StepHandle(step, landed)
         prepared = self._device.prepare(step)
         start = now()
         try:
             flight = self._device.launch(prepared)
             self.timeline.launch.add("launch", step.id, start, now())
             if self._completion is not None:
-                self._completion.submit(flight, landing)
-                return landing
+                self._completion.submit(flight, handle)
+                return handle
             result = flight.wait()
         except Exception as error:
-            landing.settle(None, _diagnose(self._device, error))
+            handle.settle(None, _diagnose(self._device, error))
         else:
-            landing.settle(result)
-        return landing
+            handle.settle(result)
+        return handle
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._completion is None or self._rested is None:
@@ -314,7 +321,7 @@ class InlineLauncher:
 
 
 async def _in_time(rested: asyncio.Future[None], timeout: float) -> bool:
-    """Whether the device came to rest within so many seconds. What it does after is its own affair."""
+    """Whether the device came to rest within ``timeout`` seconds."""
     try:
         async with asyncio.timeout(timeout):
             await asyncio.shield(rested)
@@ -337,7 +344,7 @@ def _close(device: Device) -> None:
 
 
 def _diagnose(device: Device, error: BaseException) -> BaseException:
-    """The step's own error if the device can go on, DeviceLost from it if not."""
+    """The step's own error if the device still works; if not, DeviceLost with that error as its cause."""
     _empty_frames(error)
     if isinstance(error, DeviceLost):
         return error
@@ -353,9 +360,9 @@ def _diagnose(device: Device, error: BaseException) -> BaseException:
 
 
 def _empty_frames(error: BaseException | None) -> None:
-    """Free what an error holds through the frames that it passed: tensors of a step, or all of a model.
+    """Free what an error keeps alive through its traceback: tensors of a step, or a whole model.
 
-    Whoever handles it may want that memory, and may keep the error for as long as they like.
+    Handlers may need that memory, and may keep the error for any time.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -369,6 +376,6 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_result(result)
         return
     if isinstance(error, (StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
-        # A future cannot carry these, or the loop would take them as meant for itself.
+        # A future refuses StopIteration, and the loop would treat the others as its own.
         error = DeviceLost(f"the device raised {error!r}")
     future.set_exception(error)

@@ -1,7 +1,7 @@
-"""Core: scheduler and text together, without waiting for anything.
+"""Core: scheduler and text of an engine, without any waiting.
 
-What the asynchronous engine and the synchronous :class:`~aioinfer.LLM` share: validation, the life of
-a request from prompt ids to text, and what the caller's stop strings mean for the scheduler.
+The asynchronous :class:`~aioinfer.Engine` and the synchronous :class:`~aioinfer.LLM` share it: validation,
+the way of a request from its prompt to its text, and stop strings, which end requests in the scheduler.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
@@ -19,6 +19,7 @@ from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, 
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.generation import generation
+from aioinfer.loop.options import PromptSource, RequestOptions
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
@@ -32,11 +33,20 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Core"]
+__all__ = ["NO_OPTIONS", "Core", "Prepared"]
+
+NO_OPTIONS = RequestOptions()
+
+
+class Prepared(NamedTuple):
+    """What tokenizing and compiling made of a prompt and its parameters."""
+
+    prompt_ids: Sequence[int]
+    grammar: GrammarState | None
 
 
 class Core:
-    """Owns all scheduling state. Never called from two threads."""
+    """Owns all scheduling state. Only :meth:`prepare` may be called on another thread than the rest."""
 
     __slots__ = (
         "_clock",
@@ -64,7 +74,7 @@ class Core:
         self.tokenizer = tokenizer
         #: of all requests since the start
         self.output_tokens = 0
-        #: who has their first row in the step that was planned last
+        #: requests whose first row is in the step that was planned last
         self.admitted: list[Request] = []
         memory = Memory(
             PageAllocator(info.num_pages, info.page_size or config.page_size),
@@ -90,7 +100,8 @@ class Core:
     # -- a request arrives ----------------------------------------------------------------------
 
     def check_queue(self, arriving: int = 0, tokens: int = 0) -> None:
-        """Raise Rejected if the queue is full, ``arriving`` requests and ``tokens`` included."""
+        """Raise Rejected if the queue is full. ``arriving`` requests count as queued; ``tokens`` are those of
+        the next prompt."""
         waiting = len(self.scheduler.queues.waiting) + arriving
         if waiting >= self._config.max_queued_requests:
             raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
@@ -98,18 +109,22 @@ class Core:
         if queued and queued + tokens > self._config.max_queued_tokens:
             raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
 
-    def compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
-        """What masks the output that continues a prompt. May take long: off the loop, on any thread.
+    def prepare(self, prompt: PromptSource, params: SamplingParams) -> Prepared:
+        """Tokenize a prompt, and compile the grammar that masks its output. May take long: on any thread.
 
         Raises InvalidRequest; ConfigError if the extra for grammars is missing.
         """
+        ids = prompt.encode()
+        return Prepared(ids, self._compile(params, ids))
+
+    def _compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
         if not params.masked:
             return None
-        self._generation.check(params)
+        self._generation.check(params)  # raises for a request that would be refused after compiling
         from aioinfer.text.grammar import GrammarState
 
-        # What nobody sampled has no logprob. And taking it at once leaves the steps in flight void, so it
-        # must be more than these would have brought.
+        # Forced tokens are not sampled, so they have no logprobs. They also void the steps in flight, so
+        # there must be more of them than those steps would have sampled.
         least_forced = (
             (self._config.overlap_steps or 0) + 2
             if self._config.fast_forward and params.logprobs is None
@@ -122,14 +137,14 @@ class Core:
         except InvalidRequest:
             if params.grammar is None:
                 raise
-            # Copies share what llguidance's limits count, and earlier outputs may have used it up.
+            # Copies of a matcher share llguidance's budget, and earlier outputs may have used it up.
             self._grammar_compiler().forget(params.grammar)
             backend, matcher = self._matcher(params)
             return GrammarState.start(backend, matcher, *rest)
 
     def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
-        """Of the grammar and the bad words of a new output. Raises InvalidRequest, ConfigError."""
-        from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # few need numpy here
+        """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest, ConfigError."""
+        from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # rarely needed
 
         backend: GrammarBackend | None = None
         matcher: Matcher | None = None
@@ -154,14 +169,12 @@ class Core:
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        arrival: float | None = None,
+        options: RequestOptions = NO_OPTIONS,
         *,
+        arrival: float | None = None,
         grammar: GrammarState | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        routing_key: str | None = None,
     ) -> Request:
-        """Check everything about a request that can be checked, and make it. Raises InvalidRequest."""
+        """Check a request and make it. ``arrival`` is on the engine's clock. Raises InvalidRequest."""
         info = self.info
         _check_ids("prompt", prompt_ids, info.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
@@ -182,7 +195,7 @@ class Core:
             field = "stop" if params.stop else "stop_regex"
             raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
         stop_ids = frozenset(params.stop_token_ids)
-        # Where a grammar is complete, only an end token can follow.
+        # Only an end token can follow a complete grammar.
         if not params.ignore_eos or params.grammar is not None:
             stop_ids |= info.eos_token_ids
         if params.grammar is not None and params.min_tokens:
@@ -199,9 +212,9 @@ class Core:
             arrival=self._clock() if arrival is None else arrival,
             text=self._output_text(prompt_ids, params),
             grammar=grammar,
-            priority=priority,
-            namespace=cache_salt,
-            routing_key=routing_key,
+            priority=options.priority,
+            namespace=options.cache_salt or "",
+            routing_key=options.routing_key,
             cursor=self._generation.cursor(params),
         )
 
@@ -219,10 +232,10 @@ class Core:
     # -- steps ----------------------------------------------------------------------------------
 
     def plan(self, behind: Step | None = None) -> Step | None:
-        """The next step to launch, if there is one, ``behind`` the newest one in flight."""
+        """The next step to launch, or None; ``behind`` is the newest step in flight."""
         prefill = 0 if behind is None else behind.prefill_tokens
         if prefill > self._config.max_overlapped_prefill and self.scheduler.queues.has_prefill:
-            return None  # such a step takes long: who arrives until it has resolved is in the next one
+            return None  # the step in flight takes long: requests that arrive meanwhile join the next one
         step = self.scheduler.plan()
         if step is not None:
             now = self._clock()
@@ -233,7 +246,7 @@ class Core:
         return step
 
     def resolve(self, step: Step, result: StepResult) -> list[Request]:
-        """Commit a step: tokens, text, stops. Returns the requests that moved, finished ones included."""
+        """Commit a step: tokens, text, stops. Returns the updated requests, finished ones included."""
         now = self._clock()
         advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
@@ -244,7 +257,7 @@ class Core:
                 try:
                     self._append_text(request, now)
                 except Exception as error:
-                    # A detokenizer that stumbles over this output must not stop the others.
+                    # A detokenizer that raises on this output must not stop the other requests.
                     self.scheduler.finish(request, "abort", error)
                     request.finish_reason, request.error = "abort", error
                     request.trim(len(request.token_times))
@@ -256,8 +269,8 @@ class Core:
         return advanced
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
-        """A step raised; returns the requests that ended with it: all that were in it, or, if it ran out of
-        memory, those to which that had just happened before."""
+        """Handle a step that raised; returns the requests that it ended: all requests of the step, or, if it
+        ran out of memory, those whose previous step did, too."""
         if isinstance(error, StepOutOfMemory):
             failed = self.scheduler.run_out(step, error)
         else:
@@ -268,14 +281,14 @@ class Core:
         return failed
 
     def abort(self, request: Request, error: BaseException | None = None) -> bool:
-        """End a request from outside; True if it had not ended yet."""
+        """End a request; False if it had ended already."""
         if not self.scheduler.finish(request, "abort", error):
             return False
         self._close_text(request, self._clock())
         return True
 
     def _append_text(self, request: Request, now: float) -> None:
-        """The text of the newest tokens; one, or as many as the grammar forced."""
+        """Detokenize the newest tokens: one, or several if the grammar forced them or a block got done."""
         ids = request.output_ids
         for at in range(len(request.token_times), len(ids)):
             request.token_times.append(now)
@@ -283,7 +296,7 @@ class Core:
                 return
             stop = request.text.push(ids[at])
             if stop is not None:
-                # A stop string completed by the very last token still counts as a stop.
+                # Also where the token that completes the stop string is the last one that was allowed.
                 self.scheduler.finish(request, "stop")
                 request.finish_reason = "stop"
                 request.stop_reason = stop
@@ -293,7 +306,7 @@ class Core:
     def _close_text(self, request: Request, now: float) -> None:
         request.finished_at = now
         if request.finish_reason != "abort":
-            # Text held back for a stop string is final now. (Cut off, it might still have been one.)
+            # Text held back as the possible begin of a stop string is final now; not after an abort.
             try:
                 request.text.finish()
             except Exception as error:
@@ -301,7 +314,7 @@ class Core:
 
 
 def _record_logprobs(step: Step, result: StepResult) -> None:
-    """Keep a record per token: neither more nor fewer than there are tokens."""
+    """Keep exactly one record per token."""
     decodes = step.generating.requests
     for index, logprob in result.logprobs.items():
         request = decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
@@ -312,14 +325,14 @@ def _record_logprobs(step: Step, result: StepResult) -> None:
         known = row.request.prompt_logprobs
         if row.scores is None or step.id <= row.request.recovery.junk_until:
             continue
-        # A step from before a retraction may have brought the first of them already.
+        # A step from before a retraction may have recorded the first of them already.
         there = len(known) - row.scores[0]
         if there >= 0:
             known += logprobs[there:]
 
 
 def _step_failed(cause: BaseException) -> EngineError:
-    """One exception per request: several tasks will raise theirs."""
+    """A new exception for each request, since several tasks may raise theirs."""
     error: EngineError = StepFailed(f"the step of this request failed: {cause}")
     if isinstance(cause, StepOutOfMemory):
         error = OutOfMemory(f"two steps in turn that held this request ran out of memory: {cause}")

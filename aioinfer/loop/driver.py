@@ -1,10 +1,9 @@
-"""Driver: what goes on behind an engine. Plan, launch, resolve, and wait for nothing.
+"""Driver: plans, launches and resolves the steps of a running engine, and never blocks.
 
-Read :meth:`Driver._turn` first. It is the whole life of the engine: launch while the in-flight window has
-room and there is something to compute; if not, resolve the oldest flight, when it has landed. It is a
-callback of the loop, called when a flight lands and, a turn of the loop later, when :meth:`Driver.wake` was.
-The window's last place is kept free until the oldest flight is about to land: see
-:mod:`aioinfer.loop.pacing`.
+Read :meth:`Driver._turn` first. It launches while fewer than ``overlap_steps`` + 1 steps are in flight and
+there is something to compute; otherwise it resolves the oldest flight once that has landed. It runs as a
+callback of the loop: when a flight lands, and one turn of the loop after :meth:`Driver.wake`. The last of
+these steps is launched only when the oldest flight is about to land: see :mod:`aioinfer.loop.pacing`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.loop.pacing import Pace
-from aioinfer.observe.timeline import Timeline, now
+from aioinfer.observe.timeline import now
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.request import Request
 
@@ -28,39 +26,48 @@ if TYPE_CHECKING:
     from aioinfer.loop.tuning import Garbage
     from aioinfer.scheduling.step import Step
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "DriverEvents"]
 
 _log = logging.getLogger("aioinfer")
 
 
-class Driver:
-    """Keeps up to ``window`` steps in flight ahead of the one being read.
+class DriverEvents(Protocol):
+    """What a driver reports to its engine, on the loop's thread."""
 
-    ``admitted`` hears of requests that got their first row, ``moved`` of those that a resolved step gave a
-    token or an end, ``lost`` of the error after which nothing can go on: DeviceLost, or whatever else.
-    ``garbage`` is told when to collect, and when not. ``pace`` says how late a step may be planned; None is
-    as early as the window allows.
+    def admitted(self, request: Request) -> None:
+        """The request has a row in a launched step for the first time."""
+
+    def updated(self, request: Request) -> None:
+        """A resolved step gave the request tokens, a draft or its end."""
+
+    def lost(self, cause: BaseException) -> None:
+        """No step can succeed any more: DeviceLost, or an error of the driver itself."""
+
+
+class Driver:
+    """Keeps up to ``overlap_steps`` steps in flight ahead of the one whose result is read next.
+
+    ``garbage`` collects between steps. ``pace`` delays planning towards the end of the step in flight; None
+    plans as early as possible.
     """
 
     __slots__ = (
-        "_admitted",
         "_context",
         "_core",
         "_due",
+        "_events",
         "_flights",
         "_garbage",
         "_last_progress",
         "_launcher",
         "_loop",
-        "_lost",
-        "_moved",
+        "_overlap_steps",
         "_pace",
         "_quiet",
         "_stopping",
         "_timeline",
         "_timer",
         "_turning",
-        "_window",
         "failed_checks",
         "paused",
     )
@@ -69,53 +76,48 @@ class Driver:
         self,
         core: Core,
         launcher: Launcher,
-        window: int,
+        overlap_steps: int,
+        events: DriverEvents,
         *,
-        admitted: Callable[[Request], None],
-        moved: Callable[[Request], None],
-        lost: Callable[[BaseException], None],
-        timeline: Timeline,
         garbage: Garbage | None = None,
         pace: Pace | None = None,
     ) -> None:
-        self._garbage = garbage
-        self._pace = pace
-        self._timeline = timeline
         self._core = core
         self._launcher = launcher
-        self._window = window
-        self._admitted = admitted
-        self._moved = moved
-        self._lost = lost
+        self._overlap_steps = overlap_steps
+        self._events = events
+        self._garbage = garbage
+        self._pace = pace
+        self._timeline = launcher.timeline
         self._loop = asyncio.get_running_loop()
-        #: whoever wakes the driver, what it does is not done in their context
+        #: turns run in this context, not in that of the task that calls wake()
         self._context = contextvars.copy_context()
-        #: steps, where their results arrive, and when they were launched
-        self._flights: deque[tuple[Step, StepHandle, float]] = deque()
+        self._flights: deque[StepHandle] = deque()
         #: when the next step is planned, unless something else happens before
         self._timer: asyncio.TimerHandle | None = None
-        #: a turn will come; one is going on
+        #: a turn is scheduled
         self._due = False
+        #: a turn is running
         self._turning = False
         self._stopping = False
         self.paused = False
         #: set while pause() waits for the steps in flight
         self._quiet: asyncio.Future[None] | None = None
-        #: times the idle engine held what it should not
+        #: idle checks that found pages or slots still held
         self.failed_checks = 0
-        #: when a step last resolved, or work began to be there
+        #: when a step last resolved, or when work arrived at an idle engine; loop time
         self._last_progress = self._loop.time()
 
     def wake(self) -> None:
-        """Something changed that may allow a plan. On the loop's thread only."""
+        """Schedule a turn, since a plan may be possible now. On the loop's thread only."""
         self._interrupt()
         self._again()
 
     def _interrupt(self) -> None:
-        """Steps in flight compute no more rounds than the one they are in."""
-        for step, _, _ in self._flights:
-            if step.multi_step is not None:
-                step.multi_step.interrupted = True
+        """Make steps in flight return after the round that they are computing."""
+        for flight in self._flights:
+            if flight.step.multi_step is not None:
+                flight.step.multi_step.interrupted = True
 
     def _again(self) -> None:
         if not self._due:
@@ -128,7 +130,7 @@ class Driver:
             self._last_progress = self._loop.time()
 
     def stop(self) -> None:
-        """Launch and resolve no more."""
+        """Launch and resolve nothing more."""
         self._stopping = True
         if self._garbage is not None:
             self._garbage.rest()
@@ -169,7 +171,7 @@ class Driver:
         flights, resolved = self._flights, False
         while not self._stopping:
             if resolved and self._launcher.blocking:
-                # Consumers first: launching would compute the next step.
+                # Consumers run first: launching would compute the next step.
                 self._again()
                 return
             if self._may_launch and not self._put_off() and (step := self._plan()) is not None:
@@ -177,14 +179,14 @@ class Driver:
             elif not flights:
                 self._rest()
                 return
-            elif not flights[0][1].done:
+            elif not flights[0].done:
                 return
             elif resolved:
-                # Consumers get a turn after every step, also when the device is always ahead.
+                # Consumers run after every step, also when the device is always ahead.
                 self._again()
                 return
             else:
-                self._resolve(*flights.popleft())
+                self._resolve(flights.popleft())
                 resolved = True
 
     def _woken(self) -> None:
@@ -192,29 +194,31 @@ class Driver:
         self._landed()
 
     def _landed(self) -> None:
-        """A flight has landed, perhaps within a turn, or there may be more to launch."""
+        """A flight has landed, perhaps during a turn, or there may be more to launch."""
         if self._turning:
             return
         self._turning = True
         try:
             self._turn()
         except BaseException as error:
-            self._lost(error)
+            self._events.lost(error)
             if not isinstance(error, Exception):
-                raise  # an interrupt, say: it is meant for the loop, too
+                raise  # KeyboardInterrupt, for example, is meant for the loop, too
         finally:
             self._turning = False
 
     @property
     def _may_launch(self) -> bool:
-        return len(self._flights) <= self._window and not self.paused
+        return len(self._flights) <= self._overlap_steps and not self.paused
 
     def _put_off(self) -> bool:
-        """Whether the step that fills the window is planned later; a timer is set for that, then."""
-        if self._pace is None or not self._flights or len(self._flights) < self._window:
+        """Whether the last of the overlapped steps is planned later; if so, a timer is set for it."""
+        if self._pace is None or not self._flights or len(self._flights) < self._overlap_steps:
             return False
-        step, landing, launched = self._flights[0]
-        spare = 0.0 if landing.done else self._pace.spare(step, launched, self._loop.time())
+        oldest = self._flights[0]
+        spare = 0.0
+        if not oldest.done:
+            spare = self._pace.spare(oldest.step, oldest.launched_at, self._loop.time())
         if spare > 0.0 and self._timer is None:
             self._timer = self._loop.call_later(spare, self._put_off_no_longer, context=self._context)
         return spare > 0.0
@@ -230,50 +234,51 @@ class Driver:
 
     def _plan(self) -> Step | None:
         start = now()
-        step = self._core.plan(self._flights[-1][0] if self._flights else None)
+        step = self._core.plan(self._flights[-1].step if self._flights else None)
         if step is not None:
             self._timeline.loop.add("plan", step.id, start, now())
         return step
 
     def _launch(self, step: Step) -> None:
         start = now()
-        landing = self._launcher.launch(step, self._landed)
+        flight = self._launcher.launch(step, self._landed)
         self._timeline.loop.add("pack", step.id, start, now())
-        self._flights.append((step, landing, self._loop.time()))
+        flight.launched_at = self._loop.time()
+        self._flights.append(flight)
         if self._garbage is not None:
             self._garbage.launched()
         for request in self._core.admitted:
-            self._admitted(request)
+            self._events.admitted(request)
 
-    def _resolve(self, step: Step, landing: StepHandle, launched: float) -> None:
-        """Commit a landed flight and tell of it."""
+    def _resolve(self, flight: StepHandle) -> None:
+        """Commit a flight that has landed and report the requests that it updated."""
         self._last_progress = self._loop.time()
         self._cancel_timer()
         start = now()
-        error, result, what = landing.error, landing.result, "resolve"
+        step, error, result, what = flight.step, flight.error, flight.result, "resolve"
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
             assert result is not None
-            self._timeline.noticed(landing.delay)
+            self._timeline.noticed(flight.delay)
             if self._pace is not None:
-                self._pace.landed(step, launched, self._last_progress, landing.delay)
-            moved = self._core.resolve(step, result)
+                self._pace.landed(step, flight.launched_at, self._last_progress, flight.delay)
+            updated = self._core.resolve(step, result)
         else:
             if isinstance(error, StepOutOfMemory):
                 what = "run out"
                 _log.warning("step %d of %d tokens ran out of memory: %s", step.id, step.num_tokens, error)
             else:
                 _log.error("step %d failed: %r", step.id, error)
-            moved = self._core.fail(step, error)
+            updated = self._core.fail(step, error)
         resolved = now()
-        for request in moved:
-            self._moved(request)
+        for request in updated:
+            self._events.updated(request)
         self._timeline.loop.add(what, step.id, start, resolved)
         self._timeline.loop.add("deliver", step.id, resolved, now())
 
     def _rest(self) -> None:
-        """Nothing is in flight and nothing can be: a moment to look whether everything was given back."""
+        """Nothing is in flight and nothing can be planned: check that everything was given back."""
         self._set_quiet()
         self._timeline.device.rest()
         if self._garbage is not None:
@@ -284,7 +289,7 @@ class Driver:
             check_idle(self._core.scheduler)
         except AssertionError as error:
             if not self.failed_checks:
-                _log.error("the idle engine holds what it should not: %s", error)
+                _log.error("the idle engine still holds memory: %s", error)
             self.failed_checks += 1
 
     def _set_quiet(self) -> None:

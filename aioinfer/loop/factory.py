@@ -1,11 +1,9 @@
-"""How an engine's parts are chosen and its arguments read: plain functions without state."""
+"""Functions that make the parts of an engine from its config and its model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.config import EngineConfig
@@ -22,15 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "decide",
     "default_params",
-    "encoder",
+    "grammar_compiler",
     "load_tokenizer",
     "make_device",
     "make_launcher",
-    "timeout",
     "with_end_tokens",
 ]
-
-_MAX_LABEL = 256
 
 
 def make_device(config: EngineConfig) -> Device:
@@ -59,8 +54,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
-    """What the model's ``generation_config.json`` recommends, as far as such a model supports it. Blocks.
-    Raises ConfigError."""
+    """The sampling parameters that the model's ``generation_config.json`` recommends and the engine supports
+    for it. Blocks. Raises ConfigError."""
     path = config.model_path / "generation_config.json"
     if not path.is_file():
         return SamplingParams()
@@ -76,14 +71,14 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
 
 
 def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo:
-    """The tokenizer may know end tokens that the model's config does not."""
+    """``info`` with the end tokens of the tokenizer added to those of the model's config."""
     if tokenizer is None:
         return info
     return dataclasses.replace(info, eos_token_ids=info.eos_token_ids | tokenizer.eos_token_ids)
 
 
 def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) -> EngineConfig:
-    """The config with what it leaves open until model and device are known.
+    """The config with the values filled in that depend on model and device.
 
     ``block_size`` is that of a diffusion model, None for others; an ``asynchronous`` device computes while
     Python does something else.
@@ -98,24 +93,10 @@ def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) 
     return config
 
 
-def timeout(field: str, value: float | None, default: float | None) -> float | None:
-    """A per-request deadline in seconds, or the engine's own."""
-    if value is None:
-        return default
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
-        raise InvalidRequest(field, f"must be a positive number of seconds, got {value!r}")
-    return value
-
-
 def grammar_compiler(tokenizer: Tokenizer | None, info: DeviceInfo) -> Compiler:
-    """What compiles grammars for a model; takes a second for a large vocabulary.
+    """The grammar compiler of a model; making it takes a second for a large vocabulary.
 
-    Raises ConfigError if the extra is missing, InvalidRequest if the model cannot have grammars.
+    Raises ConfigError if the extra is missing, InvalidRequest if the model has no tokenizer.
     """
     from aioinfer.text.grammar import Compiler
     from aioinfer.text.guidance import GuidanceBackend
@@ -124,47 +105,3 @@ def grammar_compiler(tokenizer: Tokenizer | None, info: DeviceInfo) -> Compiler:
         raise InvalidRequest("grammar", "the engine has no tokenizer, so there is no text to constrain")
     backend = GuidanceBackend(tokenizer.for_grammars(), info.vocab_size, sorted(info.eos_token_ids))
     return Compiler(backend)
-
-
-def max_lag(value: int | None) -> int | None:
-    """How many tokens a consumer may be behind."""
-    if value is not None and (type(value) is not int or value < 1):
-        raise InvalidRequest("max_lag", f"must be a positive number of tokens, got {value!r}")
-    return value
-
-
-def priority(value: int) -> int:
-    """A request's priority."""
-    if type(value) is not int or not -(2**31) <= value < 2**31:
-        raise InvalidRequest("priority", f"must be an integer of 32 bits, got {value!r}")
-    return value
-
-
-def label(field: str, value: str | None) -> str | None:
-    """A short name that a caller gives."""
-    if value is not None and (not isinstance(value, str) or len(value) > _MAX_LABEL):
-        raise InvalidRequest(field, f"must be a string of at most {_MAX_LABEL} characters")
-    return value
-
-
-def encoder(
-    tokenizer: Tokenizer | None,
-    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
-    template_kwargs: Mapping[str, Any] | None,
-) -> Callable[[], list[int]] | None:
-    """How to make token ids of a prompt, or None if it is token ids. Raises InvalidRequest."""
-    if not isinstance(prompt, (str, list, tuple)):
-        raise InvalidRequest("prompt", f"must be text, token ids or messages, got {type(prompt).__name__}")
-    if not prompt:
-        raise InvalidRequest("prompt", "is empty")
-    chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    if template_kwargs is not None and not chat:
-        raise InvalidRequest("chat_template_kwargs", "only chat messages go through a template")
-    if not chat and not isinstance(prompt, str):
-        return None
-    if tokenizer is None:
-        raise InvalidRequest("prompt", "the model has no tokenizer: give token ids")
-    if isinstance(prompt, str):
-        return lambda: tokenizer.encode(prompt)
-    kwargs = dict(template_kwargs or {})
-    return lambda: tokenizer.encode_chat(prompt, **kwargs)

@@ -37,13 +37,13 @@ class TimedLauncher:
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         loop = asyncio.get_running_loop()
-        landing = StepHandle(landed)
+        handle = StepHandle(step, landed)
         prepared = self._device.prepare(step)
         self._free_at = max(self._free_at, loop.time()) + self._step_time(step)
-        loop.call_at(self._free_at, self._compute, prepared, landing)
-        return landing
+        loop.call_at(self._free_at, self._compute, prepared, handle)
+        return handle
 
-    def _compute(self, prepared: Any, landing: StepHandle) -> None:
+    def _compute(self, prepared: Any, handle: StepHandle) -> None:
         if self.hung:
             return
         try:
@@ -53,11 +53,11 @@ class TimedLauncher:
                 self._device.check()
             except DeviceLost as lost:
                 lost.__cause__ = error
-                landing.settle(None, lost)
+                handle.settle(None, lost)
             else:
-                landing.settle(None, error)
+                handle.settle(None, error)
         else:
-            landing.settle(result, delay=0.0)
+            handle.settle(result, delay=0.0)
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         self._device.close()

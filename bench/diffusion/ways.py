@@ -51,7 +51,7 @@ class _Restless(Scheduler):
 
 def scheduler_of(engine: Engine) -> Scheduler:
     """The scheduler of a running engine with a diffusion model."""
-    scheduler = engine._started_core().scheduler
+    scheduler = engine._core.scheduler
     assert isinstance(scheduler.queues.batch, BlockBatch), "not a diffusion model"
     return scheduler
 

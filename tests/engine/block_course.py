@@ -12,6 +12,7 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.loop.core import Core
+from aioinfer.loop.options import RequestOptions
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.block_cursor import BlockCursor
@@ -83,7 +84,7 @@ class Course:
         self.asked = list(asked)
 
     def submit(self, asked: Asked, **options: Any) -> Request:
-        request = self.core.new_request(*asked, **options)
+        request = self.core.new_request(*asked, RequestOptions(**options))
         self.core.submit(request)
         assert isinstance(request.cursor, BlockCursor)
         return request

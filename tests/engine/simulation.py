@@ -175,12 +175,11 @@ async def operate(world: World) -> None:
 
 def retract_one(engine: Engine) -> None:
     """As if others needed the pages."""
-    assert engine._core is not None
-    assert engine._driver is not None
-    scheduler = engine._core.scheduler
+    runtime = engine._started()
+    scheduler = runtime.core.scheduler
     if (victim := scheduler._victim()) is not None:
         scheduler.queues.retract(victim)
-        engine._driver.wake()
+        runtime.driver.wake()
 
 
 async def run_world(world: World, lifetimes: int) -> LawChecker:
@@ -197,7 +196,7 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
     world.verify(world, world.claims)
     if world.device.lost:
         assert world.engine.state is EngineState.FAILED
-        assert not world.engine._core.scheduler.queues.has_unfinished  # type: ignore[union-attr]
+        assert not world.engine._core.scheduler.queues.has_unfinished
     else:
         await settle(world.engine)
     await world.engine.aclose()
@@ -206,7 +205,6 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
 
 async def settle(engine: Engine) -> None:
     """Everything is given back within two resolved steps of the last stream's end."""
-    assert engine._core is not None
     scheduler = engine._core.scheduler
     await asyncio.sleep(0)
     in_flight = engine.stats().steps_in_flight

@@ -169,7 +169,6 @@ async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> Non
     go_on = threading.Event()
     async with Engine(EngineConfig(threads=1, overlap_steps=window, grammar_patience=0.001)) as engine:
         core = engine._core
-        assert core is not None
         bound = SamplingParams(temperature=1.0, seed=1, max_tokens=12, grammar=Grammar("regex", "[a-z]+"))
         free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         alone = await engine.generate("Hello", bound)

@@ -154,9 +154,8 @@ async def test_a_device_that_comes_to_rest_too_late_is_closed_when_it_does(
     launcher: Any, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, device, _ = await hanging(launcher, gate)
-    inside = engine._launcher
-    assert inside is not None
-    engine._driver.stop()  # type: ignore[union-attr]
+    inside = engine._started().launcher
+    engine._started().driver.stop()
     assert not await inside.aclose(timeout=0.01)
     assert not await inside.aclose(timeout=0.01)
     assert "left behind" in caplog.text

@@ -301,8 +301,7 @@ async def test_a_device_that_hangs_for_ever_does_not_keep_the_engine_open(
     await engine.start()
     stream = engine.generate(PROMPT, LONG)
     await asyncio.to_thread(gate.arrived.acquire)
-    launcher = engine._launcher
-    assert launcher is not None
+    launcher = engine._started().launcher
     patient = launcher.aclose
     monkeypatch.setattr(launcher, "aclose", lambda: patient(timeout=0.05))
     await engine.aclose()

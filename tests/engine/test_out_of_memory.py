@@ -159,9 +159,7 @@ async def test_deadlines_run_on_from_the_first_step(make_engine: MakeEngine) -> 
     """Who starts over has been admitted before, and is not told of it again."""
     admitted: list[int] = []
     async with make_engine(fault=RunsOut(1, 12)) as engine:
-        driver = engine._driver
-        assert driver is not None
-        driver._admitted = lambda request: admitted.append(request.key)
+        engine._started().admitted = lambda request: admitted.append(request.key)  # type: ignore[method-assign]
         await _run(engine, [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
     assert len(admitted) == 1
 

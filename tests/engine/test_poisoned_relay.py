@@ -120,7 +120,7 @@ class PoisonedDevice(TorchDevice):
 
 def poison_free_slots(engine: Engine, relay: PoisonedRelay, *, fences: bool = True) -> Any:
     """Poison the cells of free slots whenever some become free. Without fences, that is too early."""
-    pool = engine._core.scheduler.memory.slots  # type: ignore[union-attr]
+    pool = engine._core.scheduler.memory.slots
 
     class Poisoning(type(pool)):  # type: ignore[misc]
         __slots__ = ()

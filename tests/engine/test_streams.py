@@ -105,7 +105,7 @@ async def test_every_way_out_aborts_and_gives_back(make_engine: MakeEngine, way:
         # A dropped stream is noticed by the collector and handled one turn of the loop later.
         gc.collect()
         await asyncio.sleep(0)
-        assert not engine._core.scheduler.queues.has_unfinished  # type: ignore[union-attr]
+        assert not engine._core.scheduler.queues.has_unfinished
         launched = engine.stats().steps
         gate.release()
         await all_given_back(engine)

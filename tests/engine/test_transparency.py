@@ -82,7 +82,6 @@ async def test_toy_ids_do_not_depend_on_cache_policy_chunking_or_retraction(
 
 def retract_every(engine: Engine, every: int) -> None:
     """Take the pages of a running request away before every so many steps."""
-    assert engine._core is not None
     scheduler = engine._core.scheduler
 
     class Retracting(type(scheduler)):  # type: ignore[misc]
@@ -192,7 +191,6 @@ async def test_prefills_follow_one_another_only_if_they_may_overlap(
         overlap_steps=2, chunk_size=3, max_step_tokens=8, max_overlapped_prefill=most
     ) as engine:
         core = engine._core
-        assert core is not None
 
         class Watched(type(core)):  # type: ignore[misc]
             __slots__ = ()

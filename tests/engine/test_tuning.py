@@ -246,7 +246,7 @@ async def test_a_lost_device_leaves_collection_on() -> None:
     stream = engine.generate([1, 2], SamplingParams(max_tokens=200, ignore_eos=True))
     await anext(stream)
     assert not gc.isenabled()
-    engine._driver._lost(RuntimeError("gone"))  # type: ignore[union-attr]
+    engine._started().lost(RuntimeError("gone"))
     assert gc.isenabled()
     with pytest.raises(EngineFailed):
         await stream

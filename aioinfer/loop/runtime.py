@@ -1,0 +1,318 @@
+"""Runtime: a started engine, from the open device to its closing."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import (
+    EngineClosed,
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    RequestError,
+    TimedOut,
+    WrongLoop,
+)
+from aioinfer.loop.driver import Driver
+from aioinfer.loop.options import PromptSource, RequestOptions
+from aioinfer.loop.pacing import Pace
+from aioinfer.loop.tuning import Tuning
+from aioinfer.observe.stats import EngineStats
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.request import Request
+from aioinfer.stream import Stream, StreamCell
+
+if TYPE_CHECKING:
+    from aioinfer.execution.launcher import Launcher
+    from aioinfer.loop.core import Core, Prepared
+    from aioinfer.loop.intake import Intake
+
+__all__ = ["EngineState", "Runtime", "require_loop"]
+
+_log = logging.getLogger("aioinfer")
+
+
+class EngineState(Enum):
+    """``NEW -> STARTING -> RUNNING -> DRAINING -> CLOSED``; from RUNNING to FAILED if the device is lost."""
+
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+def require_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Raise WrongLoop unless ``loop`` is the running one."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is not loop:
+        raise WrongLoop("the engine belongs to the event loop that started it, and this is not it")
+
+
+class Runtime:
+    """The parts of a started engine and its open requests: accepts requests, and ends their streams.
+
+    It belongs to the loop on which it is made, and all methods but :meth:`abandon_threadsafe` are called
+    there. Driver and streams know it, as DriverEvents and StreamOwner.
+    """
+
+    def __init__(self, config: EngineConfig, core: Core, launcher: Launcher, intake: Intake) -> None:
+        """``config`` leaves nothing open: see :func:`aioinfer.loop.factory.decide`."""
+        self.loop = asyncio.get_running_loop()
+        self.core = core
+        self.launcher = launcher
+        self.state = EngineState.RUNNING
+        #: why it is FAILED
+        self.failure: BaseException | None = None
+        #: streams whose prompts are being prepared
+        self.arriving: set[StreamCell] = set()
+        #: streams whose requests the scheduler has, in order of submission
+        self.open: dict[StreamCell, None] = {}
+        self._intake = intake
+        self.tuning = Tuning.of(
+            config.switch_interval,
+            config.gc,
+            asynchronous=launcher.asynchronous,
+            thread=config.launch_mode == "thread",
+        )
+        self.driver = Driver(
+            core,
+            launcher,
+            config.overlap_steps or 0,
+            self,
+            garbage=self.tuning.garbage,
+            pace=Pace() if config.plan_late else None,
+        )
+        self._closing: asyncio.Task[None] | None = None
+        #: set while closing waits for the open requests
+        self._drained: asyncio.Future[None] | None = None
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def generate(self, prompt: PromptSource, params: SamplingParams, options: RequestOptions) -> Stream:
+        """Queue a request, at once or when its prompt is prepared. Raises InvalidRequest, Rejected."""
+        self.core.check_queue(len(self.arriving))
+        arrival = self.core.now()
+        cell = StreamCell(options.running_timeout, options.max_lag)
+        if prompt.is_ids and not params.masked:
+            request = self.core.new_request(prompt.encode(), params, options, arrival=arrival)
+            self._submit(cell, request)
+        else:
+            self.arriving.add(cell)
+            future = self._intake.prepare(self.core, prompt, params)
+            future.add_done_callback(functools.partial(self._prepared, cell, params, options, arrival))
+        if options.waiting_timeout is not None:
+            self._set_timer(cell, "waiting", options.waiting_timeout)
+        return Stream(self, cell)
+
+    def _prepared(
+        self,
+        cell: StreamCell,
+        params: SamplingParams,
+        options: RequestOptions,
+        arrival: float,
+        future: asyncio.Future[Prepared],
+    ) -> None:
+        error = asyncio.CancelledError() if future.cancelled() else future.exception()
+        if cell not in self.arriving:
+            return  # ended meanwhile
+        self.arriving.discard(cell)
+        if error is None:
+            ids, grammar = future.result()
+            try:
+                request = self.core.new_request(ids, params, options, arrival=arrival, grammar=grammar)
+                self._submit(cell, request)
+            except Exception as refused:
+                error = refused
+        if error is None:
+            return
+        if not isinstance(error, RequestError):
+            # Anything that a worker thread can raise, panics of Rust libraries included.
+            cause, error = error, InvalidRequest("prompt", f"could not be tokenized: {error!r}")
+            error.__cause__ = cause
+        cell.error = error
+        self._ended(cell)
+
+    def _submit(self, cell: StreamCell, request: Request) -> None:
+        self.driver.work_arrives()
+        self.core.submit(request)
+        cell.request = request
+        request.consumer = cell
+        self.open[cell] = None
+        cell.notify()
+        self.driver.wake()
+
+    def check_serving(self) -> None:
+        """Raise WrongLoop, EngineFailed or EngineClosed unless requests are accepted here and now."""
+        self.check_loop()
+        if self.state is EngineState.FAILED:
+            raise self._failed_error()
+        if self.state is not EngineState.RUNNING:
+            raise EngineClosed(f"the engine is {self.state.value}")
+
+    # -- as DriverEvents ------------------------------------------------------------------------
+
+    def admitted(self, request: Request) -> None:
+        """Replace the request's waiting deadline by its running deadline."""
+        cell = _cell(request)
+        cell.cancel_timer()
+        if cell.running_timeout is not None:
+            self._set_timer(cell, "running", cell.running_timeout)
+
+    def updated(self, request: Request) -> None:
+        """Wake the consumer, or end its stream; park the request if the consumer lags."""
+        cell = _cell(request)
+        if request.finished:
+            self._ended(cell)
+            return
+        cell.notify()
+        if cell.max_lag is not None and cell.lags:
+            self.core.scheduler.queues.park(request)
+
+    def lost(self, cause: BaseException) -> None:
+        """End every open stream with EngineFailed, caused by ``cause``."""
+        _log.error("the engine is lost", exc_info=cause)
+        self.failure = cause
+        self.state = EngineState.FAILED
+        self._end_all(self._failed_error)
+        self.driver.stop()
+
+    def _failed_error(self) -> EngineFailed:
+        error = EngineFailed(f"the engine is lost: {self.failure}")
+        error.__cause__ = self.failure
+        return error
+
+    # -- as StreamOwner -------------------------------------------------------------------------
+
+    def check_loop(self) -> None:
+        """Raise WrongLoop on any other loop than the engine's; once closed, any loop will do."""
+        if self.state is not EngineState.CLOSED:
+            require_loop(self.loop)
+
+    def abandon(self, cell: StreamCell) -> None:
+        """The consumer closed its stream."""
+        if not cell.finished:
+            self._end(cell, None)
+
+    def abandon_threadsafe(self, cell: StreamCell) -> None:
+        """The stream was garbage-collected, on any thread."""
+        if self.state is not EngineState.CLOSED:
+            try:
+                self.loop.call_soon_threadsafe(self.abandon, cell)
+            except RuntimeError:
+                pass  # the loop is closed, and nothing runs any more
+
+    def caught_up(self, cell: StreamCell) -> None:
+        """The consumer of a parked request has read enough: its request goes on."""
+        if cell.request is not None:
+            self.driver.work_arrives()
+            self.core.scheduler.queues.unpark(cell.request)
+            self.driver.wake()
+
+    # -- endings --------------------------------------------------------------------------------
+
+    def _set_timer(self, cell: StreamCell, phase: str, seconds: float) -> None:
+        cell.timer = self.loop.call_later(seconds, self._expire, cell, phase, seconds)
+
+    def _expire(self, cell: StreamCell, phase: str, seconds: float) -> None:
+        cell.timer = None
+        self._end(cell, TimedOut(phase, seconds))
+
+    def _end(self, cell: StreamCell, error: RequestError | None) -> None:
+        """End the request of a stream, whatever its state."""
+        if cell.request is not None:
+            self.core.abort(cell.request, error)
+        else:
+            self.arriving.discard(cell)
+            cell.error = cell.error or error
+        self._ended(cell)
+        self.driver.wake()
+
+    def _end_all(self, make_error: Callable[[], EngineError]) -> None:
+        for cell in list(self.arriving):
+            self.arriving.discard(cell)
+            cell.error = make_error()
+            self._ended(cell)
+        for cell in list(self.open):
+            assert cell.request is not None
+            try:
+                self.core.abort(cell.request, make_error())
+            except Exception:
+                _log.exception("%s could not be aborted cleanly", cell.request)
+            if not cell.request.finished:
+                cell.error = make_error()
+            self._ended(cell)
+        self._set_drained()
+
+    def _ended(self, cell: StreamCell) -> None:
+        self.open.pop(cell, None)
+        cell.cancel_timer()
+        cell.notify()
+        if self._drained is not None and not self._busy:
+            self._set_drained()
+
+    # -- closing --------------------------------------------------------------------------------
+
+    async def aclose(self, drain: float | None) -> None:
+        """As :meth:`aioinfer.Engine.aclose`; ``drain`` is in seconds, None to end requests at once."""
+        if self.state is EngineState.RUNNING:
+            self.state = EngineState.DRAINING
+        if self._closing is None:
+            self._closing = self.loop.create_task(self._close(drain or 0.0), name="aioinfer-closing")
+        elif drain is None:
+            self._set_drained()
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain: float) -> None:
+        if drain > 0 and self._busy and self.failure is None:
+            self._drained = self.loop.create_future()
+            timer = self.loop.call_later(drain, self._set_drained)
+            await self._drained
+            timer.cancel()
+        self._end_all(lambda: EngineClosed("the engine was closed"))
+        self.driver.stop()
+        self.tuning.undo()
+        await self.launcher.aclose()
+        self._intake.close()
+        self.state = EngineState.CLOSED
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self.arriving) or self.core.scheduler.queues.has_unfinished
+
+    def _set_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # -- observing ------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot; O(1)."""
+        driver = self.driver
+        return EngineStats.of(
+            self.core.scheduler,
+            output_tokens=self.core.output_tokens,
+            state=self.state.value,
+            paused=driver.paused,
+            arriving=len(self.arriving),
+            steps_in_flight=driver.steps_in_flight,
+            failed_checks=driver.failed_checks,
+            stalled=0.0 if self.state is EngineState.CLOSED else driver.stalled,
+            timeline=self.launcher.timeline,
+        )
+
+
+def _cell(request: Request) -> StreamCell:
+    """The stream's end of a request; every request of an engine has one."""
+    assert isinstance(request.consumer, StreamCell)
+    return request.consumer
