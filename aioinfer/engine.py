@@ -39,11 +39,11 @@ class Engine:
             async for chunk in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
                 print(chunk.text, end="")
 
-    It belongs to the loop that started it. It starts no task; in thread mode a thread for the device (two on
-    CUDA), and a few for tokenizing and for grammars when there is such work. It touches no signal, no loop
-    policy, no logging root and no environment variable; :mod:`aioinfer.loop.tuning` says what it changes in
-    the process, on CUDA only, and how to prevent that. A closed engine can be started again, also under a
-    new loop.
+    It belongs to the loop that started it. It starts no task; it starts one thread for the device (two on
+    CUDA) if ``launch_mode`` is "thread", and up to four for tokenizing and grammars when these are needed. It
+    touches no signal, no loop policy, no logging root and no environment variable;
+    :mod:`aioinfer.loop.tuning` says what it changes in the process, on CUDA only, and how to prevent that. A
+    closed engine can be started again, also under a new loop.
     """
 
     def __init__(

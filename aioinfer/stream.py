@@ -1,8 +1,8 @@
 """Stream: what ``engine.generate()`` returns. Iterate it, await it, or enter it.
 
-A hand-written class and not an async generator, because a generator that is dropped or cancelled
-between two items is closed late, in another task, or never; here every way out aborts in plain
-synchronous code.
+It is a class and not an async generator, because a generator that is dropped or cancelled between two items
+is closed late, in another task, or never; a stream aborts its request at once, in synchronous code, however
+it is left.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ class StreamOwner(Protocol):
         """Raise WrongLoop on any loop but the engine's."""
 
     def abandon(self, cell: StreamCell) -> None:
-        """The consumer has left. On the engine's loop."""
+        """End the request, since its consumer has left. On the engine's loop."""
 
     def abandon_threadsafe(self, cell: StreamCell) -> None:
-        """The same from any thread, a turn of the loop later."""
+        """The same from any thread, one turn of the loop later."""
 
     def caught_up(self, cell: StreamCell) -> None:
-        """The consumer of a parked request has read enough for it to go on. On the engine's loop."""
+        """Continue a parked request, since its consumer has read enough. On the engine's loop."""
 
 
 class StreamCell:
-    """Where the engine leaves word for one stream's consumer.
+    """The position of one consumer in the output of its request, and the future that wakes it.
 
-    The text and the ids stay in the request's own record; the cell only remembers how much was taken,
-    so that a slow reader costs no more than the output itself, and wakes the consumer at most once for
-    whatever piled up. Of drafts it remembers the number of the one that was taken: a slow reader gets the
-    newest, made when it asks. The engine knows the cell and never the stream: a dropped stream can be
-    noticed.
+    Text and ids stay in the request; the cell counts how much of them was taken. So a slow consumer costs no
+    more memory than the output itself, and is woken at most once for all that has accumulated. Of drafts
+    only the newest is delivered, made when it is taken. The engine refers to the cell and never to the
+    stream, so that a dropped stream is garbage-collected and aborts its request.
     """
 
     __slots__ = (
@@ -72,19 +71,19 @@ class StreamCell:
 
     def __init__(self, running_timeout: float | None = None, max_lag: int | None = None) -> None:
         self.request: Request | None = None
-        #: why there is or will be no request
+        #: why there is no request, or will be none
         self.error: BaseException | None = None
-        #: the consumer left; nothing is delivered any more
+        #: the consumer has left; nothing more is delivered
         self.closed = False
         self.taken_pieces = 0
         self.taken_ids = 0
         self.taken_draft = 0
         self.waiter: asyncio.Future[None] | None = None
-        #: what the waiting consumer is to be woken for, besides the end
+        #: what wakes the waiting consumer, besides the end
         self.wants = Want.CHUNK
         #: the deadline of the phase the request is in
         self.timer: asyncio.TimerHandle | None = None
-        #: seconds that become the deadline at admission
+        #: seconds from the first step to the deadline
         self.running_timeout = running_timeout
         #: unread tokens beyond which the request is parked
         self.max_lag = max_lag
@@ -95,7 +94,8 @@ class StreamCell:
 
     @property
     def lags(self) -> bool:
-        """The consumer is too far behind. One that waits for more is not, whatever is held back."""
+        """More tokens are unread than ``max_lag``, and the consumer is not waiting. (A waiting consumer has
+        read all that there is; unread tokens are then held back for a stop string.)"""
         request = self.request
         return (
             self.max_lag is not None
@@ -105,7 +105,7 @@ class StreamCell:
         )
 
     def ready(self) -> bool:
-        """There is something that the waiting consumer wants."""
+        """What the waiting consumer wants is there, or the end is."""
         request = self.request
         if self.closed or self.error is not None:
             return True
@@ -120,7 +120,7 @@ class StreamCell:
         return self.wants is Want.ACCEPTANCE or request.finished
 
     def notify(self) -> None:
-        """Wake the consumer if it waits for what there is now."""
+        """Wake the consumer if what it waits for is there."""
         waiter = self.waiter
         if waiter is not None and self.ready() and not waiter.done():
             waiter.set_result(None)
@@ -131,13 +131,12 @@ class StreamCell:
             self.timer = None
 
     def take(self) -> Chunk | None:
-        """Everything not taken yet, with the newest draft; None if that is nothing and the request still
-        runs."""
+        """Everything not taken yet, with the newest draft; None if there is nothing to deliver."""
         request = self.request
         if request is None:
             return None
         ids, finished = request.output_ids, request.finished
-        # The newest draft may be gone with its block: then there is nothing to tell of it.
+        # None if the block of the newest draft is gone.
         draft = request.draft()
         redrafted = draft is not None and request.draft_version > self.taken_draft
         if len(ids) == self.taken_ids and not (finished or redrafted):
@@ -183,17 +182,17 @@ class Stream:
 
     @property
     def admitted(self) -> bool:
-        """The request has been given its place in a step."""
+        """The request has had a row in a step."""
         request = self._cell.request
         return request is not None and request.admitted_at is not None
 
     @property
     def done(self) -> bool:
-        """The request has ended, well or not; nothing more is computed for it."""
+        """The request has ended, with or without an error; nothing more is computed for it."""
         return self._cell.finished or self._cell.closed
 
     def result(self) -> Result:
-        """What there is so far, without waiting."""
+        """The output so far, without waiting. Raises RuntimeError before the prompt is tokenized."""
         if self._cell.request is None:
             raise RuntimeError("the prompt has not been tokenized yet")
         return self._cell.request.result()
@@ -239,7 +238,7 @@ class Stream:
         return cell.request.result()
 
     async def accepted(self) -> None:
-        """Wait until the prompt is tokenized, checked and queued. Raises what is wrong with it."""
+        """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
         cell = self._cell
         while not (cell.request is not None or cell.finished or cell.closed):
             await self._wait(Want.ACCEPTANCE)
@@ -283,7 +282,7 @@ class Stream:
         try:
             await cell.waiter
         except BaseException:
-            # Cancelled (a task, a timeout) or thrown into: the consumer has left.
+            # The task was cancelled, by a timeout for example, or closed: the consumer has left.
             self.close()
             raise
         finally:

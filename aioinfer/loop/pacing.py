@@ -1,12 +1,13 @@
-"""Pace: when the next step has to be planned for the device not to wait.
+"""Pace: the latest moment at which the next step can be planned without the device becoming idle.
 
-With a window, a step is planned while the one before is on the device. Done early, who arrives after it waits
-for the rest of the step under way and for all of the one that was planned. Done late, the device stands still
-when the loop is busy with something else. Steps of a size take about the same time, so both can be avoided::
+With overlap, a step is planned while the one before it is on the device. When it is planned early, a request
+that arrives after that waits for the rest of the step in flight and for all of the planned one. When it is
+planned late, the device is idle if the loop is busy with something else just then. Steps of the same size
+take about the same time, so their ends can be predicted::
 
-    step under way     ├──────────────────────────────┤
-    planned early       │ who arrives here waits for two steps
-    planned late                                 │ and here for one: from here on ``lead`` is left
+    step in flight     ├──────────────────────────────┤
+    planned early       │ a request that arrives here waits for two steps
+    planned late                                 │ a request that arrives before this waits for one
 """
 
 from __future__ import annotations
@@ -20,41 +21,41 @@ __all__ = ["Pace"]
 
 #: seconds that planning, packing and launching may take
 _LEAD = 0.005
-#: seconds below which waiting gains nobody anything
+#: seconds below which a delay is not worth a timer
 _WORTH = 0.005
-#: of the loop's worst delay, what is left after a step
+#: factor by which the loop's worst delay decays per step
 _FORGET = 0.95
 
 
 class Pace:
-    """How long steps take, by their size, and how late the loop is to notice their ends.
+    """Learns how long steps take, by their size, and how late the loop reads their results.
 
-    All times are the loop's, in seconds.
+    All times are on the loop's clock, in seconds.
     """
 
     __slots__ = ("_delay", "_done", "_seconds")
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[bool, int], float] = {}
-        #: when a step ended last
+        #: when the last step ended
         self._done = 0.0
         self._delay = 0.0
 
     def landed(self, step: Step, launched: float, now: float, delay: float) -> None:
-        """A step is over; the loop heard of it so many seconds later."""
+        """Learn from a step that ended ``delay`` seconds before ``now``."""
         self._delay = max(delay, self._delay * _FORGET)
         took = now - delay - max(launched, self._done)
         self._done = now - delay
         size = _size(step)
         known = self._seconds.get(size, took)
-        # Rather too little: who plans too early loses less than who plans too late.
+        # Biased towards short estimates: planning too early costs less than planning too late.
         self._seconds[size] = took if took < known else known + (took - known) / 4
 
     def spare(self, step: Step, launched: float, now: float) -> float:
-        """Seconds until the step behind this one must be planned; not above 0 if that is now.
+        """Seconds until the step behind this one must be planned; 0 for now.
 
-        That is so for sizes that did not occur yet, for blocks, whose steps take any number of rounds, and
-        where the loop has lately been late by as much as could be gained.
+        It is 0 for sizes that did not occur yet, for steps of blocks, which take any number of rounds, and
+        where the loop's recent delays exceed what could be gained.
         """
         if step.multi_step is not None:
             return 0.0

@@ -1,21 +1,20 @@
-"""Tuning: what an engine changes in the whole process while it runs, and puts back when it is closed.
+"""Tuning: settings of the whole process that an engine changes while it runs and restores when it closes.
 
 Two threads per engine, the loop's and the launch thread, share one interpreter lock with everything else in
-the process. Two habits of the interpreter then cost whole steps:
+the process. Two mechanisms of the interpreter can then delay a step by more than its own duration:
 
-- A thread that wants the lock back asks for it after the *switch interval*, 5 ms by default: longer than many
-  a step on a GPU.
-- The *garbage collector* runs when enough was allocated, in the middle of a step as soon as anywhere, and now
-  and then walks over all there is: hundreds of milliseconds with torch and transformers loaded. So an engine
-  freezes what is there once it has started (``gc.freeze``: it is not walked over again; what can be freed is
-  collected before), and while steps are in flight nothing is collected but every so many steps, right after
-  a launch, when the device has something to do.
+- A thread that waits for the lock requests it after the *switch interval*, 5 ms by default: longer than many
+  steps on a GPU.
+- The *garbage collector* runs after a number of allocations, also in the middle of a step, and from time to
+  time traverses all objects: hundreds of milliseconds with torch and transformers loaded. So a started engine
+  collects once and freezes what is left (``gc.freeze``: it is not traversed again). While steps are in
+  flight, it collects only right after a launch, when the device has work, every few hundred steps.
 
-This is on by default only with an asynchronous device (CUDA), and ``switch_interval=0`` together with
-``garbage="python"`` leaves the process alone. Importing changes nothing. Several engines share the settings,
-in whatever order they open and close; the last one restores what the first one found. What somebody else has
-changed meanwhile is left as it is. (What somebody froze or switched off as well, while an engine had it so,
-cannot be told apart, and is undone with it.)
+By default this applies only to an asynchronous device (CUDA); ``switch_interval=0`` together with
+``gc="python"`` leaves the process unchanged. Importing changes nothing. Several engines share the settings
+and may open and close in any order; the last one restores what the first one found. A setting that other code
+has changed meanwhile is left alone. (If other code froze objects or disabled collection while an engine did
+so, too, the two cannot be told apart, and closing undoes both.)
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ T = TypeVar("T")
 
 #: seconds; long enough that switching costs nothing, short against a step
 _SHORT = 3e-4
-#: more than what some Pythons (3.12: 375) freeze when they start; anybody's process has many times as much
+#: more objects than some Pythons (3.12: 375) freeze when they start, and far fewer than an engine freezes
 _FROZEN_AT_START = 2000
-#: launches between two collections of what is young, and young ones between two of everything
+#: launches between two collections of the young generations, and those between two full collections
 _LAUNCHES = 256
 _YOUNG = 16
 
 
 class Shared(Generic[T]):
-    """One setting of the process that several holders want to have otherwise.
+    """One setting of the process, changed by several holders at a time.
 
-    Of what they want and what was found ``pick`` chooses. Once somebody else has changed it, it is left alone
-    until the last holder is gone.
+    ``pick`` chooses from the values that they want and the one that was found. Once other code has changed
+    the setting, it is left alone until the last holder has released it.
     """
 
     def __init__(
@@ -52,15 +51,15 @@ class Shared(Generic[T]):
         self._read = read
         self._write = write
         self._pick = pick
-        # Collecting garbage, which is one of the settings, may end another holder.
+        # Reentrant: collecting garbage, which a change may cause, can release another holder.
         self._lock = threading.RLock()
         self._wanted: dict[object, T] = {}
         self._found: T
-        #: what it must be unless somebody else changed it
+        #: its value unless other code has changed it
         self._expected: T
 
     def hold(self, wanted: T) -> object:
-        """Have it so until what this returns is handed to :meth:`release`."""
+        """Want a value until the returned holder is passed to :meth:`release`."""
         with self._lock:
             if not self._wanted:
                 self._found = self._expected = self._read()
@@ -70,7 +69,7 @@ class Shared(Generic[T]):
             return holder
 
     def release(self, holder: object) -> None:
-        """Want nothing any more. Idempotent."""
+        """End what :meth:`hold` began. Idempotent."""
         with self._lock:
             if self._wanted.pop(holder, None) is not None:
                 self._settle()
@@ -83,7 +82,7 @@ class Shared(Generic[T]):
 
 
 def frozen() -> bool:
-    """Somebody froze what was there."""
+    """Objects were frozen after the interpreter had started."""
     return gc.get_freeze_count() > _FROZEN_AT_START
 
 
@@ -103,13 +102,13 @@ def _collect_automatically(on: bool) -> None:
 
 
 SWITCH_INTERVAL: Shared[float] = Shared(sys.getswitchinterval, sys.setswitchinterval, min)
-#: what somebody froze before is neither frozen again nor thawed
+#: objects that were frozen before the first engine are not frozen again, and stay frozen
 FROZEN: Shared[bool] = Shared(frozen, _freeze, any)
 AUTOMATIC_GC: Shared[bool] = Shared(gc.isenabled, _collect_automatically, all)
 
 
 class Garbage:
-    """Collects between steps, not within them: automatic collection is off while steps are in flight."""
+    """Collects garbage between steps: automatic collection is off while steps are in flight."""
 
     __slots__ = ("_holder", "_launches")
 
@@ -118,7 +117,7 @@ class Garbage:
         self._launches = 0
 
     def launched(self) -> None:
-        """A step has just been launched: now is the best moment of a busy engine."""
+        """Call right after a launch, the best moment to collect while the engine is busy."""
         if self._holder is None:
             self._holder = AUTOMATIC_GC.hold(False)
         self._launches += 1
@@ -126,7 +125,7 @@ class Garbage:
             gc.collect(2 if self._launches % (_LAUNCHES * _YOUNG) == 0 else 1)
 
     def rest(self) -> None:
-        """No step is in flight and none can be: from here on it is as it was. Idempotent."""
+        """Turn automatic collection back on: no step is in flight and none can be launched. Idempotent."""
         if self._holder is not None:
             AUTOMATIC_GC.release(self._holder)
             self._holder = None
@@ -134,10 +133,10 @@ class Garbage:
 
 
 class Tuning:
-    """What one running engine wants of the process.
+    """The settings of the process that one running engine holds.
 
-    ``switch_interval``: seconds, None to leave it. ``garbage``: freeze what is there, and have
-    :attr:`garbage` collect for as long as the engine runs.
+    ``switch_interval`` is in seconds, None to leave it unchanged. ``garbage`` freezes the objects that exist,
+    and makes :attr:`garbage` collect while the engine runs.
     """
 
     def __init__(self, switch_interval: float | None, garbage: bool) -> None:
@@ -147,19 +146,19 @@ class Tuning:
 
     @classmethod
     def of(cls, switch_interval: float | None, garbage: str, *, asynchronous: bool, thread: bool) -> Tuning:
-        """What a config's two options mean for an engine whose device is ``asynchronous`` or not, with a
-        launch ``thread`` or without."""
+        """From the options ``switch_interval`` and ``gc`` of a config. ``asynchronous``: the device computes
+        while Python does something else; ``thread``: there is a launch thread."""
         if switch_interval is None and asynchronous and thread:
             switch_interval = _SHORT
         return cls(switch_interval or None, garbage == "idle" or (garbage == "auto" and asynchronous))
 
     def undo(self) -> None:
-        """The engine is closed. Idempotent."""
+        """Restore the settings: the engine is closed. Idempotent."""
         if self.garbage is not None:
             self.garbage.rest()
         SWITCH_INTERVAL.release(self._interval)
         FROZEN.release(self._frozen)
 
     def __del__(self) -> None:
-        # An engine that nobody closed, say because its loop died.
+        # An engine that was not closed, for example because its loop died.
         self.undo()
