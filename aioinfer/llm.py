@@ -82,9 +82,8 @@ class LLM:
         options = RequestOptions(priority=priority, cache_salt=cache_salt, routing_key=routing_key)
         source = PromptSource(prompt, self._core.tokenizer, chat_template_kwargs)
         params = params or self.default_params
-        ids, grammar = self._core.prepare(source, params)
-        request = self._core.new_request(ids, params, options, grammar=grammar)
-        self._core.submit(request)
+        request = self._core.new_request(params, options)
+        self._core.submit(request, self._core.prepare(source, params))
         return request.key
 
     def has_unfinished(self) -> bool:

@@ -11,13 +11,11 @@ import asyncio
 from collections.abc import Generator
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from aioinfer.errors import Cancelled
 from aioinfer.outputs import Chunk, Result
-
-if TYPE_CHECKING:
-    from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.request import Request, RequestState
 
 __all__ = ["Stream", "StreamCell"]
 
@@ -36,13 +34,13 @@ class StreamOwner(Protocol):
     def check_loop(self) -> None:
         """Raise WrongLoop on any loop but the engine's."""
 
-    def abandon(self, cell: StreamCell) -> None:
+    def abandon(self, request: Request) -> None:
         """End the request, since its consumer has left. On the engine's loop."""
 
-    def abandon_threadsafe(self, cell: StreamCell) -> None:
+    def abandon_threadsafe(self, request: Request) -> None:
         """The same from any thread, one turn of the loop later."""
 
-    def caught_up(self, cell: StreamCell) -> None:
+    def caught_up(self, request: Request) -> None:
         """Continue a parked request, since its consumer has read enough. On the engine's loop."""
 
 
@@ -57,7 +55,6 @@ class StreamCell:
 
     __slots__ = (
         "closed",
-        "error",
         "max_lag",
         "request",
         "running_timeout",
@@ -69,10 +66,11 @@ class StreamCell:
         "wants",
     )
 
-    def __init__(self, running_timeout: float | None = None, max_lag: int | None = None) -> None:
-        self.request: Request | None = None
-        #: why there is no request, or will be none
-        self.error: BaseException | None = None
+    def __init__(
+        self, request: Request, running_timeout: float | None = None, max_lag: int | None = None
+    ) -> None:
+        self.request = request
+        request.consumer = self
         #: the consumer has left; nothing more is delivered
         self.closed = False
         self.taken_pieces = 0
@@ -89,35 +87,26 @@ class StreamCell:
         self.max_lag = max_lag
 
     @property
-    def finished(self) -> bool:
-        return self.error is not None or (self.request is not None and self.request.finished)
-
-    @property
     def lags(self) -> bool:
         """More tokens are unread than ``max_lag``, and the consumer is not waiting. (A waiting consumer has
         read all that there is; unread tokens are then held back for a stop string.)"""
-        request = self.request
-        return (
-            self.max_lag is not None
-            and self.waiter is None
-            and request is not None
-            and len(request.output_ids) - self.taken_ids > self.max_lag
-        )
+        unread = len(self.request.output_ids) - self.taken_ids
+        return self.max_lag is not None and self.waiter is None and unread > self.max_lag
 
     def ready(self) -> bool:
         """What the waiting consumer wants is there, or the end is."""
         request = self.request
-        if self.closed or self.error is not None:
+        if self.closed or request.finished:
             return True
-        if request is None:
+        if self.wants is Want.ACCEPTANCE:
+            return request.state is not RequestState.PREPARING
+        if self.wants is Want.RESULT:
             return False
-        if self.wants is Want.CHUNK:
-            if request.text.enabled:
-                more = len(request.text.pieces) > self.taken_pieces
-            else:
-                more = len(request.output_ids) > self.taken_ids
-            return more or request.finished or request.draft_version > self.taken_draft
-        return self.wants is Want.ACCEPTANCE or request.finished
+        if request.text.enabled:
+            more = len(request.text.pieces) > self.taken_pieces
+        else:
+            more = len(request.output_ids) > self.taken_ids
+        return more or request.draft_version > self.taken_draft
 
     def notify(self) -> None:
         """Wake the consumer if what it waits for is there."""
@@ -133,8 +122,6 @@ class StreamCell:
     def take(self) -> Chunk | None:
         """Everything not taken yet, with the newest draft; None if there is nothing to deliver."""
         request = self.request
-        if request is None:
-            return None
         ids, finished = request.output_ids, request.finished
         # None if the block of the newest draft is gone.
         draft = request.draft()
@@ -183,17 +170,16 @@ class Stream:
     @property
     def admitted(self) -> bool:
         """The request has had a row in a step."""
-        request = self._cell.request
-        return request is not None and request.admitted_at is not None
+        return self._cell.request.admitted_at is not None
 
     @property
     def done(self) -> bool:
         """The request has ended, with or without an error; nothing more is computed for it."""
-        return self._cell.finished or self._cell.closed
+        return self._cell.request.finished or self._cell.closed
 
     def result(self) -> Result:
         """The output so far, without waiting. Raises RuntimeError before the prompt is tokenized."""
-        if self._cell.request is None:
+        if not self._cell.request.key:
             raise RuntimeError("the prompt has not been tokenized yet")
         return self._cell.request.result()
 
@@ -210,10 +196,10 @@ class Stream:
             chunk = cell.take()
             if chunk is not None:
                 self._ended = chunk.finish_reason is not None
-                if cell.request is not None and cell.request.parked:
-                    self._owner.caught_up(cell)
+                if cell.request.parked:
+                    self._owner.caught_up(cell.request)
                 return chunk
-            if cell.finished:
+            if cell.request.finished:
                 self._ended = True
                 self._raise_error()
                 break
@@ -230,17 +216,16 @@ class Stream:
     async def _wait_result(self) -> Result:
         cell = self._cell
         self._owner.check_loop()
-        while not (cell.finished or cell.closed):
+        while not self.done:
             await self._wait(Want.RESULT)
         self._raise_error()
-        if cell.request is None or cell.request.finish_reason == "abort":
+        if cell.request.finish_reason == "abort":
             raise Cancelled("the stream was closed before its end")
         return cell.request.result()
 
     async def accepted(self) -> None:
         """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
-        cell = self._cell
-        while not (cell.request is not None or cell.finished or cell.closed):
+        while self._cell.request.state is RequestState.PREPARING and not self._cell.closed:
             await self._wait(Want.ACCEPTANCE)
         self._raise_error()
 
@@ -262,12 +247,12 @@ class Stream:
         """The same from synchronous code on the engine's loop."""
         if not self._cell.closed:
             self._cell.closed = True
-            self._owner.abandon(self._cell)
+            self._owner.abandon(self._cell.request)
             self._cell.notify()
 
     def __del__(self) -> None:
-        if not (self._cell.closed or self._cell.finished):
-            self._owner.abandon_threadsafe(self._cell)
+        if not self.done:
+            self._owner.abandon_threadsafe(self._cell.request)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -277,8 +262,8 @@ class Stream:
             raise RuntimeError("another task is reading this stream")
         cell.waiter = asyncio.get_running_loop().create_future()
         cell.wants = want
-        if cell.request is not None and cell.request.parked:
-            self._owner.caught_up(cell)
+        if cell.request.parked:
+            self._owner.caught_up(cell.request)
         try:
             await cell.waiter
         except BaseException:
@@ -289,8 +274,5 @@ class Stream:
             cell.waiter = None
 
     def _raise_error(self) -> None:
-        error = self._cell.error
-        if error is None and self._cell.request is not None:
-            error = self._cell.request.error
-        if error is not None:
-            raise error
+        if self._cell.request.error is not None:
+            raise self._cell.request.error

@@ -10,7 +10,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
@@ -19,12 +19,12 @@ from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, 
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.generation import generation
-from aioinfer.loop.options import PromptSource, RequestOptions
+from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Step
 from aioinfer.text.output import OutputText
@@ -33,16 +33,9 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["NO_OPTIONS", "Core", "Prepared"]
+__all__ = ["Core"]
 
-NO_OPTIONS = RequestOptions()
-
-
-class Prepared(NamedTuple):
-    """What tokenizing and compiling made of a prompt and its parameters."""
-
-    prompt_ids: Sequence[int]
-    grammar: GrammarState | None
+_NO_OPTIONS = RequestOptions()
 
 
 class Core:
@@ -93,15 +86,21 @@ class Core:
         self._compiler: Compiler | None = None
         self._compiler_lock = threading.Lock()
 
-    def now(self) -> float:
-        """The engine's clock in seconds."""
-        return self._clock()
-
     # -- a request arrives ----------------------------------------------------------------------
 
+    def new_request(self, params: SamplingParams, options: RequestOptions = _NO_OPTIONS) -> Request:
+        """A request that arrives now. It is PREPARING until :meth:`submit`."""
+        return Request.preparing(
+            params,
+            arrival=self._clock(),
+            priority=options.priority,
+            namespace=options.cache_salt or "",
+            routing_key=options.routing_key,
+        )
+
     def check_queue(self, arriving: int = 0, tokens: int = 0) -> None:
-        """Raise Rejected if the queue is full. ``arriving`` requests count as queued; ``tokens`` are those of
-        the next prompt."""
+        """Raise Rejected if the queue is full. ``arriving`` requests are PREPARING and count as queued;
+        ``tokens`` are those of the next prompt."""
         waiting = len(self.scheduler.queues.waiting) + arriving
         if waiting >= self._config.max_queued_requests:
             raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
@@ -165,16 +164,9 @@ class Core:
                 self._compiler = factory.grammar_compiler(self.tokenizer, self.info)
             return self._compiler
 
-    def new_request(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        options: RequestOptions = NO_OPTIONS,
-        *,
-        arrival: float | None = None,
-        grammar: GrammarState | None = None,
-    ) -> Request:
-        """Check a request and make it. ``arrival`` is on the engine's clock. Raises InvalidRequest."""
+    def submit(self, request: Request, prepared: Prepared) -> None:
+        """Check a request that is PREPARING, and queue it. Raises InvalidRequest, Rejected."""
+        prompt_ids, params = prepared.prompt_ids, request.params
         info = self.info
         _check_ids("prompt", prompt_ids, info.vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
@@ -200,27 +192,21 @@ class Core:
             stop_ids |= info.eos_token_ids
         if params.grammar is not None and params.min_tokens:
             raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
-        self._next_key += 1
         self._generation.check(params)
-        return Request(
+        cursor = self._generation.cursor(params)
+        self._next_key += 1
+        request.set_prompt(
             self._next_key,
             prompt_ids,
-            params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             max_length=max_length,
-            arrival=self._clock() if arrival is None else arrival,
             text=self._output_text(prompt_ids, params),
-            grammar=grammar,
-            priority=options.priority,
-            namespace=options.cache_salt or "",
-            routing_key=options.routing_key,
-            cursor=self._generation.cursor(params),
+            grammar=prepared.grammar,
+            cursor=cursor,
         )
-
-    def submit(self, request: Request) -> None:
-        """Queue a checked request. Raises Rejected."""
         self.check_queue(tokens=request.length)
+        request.state = RequestState.WAITING
         self.scheduler.submit(request)
 
     def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
@@ -281,7 +267,10 @@ class Core:
         return failed
 
     def abort(self, request: Request, error: BaseException | None = None) -> bool:
-        """End a request; False if it had ended already."""
+        """End a request, whatever its state; False if it had ended already."""
+        if request.state is RequestState.PREPARING:
+            request.refuse(error)
+            return True
         if not self.scheduler.finish(request, "abort", error):
             return False
         self._close_text(request, self._clock())

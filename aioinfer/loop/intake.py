@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.loop.core import Core, Prepared
-    from aioinfer.loop.options import PromptSource
+    from aioinfer.loop.core import Core
+    from aioinfer.loop.options import Prepared, PromptSource
 
 __all__ = ["Intake"]
 

@@ -1,6 +1,6 @@
-"""What a caller gives with a request besides sampling parameters: the prompt and the request's options.
+"""The prompt and the options of a request, as the caller gives them.
 
-Both are checked once, where the caller hands them over, as far as that needs no tokenizing.
+Both are checked once, when the caller passes them in, as far as that needs no tokenizing.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "PromptSource", "RequestOptions"]
+__all__ = ["Prepared", "Prompt", "PromptSource", "RequestOptions"]
 
 #: text, token ids, or chat messages (mappings with "role" and "content")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -49,6 +50,14 @@ class RequestOptions:
             raise InvalidRequest("priority", f"must be an integer of 32 bits, got {self.priority!r}")
         _check_label("cache_salt", self.cache_salt)
         _check_label("routing_key", self.routing_key)
+
+
+class Prepared(NamedTuple):
+    """What tokenizing and compiling make of a prompt and its sampling parameters."""
+
+    prompt_ids: Sequence[int]
+    #: what masks the output, if anything does
+    grammar: GrammarState | None
 
 
 class PromptSource:

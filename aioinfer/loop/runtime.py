@@ -20,7 +20,7 @@ from aioinfer.errors import (
     WrongLoop,
 )
 from aioinfer.loop.driver import Driver
-from aioinfer.loop.options import PromptSource, RequestOptions
+from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
 from aioinfer.loop.pacing import Pace
 from aioinfer.loop.tuning import Tuning
 from aioinfer.observe.stats import EngineStats
@@ -30,7 +30,7 @@ from aioinfer.stream import Stream, StreamCell
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
-    from aioinfer.loop.core import Core, Prepared
+    from aioinfer.loop.core import Core
     from aioinfer.loop.intake import Intake
 
 __all__ = ["EngineState", "Runtime", "require_loop"]
@@ -74,10 +74,10 @@ class Runtime:
         self.state = EngineState.RUNNING
         #: why it is FAILED
         self.failure: BaseException | None = None
-        #: streams whose prompts are being prepared
-        self.arriving: set[StreamCell] = set()
-        #: streams whose requests the scheduler has, in order of submission
-        self.open: dict[StreamCell, None] = {}
+        #: from generate() to their end, in order
+        self._open: dict[Request, None] = {}
+        #: those whose prompts are being tokenized
+        self._preparing: set[Request] = set()
         self._intake = intake
         self.tuning = Tuning.of(
             config.switch_interval,
@@ -101,37 +101,28 @@ class Runtime:
 
     def generate(self, prompt: PromptSource, params: SamplingParams, options: RequestOptions) -> Stream:
         """Queue a request, at once or when its prompt is prepared. Raises InvalidRequest, Rejected."""
-        self.core.check_queue(len(self.arriving))
-        arrival = self.core.now()
-        cell = StreamCell(options.running_timeout, options.max_lag)
+        self.core.check_queue(len(self._preparing))
+        request = self.core.new_request(params, options)
+        cell = StreamCell(request, options.running_timeout, options.max_lag)
         if prompt.is_ids and not params.masked:
-            request = self.core.new_request(prompt.encode(), params, options, arrival=arrival)
-            self._submit(cell, request)
+            self._submit(request, Prepared(prompt.encode(), None))
         else:
-            self.arriving.add(cell)
+            self._preparing.add(request)
             future = self._intake.prepare(self.core, prompt, params)
-            future.add_done_callback(functools.partial(self._prepared, cell, params, options, arrival))
+            future.add_done_callback(functools.partial(self._prepared, request))
+        self._open[request] = None
         if options.waiting_timeout is not None:
             self._set_timer(cell, "waiting", options.waiting_timeout)
         return Stream(self, cell)
 
-    def _prepared(
-        self,
-        cell: StreamCell,
-        params: SamplingParams,
-        options: RequestOptions,
-        arrival: float,
-        future: asyncio.Future[Prepared],
-    ) -> None:
+    def _prepared(self, request: Request, future: asyncio.Future[Prepared]) -> None:
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
-        if cell not in self.arriving:
-            return  # ended meanwhile
-        self.arriving.discard(cell)
+        if request.finished:
+            return
+        self._preparing.discard(request)
         if error is None:
-            ids, grammar = future.result()
             try:
-                request = self.core.new_request(ids, params, options, arrival=arrival, grammar=grammar)
-                self._submit(cell, request)
+                self._submit(request, future.result())
             except Exception as refused:
                 error = refused
         if error is None:
@@ -140,16 +131,13 @@ class Runtime:
             # Anything that a worker thread can raise, panics of Rust libraries included.
             cause, error = error, InvalidRequest("prompt", f"could not be tokenized: {error!r}")
             error.__cause__ = cause
-        cell.error = error
-        self._ended(cell)
+        request.refuse(error)
+        self._ended(request)
 
-    def _submit(self, cell: StreamCell, request: Request) -> None:
+    def _submit(self, request: Request, prepared: Prepared) -> None:
         self.driver.work_arrives()
-        self.core.submit(request)
-        cell.request = request
-        request.consumer = cell
-        self.open[cell] = None
-        cell.notify()
+        self.core.submit(request, prepared)
+        _cell(request).notify()
         self.driver.wake()
 
     def check_serving(self) -> None:
@@ -171,10 +159,10 @@ class Runtime:
 
     def updated(self, request: Request) -> None:
         """Wake the consumer, or end its stream; park the request if the consumer lags."""
-        cell = _cell(request)
         if request.finished:
-            self._ended(cell)
+            self._ended(request)
             return
+        cell = _cell(request)
         cell.notify()
         if cell.max_lag is not None and cell.lags:
             self.core.scheduler.queues.park(request)
@@ -199,25 +187,24 @@ class Runtime:
         if self.state is not EngineState.CLOSED:
             require_loop(self.loop)
 
-    def abandon(self, cell: StreamCell) -> None:
+    def abandon(self, request: Request) -> None:
         """The consumer closed its stream."""
-        if not cell.finished:
-            self._end(cell, None)
+        if not request.finished:
+            self._end(request, None)
 
-    def abandon_threadsafe(self, cell: StreamCell) -> None:
+    def abandon_threadsafe(self, request: Request) -> None:
         """The stream was garbage-collected, on any thread."""
         if self.state is not EngineState.CLOSED:
             try:
-                self.loop.call_soon_threadsafe(self.abandon, cell)
+                self.loop.call_soon_threadsafe(self.abandon, request)
             except RuntimeError:
                 pass  # the loop is closed, and nothing runs any more
 
-    def caught_up(self, cell: StreamCell) -> None:
+    def caught_up(self, request: Request) -> None:
         """The consumer of a parked request has read enough: its request goes on."""
-        if cell.request is not None:
-            self.driver.work_arrives()
-            self.core.scheduler.queues.unpark(cell.request)
-            self.driver.wake()
+        self.driver.work_arrives()
+        self.core.scheduler.queues.unpark(request)
+        self.driver.wake()
 
     # -- endings --------------------------------------------------------------------------------
 
@@ -226,36 +213,29 @@ class Runtime:
 
     def _expire(self, cell: StreamCell, phase: str, seconds: float) -> None:
         cell.timer = None
-        self._end(cell, TimedOut(phase, seconds))
+        self._end(cell.request, TimedOut(phase, seconds))
 
-    def _end(self, cell: StreamCell, error: RequestError | None) -> None:
-        """End the request of a stream, whatever its state."""
-        if cell.request is not None:
-            self.core.abort(cell.request, error)
-        else:
-            self.arriving.discard(cell)
-            cell.error = cell.error or error
-        self._ended(cell)
+    def _end(self, request: Request, error: RequestError | None) -> None:
+        """End a request, whatever its state."""
+        self.core.abort(request, error)
+        self._ended(request)
         self.driver.wake()
 
     def _end_all(self, make_error: Callable[[], EngineError]) -> None:
-        for cell in list(self.arriving):
-            self.arriving.discard(cell)
-            cell.error = make_error()
-            self._ended(cell)
-        for cell in list(self.open):
-            assert cell.request is not None
+        for request in list(self._open):
             try:
-                self.core.abort(cell.request, make_error())
+                self.core.abort(request, make_error())
             except Exception:
-                _log.exception("%s could not be aborted cleanly", cell.request)
-            if not cell.request.finished:
-                cell.error = make_error()
-            self._ended(cell)
+                _log.exception("%s could not be aborted cleanly", request)
+            if not request.finished:
+                request.refuse(make_error())
+            self._ended(request)
         self._set_drained()
 
-    def _ended(self, cell: StreamCell) -> None:
-        self.open.pop(cell, None)
+    def _ended(self, request: Request) -> None:
+        self._open.pop(request, None)
+        self._preparing.discard(request)
+        cell = _cell(request)
         cell.cancel_timer()
         cell.notify()
         if self._drained is not None and not self._busy:
@@ -288,7 +268,7 @@ class Runtime:
 
     @property
     def _busy(self) -> bool:
-        return bool(self.arriving) or self.core.scheduler.queues.has_unfinished
+        return bool(self._preparing) or self.core.scheduler.queues.has_unfinished
 
     def _set_drained(self) -> None:
         if self._drained is not None and not self._drained.done():
@@ -304,7 +284,7 @@ class Runtime:
             output_tokens=self.core.output_tokens,
             state=self.state.value,
             paused=driver.paused,
-            arriving=len(self.arriving),
+            arriving=len(self._preparing),
             steps_in_flight=driver.steps_in_flight,
             failed_checks=driver.failed_checks,
             stalled=0.0 if self.state is EngineState.CLOSED else driver.stalled,

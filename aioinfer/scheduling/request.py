@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from aioinfer.cache.radix import Lock, token_key
 from aioinfer.outputs import Draft, FinishReason, RequestMetrics, Result, TokenLogprob, Usage
@@ -22,8 +22,12 @@ MakeCursor = Callable[[int, list[int], int], Cursor]
 
 
 class RequestState(Enum):
-    """``WAITING -> RUNNING -> FINISHED``; retraction goes back from RUNNING to WAITING."""
+    """``PREPARING -> WAITING -> RUNNING -> FINISHED``; retraction goes back from RUNNING to WAITING.
 
+    While PREPARING, the prompt is being tokenized, and the scheduler does not know the request.
+    """
+
+    PREPARING = "preparing"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -152,15 +156,7 @@ class Request:
         cursor: MakeCursor | None = None,
     ) -> None:
         """``cursor``: of a diffusion model; by default the sequence grows token by token."""
-        #: minted by the engine, increasing with arrival; a client's own id is only a label
-        self.key = key
-        self.prompt_ids = prompt_ids
         self.params = params
-        self.seed = seed
-        self.stop_ids = stop_ids
-        self.grammar = grammar
-        #: prompt and output together never exceed this
-        self.max_length = max_length
         #: larger goes first, where the policy looks at it
         self.priority = priority
         #: prefixes are shared within a namespace only
@@ -177,7 +173,6 @@ class Request:
         self.logprobs: list[TokenLogprob] = []
         #: of the prompt's tokens from the second on, as far as they are known
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.text: OutputText = text if text is not None else OutputText(None)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: BaseException | None = None
@@ -190,15 +185,80 @@ class Request:
         #: one per output token
         self.token_times: list[float] = []
 
-        scored = None if params.prompt_logprobs is None else self.prompt_logprobs
+        self.kv = Allocation()
+        self.recovery = Recovery()
+        self._prompt_key: bytes | None = None
+        self.set_prompt(
+            key,
+            prompt_ids,
+            seed=seed,
+            stop_ids=stop_ids,
+            max_length=max_length,
+            text=text,
+            grammar=grammar,
+            cursor=cursor,
+        )
+
+    @classmethod
+    def preparing(
+        cls,
+        params: SamplingParams,
+        *,
+        arrival: float,
+        priority: int = 0,
+        namespace: str = "",
+        routing_key: str | None = None,
+    ) -> Self:
+        """A request in state PREPARING, with key 0 until :meth:`set_prompt`."""
+        request = cls(
+            0,
+            (),
+            params,
+            seed=0,
+            stop_ids=frozenset(),
+            max_length=0,
+            arrival=arrival,
+            priority=priority,
+            namespace=namespace,
+            routing_key=routing_key,
+        )
+        request.state = RequestState.PREPARING
+        return request
+
+    def set_prompt(
+        self,
+        key: int,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int,
+        stop_ids: frozenset[int],
+        max_length: int,
+        text: OutputText | None = None,
+        grammar: GrammarState | None = None,
+        cursor: MakeCursor | None = None,
+    ) -> None:
+        """Everything that is known once the prompt is tokenized. The state stays as it is."""
+        #: minted by the engine, increasing with submission; a client's own id is only a label
+        self.key = key
+        self.prompt_ids = prompt_ids
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.grammar = grammar
+        #: prompt and output together never exceed this
+        self.max_length = max_length
+        self.text: OutputText = text if text is not None else OutputText(None)
+        scored = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         self.cursor: Cursor = (
             TokenCursor(len(prompt_ids), self.output_ids, max_length, scored)
             if cursor is None
             else cursor(len(prompt_ids), self.output_ids, max_length)
         )
-        self.kv = Allocation()
-        self.recovery = Recovery()
-        self._prompt_key: bytes | None = None
+
+    def refuse(self, error: BaseException | None) -> None:
+        """End a request that the scheduler does not know, or failed to end."""
+        self.state = RequestState.FINISHED
+        self.finish_reason = "abort"
+        self.error = error
 
     # -- how far it is --------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.loop.core import Core
-from aioinfer.loop.options import RequestOptions
+from aioinfer.loop.options import Prepared, RequestOptions
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.block_cursor import BlockCursor
@@ -84,8 +84,9 @@ class Course:
         self.asked = list(asked)
 
     def submit(self, asked: Asked, **options: Any) -> Request:
-        request = self.core.new_request(*asked, RequestOptions(**options))
-        self.core.submit(request)
+        prompt, params = asked
+        request = self.core.new_request(params, RequestOptions(**options))
+        self.core.submit(request, Prepared(prompt, None))
         assert isinstance(request.cursor, BlockCursor)
         return request
 

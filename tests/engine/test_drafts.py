@@ -11,6 +11,7 @@ import pytest
 
 from aioinfer import LLM, DiffusionParams, EngineConfig, SamplingParams
 from aioinfer.loop.core import Core
+from aioinfer.loop.options import Prepared
 from aioinfer.outputs import Chunk, Result
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.stream import Stream, StreamCell, Want
@@ -109,11 +110,10 @@ class Rounds:
         self.core = Core(
             EngineConfig(model="scripted", overlap_steps=0), self.device.open(), ToyTokenizer(), float
         )
-        request = self.core.new_request(PROMPT, wanted)
+        request = self.core.new_request(wanted)
+        self.request, self.cell = request, StreamCell(request)
+        self.core.submit(request, Prepared(PROMPT, None))
         assert isinstance(request.cursor, BlockCursor)
-        self.request, self.cell = request, StreamCell()
-        self.core.submit(request)
-        self.cell.request = request
 
     def go(self, rounds: int = 1) -> None:
         for _ in range(rounds):

@@ -18,6 +18,7 @@ from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
 from aioinfer.loop.core import Core
+from aioinfer.loop.options import Prepared
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
@@ -184,8 +185,8 @@ def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded()
     config = EngineConfig(model="toy", page_size=4, max_running_requests=4, chunk_size=4, prefix_cache=False)
     device = toy(config)
     core = Core(config, device.open(), None, lambda: 0.0)
-    request = core.new_request(list(range(1, 14)), SamplingParams(max_tokens=2, prompt_logprobs=0))
-    core.submit(request)
+    request = core.new_request(SamplingParams(max_tokens=2, prompt_logprobs=0))
+    core.submit(request, Prepared(list(range(1, 14)), None))
 
     def plan() -> tuple[Step, Any]:
         step = core.plan()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -123,6 +124,34 @@ async def test_a_stream_closes_at_once_while_the_device_hangs(make_engine: MakeE
         with pytest.raises(errors.Cancelled):
             await reader
         gate.release()
+
+
+async def test_a_request_can_end_while_its_prompt_is_tokenized(make_engine: MakeEngine) -> None:
+    go_on = threading.Event()
+
+    class Slow(ToyTokenizer):
+        def encode(self, text: str) -> list[int]:
+            go_on.wait(timeout=60)
+            return super().encode(text)
+
+    async with make_engine(tokenizer=Slow) as engine:
+        closed = engine.generate("first", SHORT)
+        late = engine.generate("second", SHORT, waiting_timeout=0.01)
+        served = engine.generate("third", SHORT)
+        assert engine.stats().arriving == 3
+        with pytest.raises(RuntimeError, match="not been tokenized"):
+            closed.result()
+        with pytest.raises(errors.TimedOut):
+            await late
+        closed.close()
+        assert closed.done
+        assert not served.done
+        assert engine.stats().arriving == 1
+        go_on.set()
+        assert (await served).token_ids == toy_generate(ToyTokenizer().encode("third"), SHORT)
+        assert engine.stats().admitted == 1
+        with pytest.raises(errors.Cancelled):
+            await closed
 
 
 async def test_awaiting_a_closed_stream_says_so(make_engine: MakeEngine) -> None:

@@ -29,6 +29,10 @@ from tests.engine.conftest import MakeEngine
         ([1], {"waiting_timeout": 0}, "waiting_timeout"),
         ([1], {"running_timeout": float("nan")}, "running_timeout"),
         ([1], {"running_timeout": "soon"}, "running_timeout"),
+        ([1], {"max_lag": 0}, "max_lag"),
+        ([1], {"priority": 2**31}, "priority"),
+        ([1], {"cache_salt": "x" * 257}, "cache_salt"),
+        ([1], {"routing_key": 5}, "routing_key"),
         ([1], {"chat_template_kwargs": {}}, "chat_template_kwargs"),
     ],
 )
