@@ -77,8 +77,7 @@ class LLM:
 
         ``priority``, ``cache_salt`` and ``routing_key`` as for :meth:`aioinfer.Engine.generate`.
         """
-        if self._device is None:
-            raise EngineClosed("the LLM is closed")
+        self._opened()
         options = RequestOptions(priority=priority, cache_salt=cache_salt, routing_key=routing_key)
         source = PromptSource(prompt, self._core.tokenizer, chat_template_kwargs)
         params = params or self.default_params
@@ -97,13 +96,12 @@ class LLM:
         what the step raised, after ending its requests. A step that ran out of memory is repeated as smaller
         ones; OutOfMemory is raised for a request that was in two of these without a token in between.
         """
-        if self._device is None:
-            raise EngineClosed("the LLM is closed")
+        device = self._opened()
         while len(self._flights) <= self._overlap_steps:
             step = self._core.plan(self._flights[-1][0] if self._flights else None)
             if step is None:
                 break
-            self._flights.append((step, self._launch(step)))
+            self._flights.append((step, _launch(device, step)))
         if not self._flights:
             finished, self._finished = self._finished, {}
             return finished
@@ -167,12 +165,17 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _launch(self, step: Step) -> Flight:
-        assert self._device is not None
-        try:
-            return self._device.launch(self._device.prepare(step))
-        except Exception as error:
-            return _Failed(error)
+    def _opened(self) -> Device:
+        if self._device is None:
+            raise EngineClosed("the LLM is closed")
+        return self._device
+
+
+def _launch(device: Device, step: Step) -> Flight:
+    try:
+        return device.launch(device.prepare(step))
+    except Exception as error:
+        return _Failed(error)
 
 
 class _Failed:

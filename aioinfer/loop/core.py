@@ -167,33 +167,15 @@ class Core:
     def submit(self, request: Request, prepared: Prepared) -> None:
         """Check a request that is PREPARING, and queue it. Raises InvalidRequest, Rejected."""
         prompt_ids, params = prepared.prompt_ids, request.params
-        info = self.info
-        _check_ids("prompt", prompt_ids, info.vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
-        _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
-        _check_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
-        spelled = [token for word in params.bad_words if not isinstance(word, str) for token in word]
-        _check_ids("bad_words", spelled, info.vocab_size)
-        if len(prompt_ids) >= info.max_model_len:
-            raise InvalidRequest(
-                "prompt",
-                f"has {len(prompt_ids)} tokens; the model takes {info.max_model_len} "
-                "tokens of prompt and output together",
-            )
-        max_length = info.max_model_len
+        self._check(prompt_ids, params)
+        cursor = self._generation.cursor(params)
+        max_length = self.info.max_model_len
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
-        if self.tokenizer is None and (params.stop or params.stop_regex):
-            field = "stop" if params.stop else "stop_regex"
-            raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
         stop_ids = frozenset(params.stop_token_ids)
         # Only an end token can follow a complete grammar.
         if not params.ignore_eos or params.grammar is not None:
-            stop_ids |= info.eos_token_ids
-        if params.grammar is not None and params.min_tokens:
-            raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
-        self._generation.check(params)
-        cursor = self._generation.cursor(params)
+            stop_ids |= self.info.eos_token_ids
         self._next_key += 1
         request.set_prompt(
             self._next_key,
@@ -208,6 +190,28 @@ class Core:
         self.check_queue(tokens=request.length)
         request.state = RequestState.WAITING
         self.scheduler.submit(request)
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise InvalidRequest for what this model cannot serve."""
+        info = self.info
+        _check_ids("prompt", prompt_ids, info.vocab_size)
+        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
+        _check_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
+        spelled = [token for word in params.bad_words if not isinstance(word, str) for token in word]
+        _check_ids("bad_words", spelled, info.vocab_size)
+        if len(prompt_ids) >= info.max_model_len:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(prompt_ids)} tokens; the model takes {info.max_model_len} "
+                "tokens of prompt and output together",
+            )
+        if self.tokenizer is None and (params.stop or params.stop_regex):
+            field = "stop" if params.stop else "stop_regex"
+            raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
+        if params.grammar is not None and params.min_tokens:
+            raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
+        self._generation.check(params)
 
     def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
         if self.tokenizer is None:

@@ -74,9 +74,9 @@ class Runtime:
         self.state = EngineState.RUNNING
         #: why it is FAILED
         self.failure: BaseException | None = None
-        #: from generate() to their end, in order
+        #: requests from generate() to their end, in order
         self._open: dict[Request, None] = {}
-        #: those whose prompts are being tokenized
+        #: those of them that are PREPARING
         self._preparing: set[Request] = set()
         self._intake = intake
         self.tuning = Tuning.of(
@@ -112,7 +112,7 @@ class Runtime:
             future.add_done_callback(functools.partial(self._prepared, request))
         self._open[request] = None
         if options.waiting_timeout is not None:
-            self._set_timer(cell, "waiting", options.waiting_timeout)
+            self._set_timer(request, "waiting", options.waiting_timeout)
         return Stream(self, cell)
 
     def _prepared(self, request: Request, future: asyncio.Future[Prepared]) -> None:
@@ -155,7 +155,7 @@ class Runtime:
         cell = _cell(request)
         cell.cancel_timer()
         if cell.running_timeout is not None:
-            self._set_timer(cell, "running", cell.running_timeout)
+            self._set_timer(request, "running", cell.running_timeout)
 
     def updated(self, request: Request) -> None:
         """Wake the consumer, or end its stream; park the request if the consumer lags."""
@@ -208,12 +208,12 @@ class Runtime:
 
     # -- endings --------------------------------------------------------------------------------
 
-    def _set_timer(self, cell: StreamCell, phase: str, seconds: float) -> None:
-        cell.timer = self.loop.call_later(seconds, self._expire, cell, phase, seconds)
+    def _set_timer(self, request: Request, phase: str, seconds: float) -> None:
+        _cell(request).timer = self.loop.call_later(seconds, self._expire, request, phase, seconds)
 
-    def _expire(self, cell: StreamCell, phase: str, seconds: float) -> None:
-        cell.timer = None
-        self._end(cell.request, TimedOut(phase, seconds))
+    def _expire(self, request: Request, phase: str, seconds: float) -> None:
+        _cell(request).timer = None
+        self._end(request, TimedOut(phase, seconds))
 
     def _end(self, request: Request, error: RequestError | None) -> None:
         """End a request, whatever its state."""
