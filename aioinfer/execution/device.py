@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aioinfer.model.spec import Progress
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
-from aioinfer.scheduling.step import Outcome
+from aioinfer.scheduling.outcome import Outcome
 
 if TYPE_CHECKING:
     from aioinfer.scheduling.step import Step

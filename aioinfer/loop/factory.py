@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
-from aioinfer.loop.generation import generation
 from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -56,6 +55,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
     """The sampling parameters that the model's ``generation_config.json`` recommends and the engine supports
     for it. Blocks. Raises ConfigError."""
+    from aioinfer.loop.generation import generation  # imports numpy
+
     path = config.model_path / "generation_config.json"
     if not path.is_file():
         return SamplingParams()
@@ -83,6 +84,8 @@ def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) 
     ``block_size`` is that of a diffusion model, None for others; an ``asynchronous`` device computes while
     Python does something else.
     """
+    from aioinfer.loop.generation import generation  # imports numpy
+
     settings: dict[str, Any] = {"overlap_steps": 1, "max_prefill_tokens": None}
     if not asynchronous:
         settings |= generation(block_size).synchronous_settings

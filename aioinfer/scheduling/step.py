@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.scheduling.outcome import Outcome
+
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
     from aioinfer.params import SamplingParams
@@ -219,17 +221,3 @@ class Step:
     def rows(self) -> list[Row]:
         """All rows as objects, made anew at every call; for tests and for devices that are not fast."""
         return [*self.generating.rows, *self.prefilling]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a scheduler is told of a step that was computed; a device's StepResult tells more."""
-
-    #: one entry per row: the sampled token, or one of :mod:`aioinfer.sampling.outcomes`
-    tokens: list[int]
-    #: by row, the tokens that follow without having been sampled
-    forced: dict[int, list[int]] = field(default_factory=dict)
-    #: by row, of those that denoise
-    blocks: dict[int, BlockState] = field(default_factory=dict)
-    #: forwards that the step took
-    rounds: int = 1

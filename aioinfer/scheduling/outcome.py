@@ -1,0 +1,25 @@
+"""Outcome: the results of one step, as the scheduler reads them. Imports no numpy, as devices refer to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aioinfer.diffusion.state import BlockState
+
+__all__ = ["Outcome"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a scheduler is told of a step that was computed; a device's StepResult tells more."""
+
+    #: one entry per row: the sampled token, or one of :mod:`aioinfer.sampling.outcomes`
+    tokens: list[int]
+    #: by row, the tokens that follow without having been sampled
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    #: by row, of those that denoise
+    blocks: dict[int, BlockState] = field(default_factory=dict)
+    #: forwards that the step took
+    rounds: int = 1
