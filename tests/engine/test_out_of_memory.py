@@ -226,9 +226,9 @@ class Shortage(TorchDevice):
     def open(self, progress: Any = None) -> Any:
         info = super().open(progress)
         runner = self._backend._runner  # type: ignore[union-attr]
-        model, sampler, at = runner._model, runner.sampler, self._at
+        decoding, at = runner.decoding, self._at
+        model, sampler, grammars = runner.model, decoding.sampler, decoding.grammars
         forwards, samples, forced = itertools.count(1), itertools.count(1), itertools.count(1)
-        masks = runner.masks
 
         class Model:
             spec = model.spec
@@ -251,15 +251,15 @@ class Shortage(TorchDevice):
                 return tokens
 
         class GrammarWorker:
-            advance_step = masks.advance_step
+            advance = grammars.advance
 
             def collect(self, *arguments: Any) -> Any:
-                found = masks.collect(*arguments)
+                found = grammars.collect(*arguments)
                 if found.forced and next(forced) == at.get("forced"):
                     raise StepOutOfMemory("tokens that are forced are lost")
                 return found
 
-        runner._model, runner.sampler, runner.masks = Model(), Sampler(), GrammarWorker()  # type: ignore[assignment]
+        runner.model, decoding.sampler, decoding.grammars = Model(), Sampler(), GrammarWorker()
         return info
 
 
