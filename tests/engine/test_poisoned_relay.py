@@ -109,8 +109,8 @@ class PoisonedDevice(TorchDevice):
     def open(self, progress: Any = None) -> Any:
         info = super().open(progress)
         runner = self._backend._runner  # type: ignore[union-attr]
-        self.relay = runner.relay = self._relay_type(self._slots, self._poison)
-        self.model = runner._model = CheckedModel(runner._model, self.relay, self._fail_at)  # type: ignore[assignment]
+        self.relay = runner.decoding.relay = self._relay_type(self._slots, self._poison)
+        self.model = runner.model = CheckedModel(runner.model, self.relay, self._fail_at)  # type: ignore[assignment]
         return info
 
     def prepare(self, step: Step) -> PackedStep:
