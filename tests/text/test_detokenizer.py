@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
+from tests.tiers import scaled
 
 Make = Callable[[Tokenizer, list[int], bool], Detokenizer]
 REPLACEMENT = "\ufffd"
@@ -204,7 +205,7 @@ def test_any_bytes_in_any_order(byte_level: Tokenizer, make: Make, pool: str, sk
     some = [token for token in ids if pool == "all" or byte_level.decode([token]).startswith(REPLACEMENT)]
     token = st.sampled_from(some)
 
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=scaled(150), deadline=None, derandomize=True)
     @given(st.lists(token, max_size=14), st.lists(token, max_size=50))
     def run(prompt: list[int], output: list[int]) -> None:
         check(byte_level, make, prompt, output, skip)
@@ -215,7 +216,7 @@ def test_any_bytes_in_any_order(byte_level: Tokenizer, make: Make, pool: str, sk
 @pytest.mark.parametrize("skip", [True, False])
 @both
 def test_any_text_cut_anywhere(byte_level: Tokenizer, make: Make, skip: bool) -> None:
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=scaled(150), deadline=None, derandomize=True)
     @given(st.text(max_size=25), st.integers(0, 60), st.lists(st.integers(0, 60), max_size=4))
     def run(text: str, cut: int, specials: list[int]) -> None:
         ids = byte_level.encode(text).ids
@@ -232,7 +233,7 @@ def test_any_unigram_pieces(unigram: Tokenizer, make: Make, skip: bool) -> None:
     """Leading spaces, special tokens and a U+FFFD that is an ordinary piece."""
     tokens = st.lists(st.integers(0, unigram.get_vocab_size() - 1), max_size=20)
 
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=scaled(150), deadline=None, derandomize=True)
     @given(tokens, tokens)
     def run(prompt: list[int], output: list[int]) -> None:
         check(unigram, make, prompt, output, skip)
@@ -257,7 +258,7 @@ whole_tokens = st.one_of(
 def test_any_characters_through_byte_fallback(metaspace: Tokenizer, make: Make, skip: bool) -> None:
     items = st.lists(whole_tokens, max_size=10)
 
-    @settings(max_examples=200, deadline=None, derandomize=True)
+    @settings(max_examples=scaled(200, 20), deadline=None, derandomize=True)
     @given(items, items, st.integers(0, 3))
     def run(prompt_items: list[list[int]], output_items: list[list[int]], unfinished: int) -> None:
         prompt, output = flat(prompt_items), flat(output_items)
@@ -276,7 +277,7 @@ def test_any_characters_through_byte_fallback(metaspace: Tokenizer, make: Make, 
 def test_any_bytes_through_byte_fallback(metaspace: Tokenizer, make: Make) -> None:
     """The text between runs of invalid bytes is released in order, whatever the runs decode to."""
 
-    @settings(max_examples=300, deadline=None, derandomize=True)
+    @settings(max_examples=scaled(300, 20), deadline=None, derandomize=True)
     @given(st.lists(st.one_of(whole_tokens, st.integers(3, 258).map(lambda token: [token])), max_size=25))
     def run(items: list[list[int]]) -> None:
         output = flat(items)
@@ -316,7 +317,7 @@ def test_a_decoder_with_clean_up_gives_text_and_no_error() -> None:
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
 
-    @settings(max_examples=100, deadline=None, derandomize=True)
+    @settings(max_examples=scaled(100, 20), deadline=None, derandomize=True)
     @given(st.lists(st.integers(0, len(vocab) - 1), max_size=20))
     def run(ids: list[int]) -> None:
         text = "".join(pieces(make_stream(tokenizer, [], True), ids))
@@ -327,7 +328,7 @@ def test_a_decoder_with_clean_up_gives_text_and_no_error() -> None:
 
 @both
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60, 20), deadline=None)
 @given(data=st.data())
 def test_peek_returns_the_next_text_without_a_change(
     byte_level: Tokenizer, make: Make, skip: bool, data: st.DataObject

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioinfer.text.stop import StopMatcher
+from tests.tiers import scaled
 
 
 def naive(stops: list[str], text: str) -> tuple[str, str | None]:
@@ -29,7 +30,7 @@ def must_hold(stops: list[str], text: str) -> str:
     return ""
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=scaled(500), deadline=None, derandomize=True)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
     chunks=st.lists(st.text("abc", max_size=5), max_size=10),
@@ -51,7 +52,7 @@ def test_the_match_does_not_depend_on_the_chunks(stops: list[str], chunks: list[
     assert matcher.flush() == ""
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=scaled(100), deadline=None, derandomize=True)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     text=st.text("abc", max_size=8),

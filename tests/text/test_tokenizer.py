@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, OffsetDetokenizer
 from aioinfer.text.tokenizer import HFTokenizer
+from tests.tiers import scaled
 
 USER = {"role": "user", "content": "the fox"}
 
@@ -50,7 +51,7 @@ def test_text_goes_in_and_out(tokenizer: HFTokenizer) -> None:
 def test_ids_are_those_of_transformers(directory: Path, tokenizer: HFTokenizer) -> None:
     reference = AutoTokenizer.from_pretrained(directory)
 
-    @settings(max_examples=100, deadline=None, derandomize=True)
+    @settings(max_examples=scaled(100), deadline=None, derandomize=True)
     @given(st.text(max_size=30))
     def run(text: str) -> None:
         assert tokenizer.encode(text) == reference.encode(text)
