@@ -212,11 +212,13 @@ def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Pa
     for row in line["rows"]:
         cells.setdefault((row["concurrency"], row["fresh"]), {})[row["way"]] = row
     assert list(cells) == [(1, 0), (2, 0), (1, 1), (2, 1)]
-    for cell in cells.values():
+    for (concurrency, _), cell in cells.items():
         assert list(cell) == ["sync", "sync+", "fdfo", "reuse", "mixed", "fused", "overlap"]
         assert all(way["tokens_per_s"] > 0 and way["ttft_ms"] > 0 for way in cell.values())
-        # The last forward over a block is the first over the next.
-        assert cell["fused"]["forwards_per_token"] <= cell["mixed"]["forwards_per_token"]
+        # The last forward over a block is the first over the next. Nothing follows for requests side by side:
+        # which of them share a forward depends on when they come.
+        if concurrency == 1:
+            assert cell["fused"]["forwards_per_token"] < cell["mixed"]["forwards_per_token"]
 
 
 # -- definitions ---------------------------------------------------------------------------------------
