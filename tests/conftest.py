@@ -42,10 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Parallel workers, unless ``-n`` says otherwise, tests are named one by one, or output is not captured.
+    """Parallel workers, unless ``-n`` says otherwise, tests are named one by one or output is shown.
 
-    A default in ``addopts`` would make ``-p no:xdist`` an error. With a GPU there is one process: tests size
-    pools by the free memory of the device.
+    A default in ``addopts`` would make ``-p no:xdist`` an error. With a GPU, real or emulated, there is one
+    process: tests size pools by the free memory of the device.
     """
     option = config.option
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -53,7 +53,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if getattr(option, "numprocesses", 0) is not None or option.dist != "no" or option.tx:
         return
     watched = option.usepdb or option.trace or option.capture == "no" or option.collectonly
-    if not (watched or _GPU or _named(config)):
+    if not (watched or _GPU or "gpu" in option.markexpr or _named(config)):
         option.numprocesses, option.dist = "auto", "worksteal"
 
 

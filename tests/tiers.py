@@ -24,6 +24,7 @@ __all__ = [
     "SLOW_MODEL",
     "battery",
     "grid",
+    "points",
     "runs_on",
     "scaled",
     "set_scale",
@@ -46,6 +47,7 @@ FURTHER = "further values of the same parameter"
 #: share of the random examples and lifetimes that ``pytest`` runs unless ``--scale`` says otherwise
 QUICK_SCALE = 0.2
 _scale = QUICK_SCALE
+_PARAM = type(pytest.param())
 
 #: Asyncio tests run on asyncio's loop and, with the battery, on uvloop. In the quick tier these run on both,
 #: because they depend on the order in which a loop makes its calls; "tests/server/" runs on uvloop alone,
@@ -55,12 +57,18 @@ UVLOOP_ALONE = ("tests/server/",)
 
 
 def grid(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) -> list[Any]:
-    """Values for ``parametrize`` (or ``params`` of a fixture): those of every run, and those of the battery.
+    """Values of one parameter for ``parametrize``, or of a fixture: of every run, and of the battery.
 
     A value may be a ``pytest.param``, whose id and marks are kept.
     """
+    return points((_param(value) for value in quick), (_param(value) for value in battery), reason)
+
+
+def points(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) -> list[Any]:
+    """The same for several parameters at once: a tuple, or a ``pytest.param``, of their values each."""
     mark = pytest.mark.battery(reason)
-    return [*quick, *(_marked(value, mark) for value in battery)]
+    marked = (value if isinstance(value, _PARAM) else pytest.param(*value) for value in battery)
+    return [*quick, *(pytest.param(*each.values, marks=[*each.marks, mark], id=each.id) for each in marked)]
 
 
 def scaled(full: int, least: int = 1) -> int:
@@ -83,7 +91,5 @@ def runs_on(nodeid: str, loop: str) -> bool:
     return (loop == "uvloop") == nodeid.startswith(UVLOOP_ALONE)
 
 
-def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
-    if isinstance(value, type(pytest.param())):
-        return pytest.param(*value.values, marks=[*value.marks, mark], id=value.id)
-    return pytest.param(value, marks=mark)
+def _param(value: Any) -> Any:
+    return value if isinstance(value, _PARAM) else pytest.param(value)

@@ -32,7 +32,7 @@ from tests.execution.recording import Recording, record
 from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
-from tests.tiers import SLOW_MODEL, battery, grid
+from tests.tiers import SLOW_MODEL, battery, points
 
 TOKENS = 4
 
@@ -81,7 +81,7 @@ def model(checkpoint: Callable[[str], tuple[Path, Any]]) -> tuple[Path, Any]:
     return checkpoint("llama-mqa")
 
 
-@pytest.mark.parametrize(("window", "mode"), grid([(1, "inline")], [(0, "thread"), (2, "thread")]))
+@pytest.mark.parametrize(("window", "mode"), points([(1, "inline")], [(0, "thread"), (2, "thread")]))
 async def test_replayed_steps_give_the_tokens_of_transformers(
     model: tuple[Path, Any], window: int, mode: str
 ) -> None:

@@ -32,7 +32,7 @@ from tests.execution.recording import Recording
 from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
-from tests.tiers import PLANTED_BUG, SLOW_MODEL, battery, grid
+from tests.tiers import PLANTED_BUG, SLOW_MODEL, battery, points
 
 TOKENS = 4
 
@@ -65,7 +65,7 @@ def engine(settings: EngineConfig, device: TorchDevice) -> Engine:
     return Engine(settings, launcher=lambda _: launcher(device))
 
 
-@pytest.mark.parametrize(("window", "mode"), grid([(1, "thread")], [(0, "thread"), (2, "inline")]))
+@pytest.mark.parametrize(("window", "mode"), points([(1, "thread")], [(0, "thread"), (2, "inline")]))
 async def test_late_copies_give_the_tokens_of_transformers(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], window: int, mode: str
 ) -> None:

@@ -18,7 +18,7 @@ from tests.model.checkpoints import greedy
 from tests.model.harness import Driver
 from tests.model.kernels import DEVICES, assert_close, kernels_or_skip
 from tests.model.mixtures import Mixture
-from tests.tiers import INTERPRETER, grid
+from tests.tiers import INTERPRETER, grid, points
 
 SMALL = {"block_n": 32, "block_k": 16, "num_stages": 2}
 
@@ -56,7 +56,7 @@ def test_types_with_the_tuning_that_a_model_gets(
 
 
 @pytest.mark.parametrize(
-    ("hidden", "middle"), grid([(50, 17)], [(16, 16), (16, 7), (33, 16), (5, 3)], INTERPRETER)
+    ("hidden", "middle"), points([(50, 17)], [(16, 16), (16, 7), (33, 16), (5, 3)], INTERPRETER)
 )
 def test_sizes(device: str, hidden: int, middle: int) -> None:
     """Less than a tile, more than one, and no multiple of one."""
@@ -66,7 +66,7 @@ def test_sizes(device: str, hidden: int, middle: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "top_k", "num_experts"),
-    grid([(1, 8, 8), (17, 1, 1)], [(1, 1, 1), (16, 1, 1), (35, 3, 3), (2, 3, 40)], INTERPRETER),
+    points([(1, 8, 8), (17, 1, 1)], [(1, 1, 1), (16, 1, 1), (35, 3, 3), (2, 3, 40)], INTERPRETER),
 )
 def test_numbers_of_tokens_and_experts(device: str, tokens: int, top_k: int, num_experts: int) -> None:
     """Full blocks, blocks with one pair, all experts and hardly any."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.model.kernels import DEVICES, Problem, assert_close, kernels_or_skip
-from tests.tiers import INTERPRETER, grid
+from tests.tiers import INTERPRETER, grid, points
 
 #: (q_len, kv_len): a decode, chunks of which some begin a sequence, a whole prompt
 MIXED = [(1, 37), (9, 9), (20, 45), (1, 1), (33, 33)]
@@ -56,7 +56,7 @@ def test_page_sizes(device: str, page_size: int) -> None:
     assert_close(prefill(task), task.expected(0.3), torch.float32)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), grid([(5, 1)], [(2, 2), (14, 2), (80, 2)], INTERPRETER))
+@pytest.mark.parametrize(("heads", "kv_heads"), points([(5, 1)], [(2, 2), (14, 2), (80, 2)], INTERPRETER))
 def test_groups_of_heads(device: str, heads: int, kv_heads: int) -> None:
     """One query per key, groups that are no power of two, more heads than a tile of queries holds."""
     task = problem([(1, 20), (7, 22), (3, 3)], device, heads=heads, kv_heads=kv_heads, head_dim=16)
@@ -71,7 +71,7 @@ def test_windows_and_soft_caps(device: str, window: int, soft_cap: float | None)
     assert_close(got, task.expected(0.3, window=window, soft_cap=soft_cap), torch.float32)
 
 
-@pytest.mark.parametrize(("block", "page_size"), grid([(12, 24)], [(4, 16), (8, 8), (32, 32)], INTERPRETER))
+@pytest.mark.parametrize(("block", "page_size"), points([(12, 24)], [(4, 16), (8, 8), (32, 32)], INTERPRETER))
 @pytest.mark.parametrize("window", [None, 10])
 def test_diffusion_blocks(device: str, block: int, page_size: int, window: int | None) -> None:
     """Prompts of whole blocks, blocks being denoised behind their context, and a block not yet complete."""
