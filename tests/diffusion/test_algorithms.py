@@ -22,7 +22,7 @@ from tests.diffusion.cases import MASK, VOCAB, Case, assert_agrees, make_case
 from tests.diffusion.reference import Row
 from tests.tiers import PLANTED_BUG, battery, grid, scaled
 
-CASES = 60
+CASES = scaled(60)
 Patch = pytest.MonkeyPatch
 
 
