@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--scale",
         type=float,
-        help=f"share of the random examples and lifetimes (1 with --battery, {tiers.QUICK_SCALE} without)",
+        help=f"share of the random examples and lifetimes (1 with --battery or named tests, else {tiers.QUICK_SCALE})",
     )
 
 
@@ -66,7 +66,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     scale = config.getoption("--scale")
-    whole = config.getoption("--battery")
+    whole = config.getoption("--battery") or _named(config)
     tiers.set_scale(scale if scale is not None else 1.0 if whole else tiers.QUICK_SCALE)
 
 
