@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--scale",
         type=float,
-        help=f"share of the random examples and lifetimes (1 with --battery or named tests, else {tiers.QUICK_SCALE})",
+        help=f"share of random examples (default: 1 with --battery or named tests, else {tiers.QUICK_SCALE})",
     )
 
 
