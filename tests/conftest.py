@@ -1,30 +1,143 @@
-"""Shared by all tests: every asyncio test runs on asyncio's own loop and on uvloop."""
+"""Shared by all tests: tiers, parallel workers, event loops, and what is skipped where it cannot run."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
+from tests import tiers
+
 # One thread per torch process, subprocesses included: on a busy machine a second one makes each step
 # wait for the slower of the two, many times over. Set before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 # Without a GPU, Triton kernels run in its interpreter. Triton makes its own functions for one or the other
 # when it is imported, which transformers does too, so a process must know before that.
-if not any(Path("/dev").glob("nvidia[0-9]*")):
+if not _GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+#: further workers bring little, and each imports torch
+_MOST_WORKERS = 8
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("aioinfer")
+    group.addoption("--battery", action="store_true", help="run every test (tests/tiers.py has the tiers)")
+    group.addoption(
+        "--scale",
+        type=float,
+        help=f"share of random examples (default: 1 with --battery or named tests, else {tiers.QUICK_SCALE})",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Parallel workers, unless ``-n`` says otherwise, tests are named one by one or output is shown.
+
+    A default in ``addopts`` would make ``-p no:xdist`` an error. With a GPU, real or emulated, there is one
+    process: tests size pools by the free memory of the device.
+    """
+    option = config.option
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # a worker comes by here, too, and must not start workers of its own
+    if getattr(option, "numprocesses", 0) is not None or option.dist != "no" or option.tx:
+        return
+    watched = option.usepdb or option.trace or option.capture == "no" or option.collectonly
+    if not (watched or _GPU or "gpu" in option.markexpr or _named(config)):
+        option.numprocesses, option.dist = "auto", "worksteal"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processors that this process may use: cores that share one physical core count, too."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(allowed or 1, _MOST_WORKERS)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    scale = config.getoption("--scale")
+    whole = config.getoption("--battery") or _named(config)
+    tiers.set_scale(scale if scale is not None else 1.0 if whole else tiers.QUICK_SCALE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before workers start: each of them would compile the native kernels."""
+    if getattr(session.config.option, "numprocesses", None):
+        from aioinfer.native.build import BuildFailed, build
+
+        with suppress(BuildFailed):  # the tests that need them say why
+            build()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--battery"):
+        return "tier: battery (every test)"
+    return "tier: quick (pytest --battery runs every test)"
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without ``--battery`` its tests are left out, but for those that are named on the command line."""
+    for item in items:
+        factory = getattr(item, "callspec", None) and item.callspec.params.get("_asyncio_loop_factory")
+        loop = "uvloop" if factory is uvloop.new_event_loop else "asyncio"
+        if factory and not tiers.runs_on(item.nodeid, loop):
+            item.add_marker(tiers.battery("the same test on the other event loop"))
+        if any(not mark.args for mark in item.iter_markers("battery")):
+            raise pytest.UsageError(f"{item.nodeid}: the marker battery needs a reason")
+    if config.getoption("--battery"):
+        return
+    named = _named(config)
+    left = [
+        item
+        for item in items
+        if item.get_closest_marker("battery") is not None and not item.nodeid.startswith(named)
+    ]
+    config.stash[_LEFT_OUT] = len(left)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        out = set(left)
+        items[:] = [item for item in items if item not in out]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    # Every worker collects all tests.
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    count = config.stash.get(_LEFT_OUT, 0)
+    if count:
+        terminalreporter.write_line(f"{count} tests were left to the battery (pytest --battery)")
+
+
+def _named(config: pytest.Config) -> tuple[str, ...]:
+    """Tests named one by one on the command line, which run whatever their tier."""
+    return tuple(argument for argument in config.args if "::" in argument)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

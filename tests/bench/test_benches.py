@@ -21,6 +21,7 @@ from bench.load import length_distribution, make_load
 from bench.report import LiveTable, Report, percentiles
 from bench.serving.command import measure
 from tests.server.conftest import Serving, serving
+from tests.tiers import PROGRAM, battery, grid
 
 __all__ = ["serving"]
 
@@ -167,6 +168,7 @@ async def test_the_bench_counts_every_token_over_http(
     assert result["ttft_ms"]["p50"] <= result["latency_ms"]["p50"]
 
 
+@battery(PROGRAM)
 def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     options = "--requests 8 --concurrency 4 --threads 1 --prompt-tokens uniform:5:20 --output-tokens 6"
@@ -184,7 +186,7 @@ def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
     assert result["environment"]["versions"]["torch"]
 
 
-@pytest.mark.parametrize("device", [[], ["--toy"], ["--stall"]])
+@pytest.mark.parametrize("device", grid([["--toy"]], [[], ["--stall"]], PROGRAM))
 def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> None:
     line = tmp_path / "line.json"
     command = [sys.executable, "-m", "bench", "overlap", "--batch", "2", "--rounds", "1", "--output", "4"]
@@ -196,6 +198,7 @@ def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> 
     assert all(value >= 0 for case in cases for value in case.values() if isinstance(value, float))
 
 
+@battery(PROGRAM)
 def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Path) -> None:
     options = (
         "--shape tiny --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1 --max-tokens 20"
@@ -209,11 +212,13 @@ def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Pa
     for row in line["rows"]:
         cells.setdefault((row["concurrency"], row["fresh"]), {})[row["way"]] = row
     assert list(cells) == [(1, 0), (2, 0), (1, 1), (2, 1)]
-    for cell in cells.values():
+    for (concurrency, _), cell in cells.items():
         assert list(cell) == ["sync", "sync+", "fdfo", "reuse", "mixed", "fused", "overlap"]
         assert all(way["tokens_per_s"] > 0 and way["ttft_ms"] > 0 for way in cell.values())
-        # The last forward over a block is the first over the next.
-        assert cell["fused"]["forwards_per_token"] <= cell["mixed"]["forwards_per_token"]
+        # The last forward over a block is the first over the next. Nothing follows for requests side by side:
+        # which of them share a forward depends on when they come.
+        if concurrency == 1:
+            assert cell["fused"]["forwards_per_token"] < cell["mixed"]["forwards_per_token"]
 
 
 # -- definitions ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from bench.load import make_load
 from bench.report import Report
 from tests.bench.fake_peer import SETTINGS, command_of
 from tests.server.conftest import Serving, serving
+from tests.tiers import PROGRAM, battery
 
 __all__ = ["serving"]
 
@@ -173,6 +174,7 @@ def test_a_bench_that_is_terminated_ends_its_peers(tmp_path: Path, monkeypatch: 
     assert engine.process.exit_code == -signal.SIGKILL
 
 
+@battery(PROGRAM)
 def test_the_bench_runs_with_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 from aioinfer.cache.fenced import FencedPool
 from aioinfer.cache.pages import PageAllocator
 from tests.planted_bugs import assert_found
+from tests.tiers import PLANTED_BUG, battery, scaled
 
 
 class Missing(FencedPool):
@@ -102,13 +103,16 @@ def machine(pool_class: type[FencedPool]) -> type[RuleBasedStateMachine]:
     return Machine
 
 
-SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(
+    max_examples=scaled(120, 60), stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
 
 
 def test_the_pool_behaves_like_the_naive_model() -> None:
     run_state_machine_as_test(machine(FencedPool), settings=SETTINGS)  # type: ignore[no-untyped-call]
 
 
+@battery(PLANTED_BUG)
 @pytest.mark.parametrize("mutant", [Missing, NextResult, Doubled])
 def test_planted_bugs_are_found(mutant: type[FencedPool]) -> None:
     assert_found(machine(mutant))

@@ -20,6 +20,7 @@ from aioinfer.cache import radix
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, RadixTree, token_key
 from tests.planted_bugs import assert_found
+from tests.tiers import PLANTED_BUG, battery, scaled
 
 PAGE, PAGES = 2, 16
 Prefix = tuple[str, tuple[int, ...]]
@@ -413,13 +414,16 @@ MUTANTS = [
     LeakyDoubles,
     Shared,
 ]
-SETTINGS = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(
+    max_examples=scaled(200, 80), stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
 
 
 def test_the_tree_behaves_like_the_naive_model() -> None:
     run_state_machine_as_test(machine(RadixTree), settings=SETTINGS)  # type: ignore[no-untyped-call]
 
 
+@battery(PLANTED_BUG)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_planted_bugs_are_found(mutant: type[RadixTree]) -> None:
     assert_found(machine(mutant))

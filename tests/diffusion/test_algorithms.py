@@ -20,8 +20,9 @@ from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.diffusion.rows import Rows
 from tests.diffusion.cases import MASK, VOCAB, Case, assert_agrees, make_case
 from tests.diffusion.reference import Row
+from tests.tiers import PLANTED_BUG, battery, grid, scaled
 
-CASES = 60
+CASES = scaled(60)
 Patch = pytest.MonkeyPatch
 
 
@@ -32,7 +33,7 @@ def test_every_round_is_the_reference_s(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", algorithm_names())
-@pytest.mark.parametrize("size", [4, 8, 32])
+@pytest.mark.parametrize("size", grid([4], [8, 32]))
 def test_any_part_of_a_block_may_be_given(algorithm: str, size: int) -> None:
     """Prompt tails of every length, which spell the mask id, side by side."""
     sampling = {"temperature": 0.5, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
@@ -115,7 +116,7 @@ def literal_joint(case: Case) -> tuple[list[int], int, bool]:
 
 def test_joint_threshold_saves_the_forwards_that_change_nothing() -> None:
     endings = set()
-    for seed in range(120):
+    for seed in range(scaled(120)):
         case = make_case("joint_threshold", seed)
         case = case.only([0])
         case.rows[0].params["max_post_edits"] = seed % 3
@@ -318,6 +319,7 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None]]] = {
 }
 
 
+@battery(PLANTED_BUG)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_found(bug: str, monkeypatch: Patch) -> None:
     algorithm, plant = PLANTED[bug]

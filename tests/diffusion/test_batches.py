@@ -15,6 +15,7 @@ from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, put_, seen, take, take_blocks
+from tests.tiers import scaled
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", algorithm_names())
 
@@ -45,7 +46,7 @@ def alone(case: Case, row: int) -> list[dict[str, Any]]:
 @ALGORITHMS
 def test_a_row_does_not_depend_on_the_batch_around_it(algorithm: str) -> None:
     """Rows live in slots, are taken out in random company and order for a round, and put back."""
-    for seed in range(4):
+    for seed in range(scaled(4)):
         rng = np.random.default_rng(seed)
         case = crowd(algorithm, seed)
         count = len(case.rows)
@@ -93,7 +94,7 @@ def test_steps_leave_what_is_done_untouched(algorithm: str) -> None:
 
 @ALGORITHMS
 def test_what_the_host_says_of_the_rows_saves_work_and_changes_nothing(algorithm: str) -> None:
-    for seed in range(12):
+    for seed in range(scaled(12, 2)):
         case = crowd(algorithm, 100 + seed)
         for row in case.rows:
             if seed % 2:
@@ -110,7 +111,7 @@ def test_what_the_host_says_of_the_rows_saves_work_and_changes_nothing(algorithm
 
 @ALGORITHMS
 def test_tokens_are_never_the_mask_and_prompts_are_never_touched(algorithm: str) -> None:
-    for seed in range(20):
+    for seed in range(scaled(20)):
         case = crowd(algorithm, 200 + seed)
         denoiser = Denoiser.of(case)
         while not denoiser.block.done.all():

@@ -27,6 +27,7 @@ from tests.engine.block_parity import (
     to_the_end,
 )
 from tests.model.block_models import MASK, VOCAB, Plain, block_config, write_checkpoint
+from tests.tiers import grid
 
 #: what makes blocks of random models, which are sure of nothing, take some rounds and not always as many
 DIFFUSION: dict[str, dict[str, Any]] = {
@@ -104,7 +105,7 @@ def assert_same(found: Sequence[Result], wanted: Sequence[tuple[Asked, Result]])
         assert logprobs(mine) == pytest.approx(logprobs(theirs), abs=1e-5, rel=1e-5), asked
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", grid(["everything"], [way for way in WAYS if way != "everything"]))
 def test_real_models_give_the_same_in_every_way(
     way: str, model: Model, alone: list[tuple[Asked, Result]]
 ) -> None:
@@ -112,7 +113,7 @@ def test_real_models_give_the_same_in_every_way(
     assert_same(found, alone)
 
 
-@pytest.mark.parametrize("way", ["re-loop", "fused", "everything"])
+@pytest.mark.parametrize("way", grid(["re-loop"], ["fused", "everything"]))
 def test_real_models_give_the_same_one_request_at_a_time(
     way: str, model: Model, alone: list[tuple[Asked, Result]]
 ) -> None:
@@ -178,7 +179,7 @@ def test_a_plain_decoder_without_a_cache_says_the_same_of_one_alone(model: Model
     assert model.plain is None or len(rounds) > 2, "blocks differ in how long they take"
 
 
-@pytest.mark.parametrize("way", ["sync", "fused", "overlap-1", "everything"])
+@pytest.mark.parametrize("way", grid(["overlap-1"], ["sync", "fused", "everything"]))
 def test_a_plain_decoder_says_the_same_of_eight_that_come_and_go(
     way: str, model: Model, described: Any
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from aioinfer import ConfigError, Engine, EngineConfig, Result, SamplingParams
+from tests.tiers import SIMULATION, battery
 
 #: of the bundled model's vocabulary, without special tokens
 VOCAB = (10, 860)
@@ -121,6 +122,7 @@ async def mix(seed: int, model: str = "tiny-chat", dtype: str = "auto", size: in
 
 
 @pytest.mark.native
+@battery(SIMULATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_company_changes_no_bit(dtype: str) -> None:
     retractions = [await mix(seed, dtype=dtype) for seed in range(2)]

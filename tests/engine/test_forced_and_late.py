@@ -21,6 +21,7 @@ from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
 from aioinfer.text.grammar import GrammarState
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
+from tests.tiers import grid
 
 SCHEMA = Grammar(
     "json_schema",
@@ -63,7 +64,7 @@ def params(**fields: Any) -> list[SamplingParams]:
     return [*bound, SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True, **fields)]
 
 
-@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_fast_forward_saves_steps_and_changes_nothing(window: Any) -> None:
     plain, before = await outputs(params(), overlap_steps=window, fast_forward=False)
     quick, after = await outputs(params(), overlap_steps=window)
@@ -76,7 +77,9 @@ async def test_fast_forward_saves_steps_and_changes_nothing(window: Any) -> None
     assert retracted == plain
 
 
-@pytest.mark.parametrize("choices", [["nothing of the kind"], ["nothing of the kind", "all of that kind"]])
+@pytest.mark.parametrize(
+    "choices", grid([["nothing of the kind", "all of that kind"]], [["nothing of the kind"]])
+)
 async def test_a_dead_end_behind_forced_tokens_is_not_reached_before_them(choices: list[str]) -> None:
     async def outcome(max_tokens: int, **config: Any) -> Any:
         async with Engine(EngineConfig(threads=1, dtype="float32", **config)) as engine:
@@ -101,7 +104,7 @@ async def test_a_dead_end_behind_forced_tokens_is_not_reached_before_them(choice
             assert await outcome(max_tokens, overlap_steps=window) == plain
 
 
-@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_no_patience_changes_nothing(window: Any) -> None:
     plain, _ = await outputs(params(), overlap_steps=window)
     hasty, _ = await outputs(params(), overlap_steps=window, grammar_patience=0.0)
@@ -136,7 +139,7 @@ async def test_a_stop_string_within_forced_tokens_ends_the_output_there(stop: st
     assert quick == found
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 12))
+@pytest.mark.parametrize("max_tokens", grid([1, 6], [2, 3, 4, 5, 7, 8, 9, 10, 11]))
 async def test_max_tokens_within_forced_tokens_ends_the_output_there(max_tokens: int) -> None:
     bound = SamplingParams(temperature=0, max_tokens=max_tokens, grammar=SCHEMA)
     quick, _ = await outputs([bound])
@@ -164,7 +167,7 @@ class Hanging:
         return bool(self._matcher.accept(token))
 
 
-@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> None:
     go_on = threading.Event()
     async with Engine(EngineConfig(threads=1, overlap_steps=window, grammar_patience=0.001)) as engine:

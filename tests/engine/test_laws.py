@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.simulation import simulate
 from tests.engine.worlds import COMBINATIONS
+from tests.tiers import SIMULATION, grid, scaled
 
 
 @pytest.fixture(autouse=True)
@@ -21,15 +22,15 @@ def _old_objects_stay_out_of_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-LIFETIMES = 80
+LIFETIMES = scaled(80, 40)
 BLOCKS = 10
 #: per block; every combination of policy, admission, mixing and cache comes up at least twice in each
 WORLDS = 125
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", grid([0], range(1, BLOCKS), SIMULATION))
 def test_random_lifetimes_keep_every_law(block: int) -> None:
-    """10 blocks of 125 worlds of 80 lifetimes: 100,000 in all."""
+    """10 blocks of 125 worlds of 80 lifetimes: 100,000 in all. The quick tier has 5,000."""
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for seed in range(block * WORLDS, (block + 1) * WORLDS):
@@ -54,7 +55,7 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
         assert totals[happening] > 0, (happening, totals)
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("seed", grid([3], [4, 5]))
 def test_the_same_seed_takes_the_same_course(seed: int) -> None:
     first, _ = simulate(seed, 60)
     second, _ = simulate(seed, 60)
@@ -64,7 +65,7 @@ def test_the_same_seed_takes_the_same_course(seed: int) -> None:
     assert first.outcomes != other.outcomes
 
 
-@pytest.mark.parametrize("seed", range(1000, 1020))
+@pytest.mark.parametrize("seed", grid(range(1000, 1003), range(1003, 1020), SIMULATION))
 def test_a_lost_device_reaches_every_stream(seed: int) -> None:
     """No reader is left waiting: the simulated loop raises Deadlock if one is."""
     world, _ = simulate(seed, 60, lose_at=20)

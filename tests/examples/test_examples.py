@@ -10,9 +10,12 @@ from pathlib import Path
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from tests.tiers import PROGRAM, battery
+
 ROOT = Path(__file__).parents[2]
 
 
+@battery(PROGRAM)
 def test_the_embedding_example_runs() -> None:
     done = subprocess.run(
         [sys.executable, "examples/embed.py"], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -22,6 +25,7 @@ def test_the_embedding_example_runs() -> None:
     assert "44 + 44 = 88" in done.stdout
 
 
+@battery(PROGRAM)
 def test_the_diffusion_example_shows_a_block_filling_up() -> None:
     command = [sys.executable, "examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

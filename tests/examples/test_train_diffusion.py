@@ -21,6 +21,7 @@ from aioinfer.config import EngineConfig, bundled_models
 from examples.training.common import END, IGNORE, MASK, ROLES
 from examples.training.diffusion_model import DiffusionConfig, DiffusionModel, Experts, load, save, upcycle
 from examples.training.tasks import OPEN_TASKS, conversation, held_out
+from tests.tiers import grid
 
 BUNDLED = EngineConfig(model="tiny-diffusion").model_path
 SIZES = {
@@ -327,7 +328,7 @@ def test_its_tokenizer_is_the_chat_models() -> None:
     assert tokenizer.token_to_id("<|mask|>") == MASK
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32]))
 def test_it_answers_held_out_questions(dtype: torch.dtype) -> None:
     from transformers import PreTrainedTokenizerFast
 

@@ -35,6 +35,7 @@ from tests.execution.test_blocks import EVERY, MASK, VOCAB, Injected, World, fir
 from tests.execution.waits import WATCHING, waits
 from tests.model.block_models import Plain, block_config, write_checkpoint
 from tests.model.kernels import kernels_or_skip
+from tests.tiers import SLOW_MODEL, battery, grid
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ class GraphedWorld(World):
     device: GraphedScript
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", grid([1], [0]))
 def test_replayed_rounds_bring_the_blocks_of_the_reference(ahead: int) -> None:
     """Batches grow and shrink; rows turn, pair and commit; steps with known tokens are in between."""
     kinds, steps, replayed = set(), 0, 0
@@ -110,7 +111,7 @@ def test_requests_of_replays_that_fail_start_over() -> None:
     assert world.driver.failures > 5
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", grid([1], [0]))
 def test_records_wait_for_the_host_and_not_in_the_memory_of_graphs(
     monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
@@ -193,6 +194,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(path), **settings)
 
 
+@battery(SLOW_MODEL)
 @pytest.mark.parametrize(("family", "layers"), [("llada2", 1), ("sdar", 2)])
 def test_replayed_models_denoise_as_they_are_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layers: int
@@ -223,6 +225,7 @@ def test_replayed_models_denoise_as_they_are_described(
     device.close()
 
 
+@battery(SLOW_MODEL)
 def test_the_pool_leaves_room_for_what_a_trial_capture_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

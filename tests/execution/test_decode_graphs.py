@@ -32,6 +32,7 @@ from tests.execution.recording import Recording, record
 from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
+from tests.tiers import SLOW_MODEL, battery, points
 
 TOKENS = 4
 
@@ -80,7 +81,7 @@ def model(checkpoint: Callable[[str], tuple[Path, Any]]) -> tuple[Path, Any]:
     return checkpoint("llama-mqa")
 
 
-@pytest.mark.parametrize(("window", "mode"), [(0, "thread"), (2, "thread"), (1, "inline")])
+@pytest.mark.parametrize(("window", "mode"), points([(1, "inline")], [(0, "thread"), (2, "thread")]))
 async def test_replayed_steps_give_the_tokens_of_transformers(
     model: tuple[Path, Any], window: int, mode: str
 ) -> None:
@@ -97,6 +98,7 @@ async def test_replayed_steps_give_the_tokens_of_transformers(
     assert sum(graph.replays for graph in device.graphs) >= TOKENS
 
 
+@battery(SLOW_MODEL)
 async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tuple[Path, Any]) -> None:
     """With an odd number of them, so that a row is padding for longer than the model has positions."""
     path, _ = model
@@ -112,6 +114,7 @@ async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tupl
     assert sum(graph.replays for graph in device.graphs) >= TOKENS - 1
 
 
+@battery(SLOW_MODEL)
 async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tuple[Path, Any]) -> None:
     path, _ = model
     kinds: list[dict[str, Any]] = [
@@ -131,6 +134,7 @@ async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tup
     assert await ids(settings, requests, GraphedDevice(settings)) == plain
 
 
+@battery(SLOW_MODEL)
 async def test_retraction_and_a_new_tenant_of_the_row_change_nothing(model: tuple[Path, Any]) -> None:
     """Few pages: requests lose theirs in the middle, slots and rows change hands."""
     path, oracle = model

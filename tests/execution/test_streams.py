@@ -32,6 +32,7 @@ from tests.execution.recording import Recording
 from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
+from tests.tiers import PLANTED_BUG, SLOW_MODEL, battery, points
 
 TOKENS = 4
 
@@ -64,7 +65,7 @@ def engine(settings: EngineConfig, device: TorchDevice) -> Engine:
     return Engine(settings, launcher=lambda _: launcher(device))
 
 
-@pytest.mark.parametrize(("window", "mode"), [(0, "thread"), (1, "thread"), (2, "inline")])
+@pytest.mark.parametrize(("window", "mode"), points([(1, "thread")], [(0, "thread"), (2, "inline")]))
 async def test_late_copies_give_the_tokens_of_transformers(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], window: int, mode: str
 ) -> None:
@@ -86,6 +87,7 @@ async def test_late_copies_give_the_tokens_of_transformers(
     assert 0 < stats.overlap_ratio <= 1
 
 
+@battery(SLOW_MODEL)
 async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -100,6 +102,7 @@ async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
     assert len(cuda.recordings) == 12
 
 
+@battery(SLOW_MODEL)
 async def test_every_feature_passes_the_backend(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -130,6 +133,7 @@ async def test_every_feature_passes_the_backend(
     assert await outputs(FakeCudaDevice(settings)) == plain
 
 
+@battery(SLOW_MODEL)
 @pytest.mark.parametrize(
     "error",
     [
@@ -172,6 +176,7 @@ async def test_a_step_without_memory_is_tried_again_in_smaller_ones(
     assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
 
 
+@battery(SLOW_MODEL)
 async def test_an_error_of_the_device_ends_its_own_step_alone(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -196,6 +201,7 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
+@battery(SLOW_MODEL)
 @pytest.mark.parametrize("mode", ["thread", "inline"])
 async def test_a_closed_engine_leaves_nothing_on_the_device(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], mode: str, no_garbage: None
@@ -283,6 +289,7 @@ def launched_ahead(path: Path, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
+@battery(PLANTED_BUG)
 @pytest.mark.parametrize("planted", [None, "fewer kept", "none kept", "no waiting for a place"])
 def test_what_is_copied_late_is_not_overwritten(
     cuda: Cuda,
@@ -377,6 +384,7 @@ class Calls(TorchDispatchMode):
         return list(self.names)
 
 
+@battery(SLOW_MODEL)
 def test_launching_a_decode_step_takes_few_calls(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

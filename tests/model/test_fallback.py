@@ -19,6 +19,7 @@ from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.native.bindings import native_unsupported
 from tests.model.checkpoints import FAMILIES, NATIVE, OWN, make_checkpoint
+from tests.tiers import grid
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", grid(["float32"], ["bfloat16"]))
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [

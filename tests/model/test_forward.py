@@ -15,6 +15,7 @@ from aioinfer.model.loader import load_model
 from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.checkpoints import BY_KERNELS, VOCAB
 from tests.model.harness import Driver, require
+from tests.tiers import grid
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def oracle_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("family", "kernels"), BY_KERNELS)
-@pytest.mark.parametrize("chunk", [1, 3, 8, 100])
+@pytest.mark.parametrize("chunk", grid([3], [1, 8, 100]))
 def test_ids_equal_generate_and_every_logit_is_close(
     checkpoint: Checkpoint, family: str, kernels: AttentionBackend, chunk: int
 ) -> None:

@@ -17,6 +17,7 @@ from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import BY_KERNELS, OWN, VOCAB, greedy
 from tests.model.harness import require
+from tests.tiers import battery, grid
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14
@@ -32,6 +33,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(path), dtype="float32", num_pages=64, page_size=8, threads=1, **changes)
 
 
+@battery("a cross product: mixed requests run on the same families and kernels")
 @pytest.mark.parametrize(("family", "kernels"), BY_KERNELS)
 def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str, kernels: str) -> None:
     require(kernels)
@@ -100,7 +102,9 @@ def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str)
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, 40) for prompt in batch]
 
 
-@pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral", "qwen2", "qwen3", "qwen3-moe", "gpt2"])
+@pytest.mark.parametrize(
+    "family", grid(["qwen3", "gpt2"], ["llama-gqa-tied", "mistral", "qwen2", "qwen3-moe"])
+)
 def test_bfloat16_stays_close(checkpoint: Checkpoint, family: str) -> None:
     """The first token's logits, as far as greedy shows them: over many prompts nearly all agree."""
     path, oracle = checkpoint(family)

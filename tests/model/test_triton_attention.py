@@ -28,6 +28,7 @@ from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy
 from tests.model.kernels import DEVICES, TOLERANCE, Problem, kernels_or_skip
 from tests.model.test_oracle import prompts
+from tests.tiers import INTERPRETER, SLOW_MODEL, battery, grid
 
 
 @pytest.fixture(params=DEVICES)
@@ -135,7 +136,7 @@ def triton_attention(pool: KVPool) -> Attention:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", grid(range(2), range(2, 12), INTERPRETER))
 def test_a_step_is_what_the_sdpa_kernels_make_of_it(device: str, seed: int, dtype: torch.dtype) -> None:
     """Decodes only, chunks only, and both; all kinds of groups, windows, blocks, page and head sizes; heads
     that were prepared and, every other time, a projection, whose keys may be normed."""
@@ -236,6 +237,7 @@ def test_a_captured_decode_follows_lengths_and_pages_on_the_device(device: str) 
     torch.testing.assert_close(out.double().cpu(), task.expected(0.2), rtol=1e-5, atol=1e-5)
 
 
+@battery(SLOW_MODEL)
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
 def test_greedy_ids_equal_transformers(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str, monkeypatch: pytest.MonkeyPatch

@@ -6,11 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 from tests.model.kernels import compiled
+from tests.tiers import COMPILES, battery
 
 #: shared memory that a program can have on sm_90
 SHARED = 227 << 10
 
 
+@battery(COMPILES)
 def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
     kernels = compiled("tests.model.compile_kernels", tmp_path)
     count = Counter((kernel["shape"], kernel["name"]) for kernel in kernels)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.model.kernels import DEVICES, Problem, assert_close, kernels_or_skip
+from tests.tiers import INTERPRETER, grid, points
 
 LENGTHS = [1, 70, 0, 33, 16]
 
@@ -40,8 +41,8 @@ def decode(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32, torch.float16], INTERPRETER))
+@pytest.mark.parametrize("head_dim", grid([80], [64, 96, 128, 256], INTERPRETER))
 def test_head_sizes_and_types(device: str, head_dim: int, dtype: torch.dtype) -> None:
     """With the tuning that a model gets."""
     from aioinfer.model.attention.triton_decode import paged_decode
@@ -53,13 +54,15 @@ def test_head_sizes_and_types(device: str, head_dim: int, dtype: torch.dtype) ->
     assert_close(got, task.expected(scale), dtype)
 
 
-@pytest.mark.parametrize("page_size", [3, 8, 16, 24, 32, 64])
+@pytest.mark.parametrize("page_size", grid([24], [3, 8, 16, 32, 64], INTERPRETER))
 def test_page_sizes(device: str, page_size: int) -> None:
     task = problem(LENGTHS, device, page_size=page_size)
     assert_close(decode(task), task.expected(0.3), torch.float32)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (14, 2), (40, 2), (132, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), points([(5, 1)], [(2, 2), (14, 2), (40, 2), (132, 2)], INTERPRETER)
+)
 def test_groups_of_heads(device: str, heads: int, kv_heads: int) -> None:
     """One query per key, groups that are no power of two, more heads than a tile of queries holds."""
     task = problem([70, 3], device, heads=heads, kv_heads=kv_heads, head_dim=16)
@@ -67,7 +70,7 @@ def test_groups_of_heads(device: str, heads: int, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("window", [1, 4, 17, 64, 1000])
+@pytest.mark.parametrize("window", grid([17], [1, 4, 64, 1000], INTERPRETER))
 def test_windows_and_soft_caps(device: str, window: int, soft_cap: float | None) -> None:
     task = problem(LENGTHS, device, window=window)
     got = decode(task, window=window, soft_cap=soft_cap)
@@ -101,7 +104,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_under_any_page_table(device:
             assert torch.equal(decode(alone)[0], together[row]), (length, width)
 
 
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("window", grid([90], [None], INTERPRETER))
 def test_a_row_has_the_same_bits_however_many_lanes_share_its_splits(device: str, window: int | None) -> None:
     task = problem([200, 5, 0, 129], device, window=window, page_size=64)
     one_each = decode(task, window=window)

@@ -18,6 +18,7 @@ from tests.model.checkpoints import greedy
 from tests.model.harness import Driver
 from tests.model.kernels import DEVICES, assert_close, kernels_or_skip
 from tests.model.mixtures import Mixture
+from tests.tiers import INTERPRETER, grid, points
 
 SMALL = {"block_n": 32, "block_k": 16, "num_stages": 2}
 
@@ -36,7 +37,7 @@ def compute(task: Mixture, **changes: Any) -> torch.Tensor:
     return experts(task.hidden, task.weights, task.experts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32, torch.float16], INTERPRETER))
 @pytest.mark.parametrize(("tokens", "num_experts"), [(3, 16), (40, 1)])
 def test_types_with_the_tuning_that_a_model_gets(
     device: str, tokens: int, num_experts: int, dtype: torch.dtype
@@ -54,7 +55,9 @@ def test_types_with_the_tuning_that_a_model_gets(
     assert_close(got, task.expected(), dtype)
 
 
-@pytest.mark.parametrize(("hidden", "middle"), [(16, 16), (16, 7), (33, 16), (50, 17), (5, 3)])
+@pytest.mark.parametrize(
+    ("hidden", "middle"), points([(50, 17)], [(16, 16), (16, 7), (33, 16), (5, 3)], INTERPRETER)
+)
 def test_sizes(device: str, hidden: int, middle: int) -> None:
     """Less than a tile, more than one, and no multiple of one."""
     task = Mixture.make(5, hidden=hidden, middle=middle, device=device)
@@ -62,7 +65,8 @@ def test_sizes(device: str, hidden: int, middle: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "num_experts"), [(1, 1, 1), (1, 8, 8), (16, 1, 1), (17, 1, 1), (35, 3, 3), (2, 3, 40)]
+    ("tokens", "top_k", "num_experts"),
+    points([(1, 8, 8), (17, 1, 1)], [(1, 1, 1), (16, 1, 1), (35, 3, 3), (2, 3, 40)], INTERPRETER),
 )
 def test_numbers_of_tokens_and_experts(device: str, tokens: int, top_k: int, num_experts: int) -> None:
     """Full blocks, blocks with one pair, all experts and hardly any."""
@@ -76,7 +80,7 @@ def test_experts_without_tokens_are_not_touched(device: str) -> None:
     assert_close(compute(task), task.expected(), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32], INTERPRETER))
 def test_a_token_has_the_same_bits_in_any_company(device: str, dtype: torch.dtype) -> None:
     """Among other tokens, in steps of other sizes; on CUDA also alone and at any place of its block. The
     interpreter multiplies by numpy, to whose sums the place of a row in the matrix matters."""
@@ -132,7 +136,7 @@ def test_large_gates(device: str) -> None:
     torch.testing.assert_close(compute(task).double().cpu(), task.expected(), rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("block_m", [16, 32])
+@pytest.mark.parametrize("block_m", grid([16], [32], INTERPRETER))
 def test_blocks_hold_every_pair_once_and_in_order(device: str, block_m: int) -> None:
     from aioinfer.model.moe.triton_experts import align, num_blocks
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.model.kernels import DEVICES, Problem, assert_close, kernels_or_skip
+from tests.tiers import INTERPRETER, grid, points
 
 #: (q_len, kv_len): a decode, chunks of which some begin a sequence, a whole prompt
 MIXED = [(1, 37), (9, 9), (20, 45), (1, 1), (33, 33)]
@@ -39,8 +40,8 @@ def prefill(task: Problem, *, num_tokens: int | None = None, **options: Any) -> 
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32, torch.float16], INTERPRETER))
+@pytest.mark.parametrize("head_dim", grid([80], [64, 96, 128, 256], INTERPRETER))
 def test_head_sizes_and_types(device: str, head_dim: int, dtype: torch.dtype) -> None:
     """With the tuning that a model gets."""
     task = problem([(1, 70), (5, 69)], device, head_dim=head_dim, dtype=dtype)
@@ -49,13 +50,13 @@ def test_head_sizes_and_types(device: str, head_dim: int, dtype: torch.dtype) ->
     assert_close(got, task.expected(head_dim**-0.5), dtype)
 
 
-@pytest.mark.parametrize("page_size", [3, 8, 16, 24, 32, 64])
+@pytest.mark.parametrize("page_size", grid([24], [3, 8, 16, 32, 64], INTERPRETER))
 def test_page_sizes(device: str, page_size: int) -> None:
     task = problem(MIXED, device, page_size=page_size)
     assert_close(prefill(task), task.expected(0.3), torch.float32)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (14, 2), (80, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), points([(5, 1)], [(2, 2), (14, 2), (80, 2)], INTERPRETER))
 def test_groups_of_heads(device: str, heads: int, kv_heads: int) -> None:
     """One query per key, groups that are no power of two, more heads than a tile of queries holds."""
     task = problem([(1, 20), (7, 22), (3, 3)], device, heads=heads, kv_heads=kv_heads, head_dim=16)
@@ -63,14 +64,14 @@ def test_groups_of_heads(device: str, heads: int, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("window", [1, 4, 17, 1000])
+@pytest.mark.parametrize("window", grid([17], [1, 4, 1000], INTERPRETER))
 def test_windows_and_soft_caps(device: str, window: int, soft_cap: float | None) -> None:
     task = problem(MIXED, device, window=window)
     got = prefill(task, window=window, soft_cap=soft_cap)
     assert_close(got, task.expected(0.3, window=window, soft_cap=soft_cap), torch.float32)
 
 
-@pytest.mark.parametrize(("block", "page_size"), [(4, 16), (8, 8), (12, 24), (32, 32)])
+@pytest.mark.parametrize(("block", "page_size"), points([(12, 24)], [(4, 16), (8, 8), (32, 32)], INTERPRETER))
 @pytest.mark.parametrize("window", [None, 10])
 def test_diffusion_blocks(device: str, block: int, page_size: int, window: int | None) -> None:
     """Prompts of whole blocks, blocks being denoised behind their context, and a block not yet complete."""
@@ -86,7 +87,7 @@ def test_diffusion_blocks(device: str, block: int, page_size: int, window: int |
     assert_close(got, task.expected(0.3, block=block, window=window), torch.float32)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", grid([0], range(1, 4), INTERPRETER))
 def test_random_rows(device: str, seed: int) -> None:
     """Many short rows among long ones: every token is in exactly one tile."""
     rng = random.Random(seed)
@@ -125,7 +126,7 @@ def matmul_by_rows(a: np.ndarray, b: np.ndarray, dtype: object = None) -> np.nda
     return (a[:, :, None] * b[None]).sum(1, dtype=dtype)
 
 
-@pytest.mark.parametrize("window", [None, 18])
+@pytest.mark.parametrize("window", grid([18], [None], INTERPRETER))
 def test_a_token_has_the_same_bits_in_any_company_and_chunk(
     device: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

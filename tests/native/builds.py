@@ -50,7 +50,9 @@ def _tests(flags: str) -> bool:
         env["LD_PRELOAD"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
         env["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
         env["UBSAN_OPTIONS"] = "print_stacktrace=1"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *_TESTS]
+    # In one process: threads are what the detectors look at, and workers would compete with them.
+    options = ["-q", "-x", "-n", "0", "--battery", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *_TESTS]
     if "sanitize" in flags:
         # Sanitizers need more address space than this test leaves.
         command += ["-k", "not threads_that_cannot_be_created"]

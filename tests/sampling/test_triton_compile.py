@@ -6,11 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 from tests.model.kernels import compiled
+from tests.tiers import COMPILES, battery
 
 #: registers of a thread at which two programs of eight warps share a multiprocessor
 REGISTERS = 128
 
 
+@battery(COMPILES)
 def test_kernels_compile_for_sm_90_once_and_spill_nothing(tmp_path: Path) -> None:
     kernels = compiled("tests.sampling.compile_kernels", tmp_path)
     count = Counter((kernel["shape"], kernel["name"]) for kernel in kernels)

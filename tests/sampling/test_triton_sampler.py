@@ -35,6 +35,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from aioinfer.sampling import triton_sampler
 from aioinfer.sampling.triton_filters import filter_floor
 from aioinfer.sampling.triton_sampler import SampleTuning, sample_tokens
+from tests.tiers import INTERPRETER, PLANTED_BUG, battery, grid
 
 #: One chunk and several, the last of them partly empty; groups of a token and of many; lists that most rows
 #: overflow, so that they are searched whole, and lists of several tiles.
@@ -77,8 +78,15 @@ def drawn(
     return found
 
 
-@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
-@pytest.mark.parametrize("vocab", [1, 150])
+@pytest.mark.parametrize(
+    "tuning",
+    grid(
+        [pytest.param(TUNINGS["small lists"], id="small lists")],
+        [pytest.param(tuning, id=name) for name, tuning in TUNINGS.items() if name != "small lists"],
+        INTERPRETER,
+    ),
+)
+@pytest.mark.parametrize("vocab", grid([150], [1]))
 def test_every_row_equals_the_plain_implementation(device: str, vocab: int, tuning: SampleTuning) -> None:
     """Greedy and filtered rows, ties, infinities, broken rows, temperatures from nothing to 100."""
     for seed in range(share(device, 1, 200)):
@@ -92,6 +100,7 @@ def test_every_row_equals_the_plain_implementation(device: str, vocab: int, tuni
         assert torch.equal(before.nan_to_num(), logits.nan_to_num()), "the logits were written to"
 
 
+@battery(INTERPRETER)
 @pytest.mark.parametrize("vocab", [50_257, 262_144])
 def test_large_vocabularies_equal_the_torch_path_on_the_same_device(device: str, vocab: int) -> None:
     """Peaked rows, whose candidates fit a list, and flat ones."""
@@ -111,7 +120,7 @@ def filtered(device: str, tuning: str) -> tuple[list[int], list[int]]:
     return drawn(lines, rows, device, TUNINGS[tuning]), [reference(LINE, row) for row in rows]
 
 
-@pytest.mark.parametrize("tuning", ["small lists", "long lists"])
+@pytest.mark.parametrize("tuning", grid(["long lists"], ["small lists"]))
 def test_filters_keep_neither_more_nor_less(device: str, tuning: str) -> None:
     got, wanted = filtered(device, tuning)
     assert got == wanted
@@ -129,6 +138,7 @@ PLANTED: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+@battery(PLANTED_BUG)
 @interpreted_only
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +147,7 @@ def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.Monke
     assert got != wanted
 
 
-@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("name", grid([*EDGES][:3], [*EDGES][3:], INTERPRETER))
 def test_edges(device: str, name: str) -> None:
     line = np.array(EDGES[name], np.float32)
     wanted = [reference(line, row) for row in MIXED]
@@ -190,7 +200,9 @@ GUESSES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @interpreted_only
-@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize(
+    "guess", grid(["only the likeliest"], [guess for guess in GUESSES if guess != "only the likeliest"])
+)
 def test_a_wrong_bound_costs_time_and_no_token(
     device: str, guess: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,9 @@ from aioinfer.scheduling.step import Outcome, Step
 
 PAGE = 4
 
+#: a scheduler that goes in circles fails soon
+pytestmark = pytest.mark.timeout(60)
+
 
 class Bench:
     """A scheduler and a packer without a device: tokens are what the test says."""
@@ -73,6 +76,12 @@ def section(packed: PackedStep, name: str) -> list[int]:
     return values
 
 
+def block_tables(packed: PackedStep) -> list[list[int]]:
+    """The pages that each row of a step may read, padded to the width of the longest."""
+    table: list[list[int]] = np.asarray(section(packed, "block_table")).reshape(-1, packed.num_pages).tolist()
+    return table
+
+
 def test_1_a_row_advances_by_its_length_not_by_one() -> None:
     bench = Bench()
     request = bench.request(prompt=13)
@@ -105,39 +114,53 @@ def test_4_unused_entries_of_the_block_table_belong_to_nobody() -> None:
     bench.request(prompt=30)
     short = bench.request(prompt=3)
     _, packed = bench.plan()
-    table = np.asarray(section(packed, "block_table")).reshape(2, packed.num_pages)
-    assert table[1, 0] == short.kv.pages[0]
-    assert (table[1, 1:] == 0).all(), "padding points into a page that somebody owns"
+    (_, table) = block_tables(packed)
+    assert table == [*short.kv.pages, *[0] * (packed.num_pages - 1)], "padding points into an owned page"
     assert 0 not in bench.memory.pages.take(bench.memory.pages.free)
 
 
 def test_4b_entries_of_a_slots_former_tenant_do_not_show() -> None:
-    bench = Bench(running=1)
-    first = bench.request(prompt=30, max_tokens=1)
-    step, _ = bench.plan()
-    bench.resolve(step)
-    assert first.finished
-    while True:
-        second = bench.request(prompt=3, max_tokens=1)
-        step, packed = bench.plan()
-        assert section(packed, "block_table") == second.kv.pages
+    """A longer neighbour makes the table of the step as wide as the former tenant's was."""
+    bench = Bench(running=2, budget=128)
+    neighbour = bench.request(prompt=40)
+    long = set()
+    for _ in range(bench.memory.slots.total - 1):
+        former = bench.request(prompt=30, max_tokens=1)
+        step, _ = bench.plan()
+        long |= {row.slot for row in step.rows if row.request is former}
         bench.resolve(step)
-        if step.rows[0].slot == 1:
-            break
+        assert former.finished
+    short = bench.request(prompt=3)
+    step, packed = bench.plan()
+    rows = [row.request for row in step.rows]
+    assert step.rows[rows.index(short)].slot in long
+    tables = block_tables(packed)
+    assert packed.num_pages == len(neighbour.kv.pages) > 30 // PAGE
+    assert tables[rows.index(neighbour)] == neighbour.kv.pages
+    assert tables[rows.index(short)] == [*short.kv.pages, *[0] * (packed.num_pages - 1)]
 
 
-def test_5_no_position_is_written_twice_while_steps_are_in_flight() -> None:
-    bench = Bench()
-    bench.request(prompt=6)
-    written: list[int] = []
+@pytest.mark.parametrize("limits", [{}, {"max_decode_rows": 2}, {"max_decode_rows": 2, "mixed": False}])
+def test_5_no_position_is_written_twice_while_steps_are_in_flight(limits: dict[str, Any]) -> None:
+    """And none is left out, also where a step takes some of the decodes and the others wait their turn."""
+    bench = Bench(**limits)
+    requests = [bench.request(prompt=prompt) for prompt in (6, 1, 9)]
+    positions: dict[int, list[int]] = {request.key: [] for request in requests}
+    cells: list[int] = []
     flights = []
-    for _ in range(9):
+    for _ in range(15):
         step, packed = bench.plan()
-        written += section(packed, "slot_mapping")
+        cells += section(packed, "slot_mapping")
+        found = iter(section(packed, "positions"))
+        for row in step.rows:
+            positions[row.request.key] += [next(found) for _ in range(row.length)]
         flights.append(step)
         if len(flights) == 3:
             bench.resolve(flights.pop(0))
-    assert len(written) == len(set(written))
+    for written in positions.values():
+        assert written == list(range(len(written)))
+        assert len(written) > 9
+    assert len(cells) == len(set(cells))
 
 
 def test_6_penalty_histories_of_different_lengths_go_together() -> None:
@@ -160,12 +183,15 @@ def test_6_penalty_histories_of_different_lengths_go_together() -> None:
 
 
 def test_7_padding_is_not_the_end() -> None:
-    """Only ids that the request stops on end it; 0, which pads buffers here, is a token like any other."""
+    """Only ids that the request stops on end it. 0, which pads buffers here, is a token like any other: as
+    the first, which a prefill samples, and as a later one."""
     bench = Bench()
     request = bench.request(prompt=3)
-    step, _ = bench.plan()
-    bench.resolve(step, token=0)
-    assert not request.finished
+    for count in (1, 2, 3):
+        step, _ = bench.plan()
+        assert bench.resolve(step, token=0) == [request]
+        assert not request.finished
+        assert request.output_ids == [0] * count
     step, _ = bench.plan()
     bench.resolve(step, token=7)
     assert request.finish_reason == "stop"
@@ -179,6 +205,28 @@ def test_8_every_sequence_of_a_step_is_sampled_at_its_own_last_row() -> None:
     assert packed.q_lens == [5, 1, 3]
     assert section(packed, "cu_q") == [0, 5, 6, 9]
     assert section(packed, "logits_rows") == [4, 5, 8]
+
+
+def test_8b_in_a_step_of_decodes_every_row_is_its_own_last() -> None:
+    """And beside a prompt, where a chunk that is not the last one of its prompt samples nothing."""
+    bench = Bench(chunk=5)
+    for prompt in (2, 1, 3):
+        bench.request(prompt=prompt)
+    prefill, _ = bench.plan()
+    decodes, packed = bench.plan()
+    assert packed.q_lens == [1, 1, 1]
+    assert section(packed, "cu_q") == [0, 1, 2, 3]
+    assert section(packed, "logits_rows") == [0, 1, 2]
+    slots = {row.request.key: row.slot for row in prefill.rows}
+    assert section(packed, "sample_slots") == [slots[row.request.key] for row in decodes.rows]
+    assert sorted(section(packed, "sample_slots")) == sorted(slots.values())
+    bench.request(prompt=7)
+    _, packed = bench.plan()
+    assert packed.q_lens == [1, 1, 1, 4]
+    assert section(packed, "logits_rows") == [0, 1, 2]
+    _, packed = bench.plan()
+    assert packed.q_lens == [1, 1, 1, 3]
+    assert section(packed, "logits_rows") == [0, 1, 2, 5]
 
 
 def test_9_a_reservation_counts_the_new_positions_too() -> None:
@@ -202,7 +250,7 @@ def test_everything_is_reserved_before_a_step_exists() -> None:
     step, _ = bench.plan()
     assert [row.request for row in step.rows] == [fits]
     assert too_much.kv.pages == []
-    assert too_much.slot == 0
+    assert too_much.kv.slot == 0
     assert bench.memory.slots.free == before - 1
     assert bench.memory.pages.free == 2
     for row in step.rows:
@@ -248,6 +296,7 @@ def test_retraction_waits_for_fenced_pages_instead_of_emptying_the_engine() -> N
     assert bench.memory.pages.fenced == 2, "the second step still reads them"
     while (step := bench.scheduler.plan()) is not None:
         flights.append(step)
+        assert len(flights) < 20, "it never runs out of pages"
     assert request.cursor.computed == 3 * PAGE, "it ran until it needed a page"
     assert request.recovery.retractions == 0
     for flight in flights:
@@ -319,7 +368,9 @@ def test_admission_is_first_come_first_served() -> None:
     bench = Bench(running=2)
     requests = [bench.request(prompt=3, max_tokens=1) for _ in range(5)]
     order = []
-    while bench.scheduler.queues.has_unfinished:
+    for _ in range(10):
+        if not bench.scheduler.queues.has_unfinished:
+            break
         step, _ = bench.plan()
         order += [row.request.key for row in step.rows]
         bench.resolve(step)

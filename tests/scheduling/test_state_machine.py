@@ -26,8 +26,11 @@ from aioinfer.scheduling.step import Outcome, Row, Step
 from aioinfer.scheduling.token_batch import TokenBatch
 from tests.planted_bugs import assert_found
 from tests.scheduling.machine import SchedulerMachine
+from tests.tiers import PLANTED_BUG, battery, scaled
 
-LAWFUL = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+LAWFUL = settings(
+    max_examples=scaled(120, 80), stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
 
 
 def test_the_scheduler_keeps_the_laws() -> None:
@@ -293,6 +296,7 @@ CROWDED = {
 }
 
 
+@battery(PLANTED_BUG)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)

@@ -45,9 +45,9 @@ def gate() -> Any:
     gate.release()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait for a condition that other tasks establish; fails after ``seconds``."""
-    async with asyncio.timeout(seconds):
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that other tasks establish; the timeout only ends a test that hangs."""
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -59,7 +59,7 @@ def idle(served: Served) -> bool:
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_disconnects_is_aborted_within_a_second(
+async def test_a_client_that_disconnects_is_aborted_while_its_step_is_held(
     serving: Serving, gate: Gate, phase: str, stream: bool
 ) -> None:
     settings = {"max_running_requests": 1, "chunk_size": 2, "max_step_tokens": 2, "overlap_steps": 0}
@@ -80,9 +80,9 @@ async def test_a_client_that_disconnects_is_aborted_within_a_second(
         request.cancel()
         await asyncio.wait([request])
         if phase == "queued":
-            await until(lambda: served.engine.stats().waiting == 0, 1.0)
+            await until(lambda: served.engine.stats().waiting == 0)
         else:
-            await until(lambda: served.engine.stats().running == 0, 1.0)
+            await until(lambda: served.engine.stats().running == 0)
         if blocker is not None:
             await blocker.aclose()
         gate.release()
@@ -112,7 +112,7 @@ async def test_a_client_that_disconnects_while_calls_are_parsed(
             told += await response.content.readline()
         assert b'"content":null' in told
         response.close()
-        await until(lambda: served.engine.stats().running == 0, 1.0)
+        await until(lambda: served.engine.stats().running == 0)
         gate.release()
         await until(lambda: idle(served))
         await until(lambda: served.engine.stats().pages_in_use == 0)
@@ -158,7 +158,8 @@ async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Servin
                 await until(lambda: served.engine.stats().running == 20)
             finally:
                 process.kill()
-        await until(lambda: idle(served), 2.0)
+        await until(lambda: idle(served))
+        assert served.engine.stats().steps < ENDLESS["max_tokens"], "they were aborted, and did not end"
         async with served.client() as client:
             answer = await client.completions.create(model="toy", prompt="abc", max_tokens=3)
             assert answer.usage is not None
@@ -182,7 +183,7 @@ async def test_a_client_that_stops_reading_affects_no_other(serving: Serving) ->
                 )
                 assert answer.choices[0].finish_reason
         # The engine does not wait for the client: the requests continue, and the client is dropped.
-        await until(lambda: idle(served), 30.0)
+        await until(lambda: idle(served))
         stalled.close()
 
 
@@ -252,9 +253,8 @@ async def test_a_step_that_fails_ends_the_stream_with_an_error_and_done(serving:
 
 
 async def test_a_device_that_hangs_turns_health_to_503(serving: Serving, gate: Gate) -> None:
-    began = asyncio.get_running_loop().time()
     async with (
-        serving(fault=gate, server={"stall_timeout": 1.0}) as served,
+        serving(fault=gate, server={"stall_timeout": 60.0}) as served,
         aiohttp.ClientSession() as session,
     ):
 
@@ -262,12 +262,17 @@ async def test_a_device_that_hangs_turns_health_to_503(serving: Serving, gate: G
             async with session.get(f"{served.url}/health") as response:
                 return response.status, (await response.json())["status"]
 
+        def set_back_by_a_minute() -> None:
+            driver: Any = served.engine._driver
+            driver._last_progress -= 61
+
         # An engine that was idle for longer is not stalled, neither before nor after its next request.
-        await until(lambda: asyncio.get_running_loop().time() - began > 1.2)
+        set_back_by_a_minute()
         assert await health() == (200, "ok")
         stream = served.engine.generate([1, 2], None)
+        await until(lambda: served.engine.stats().running == 1)
         assert await health() == (200, "ok")
-        await until(lambda: served.engine.stats().stalled > 1.0)
+        set_back_by_a_minute()
         assert await health() == (503, "stalled")
         gate.release()
         await stream
@@ -386,7 +391,7 @@ async def test_the_routes_can_be_mounted_in_an_existing_application() -> None:
                 await until(lambda: engine.stats().running == 1)
                 leaving.cancel()
                 await asyncio.wait([leaving])
-                await until(lambda: engine.stats().running == 0, 2.0)
+                await until(lambda: engine.stats().running == 0)
     finally:
         await runner.cleanup()
     assert not engine.ready

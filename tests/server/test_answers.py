@@ -13,6 +13,7 @@ from aioinfer.server.answers import AnswerFormat
 from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
 from aioinfer.text.tool_calls import Hermes, ToolCallParser
 from tests.server.chats import ROME
+from tests.tiers import scaled
 
 PIECES = [
     "<think>",
@@ -73,7 +74,7 @@ def check(answer: AnswerFormat, text: str, parts: list[str]) -> None:
 
 
 @given(answer=st.sampled_from(FORMATS), pieces=st.lists(st.sampled_from(PIECES), max_size=12), data=st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=scaled(500), deadline=None)
 def test_any_cuts_give_the_same_message(answer: AnswerFormat, pieces: list[str], data: st.DataObject) -> None:
     text = "".join(pieces)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))

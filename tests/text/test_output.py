@@ -11,6 +11,7 @@ from aioinfer.text.detokenizer import DecodeStreamDetokenizer
 from aioinfer.text.output import UNKNOWN, OutputText
 from aioinfer.text.stop import StopMatcher
 from tests.text.letters import Letters
+from tests.tiers import scaled
 
 
 def feed(output: OutputText, ids: list[int]) -> list[str]:
@@ -74,7 +75,7 @@ def test_pieces_join_to_the_decoded_text_up_to_the_stop(byte_level: Tokenizer, i
     tokens = st.lists(st.integers(0, byte_level.get_vocab_size() - 1), max_size=40)
     stops = st.lists(st.sampled_from(["e", "th", "the", " the q", "o w", "本", "\ufffd", "😀😀"]), max_size=3)
 
-    @settings(max_examples=300, deadline=None, derandomize=True)
+    @settings(max_examples=scaled(300), deadline=None, derandomize=True)
     @given(tokens, stops)
     def run(ids: list[int], stop: list[str]) -> None:
         output = OutputText(DecodeStreamDetokenizer(byte_level, [], skip_special_tokens=True), stop, include)

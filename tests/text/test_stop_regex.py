@@ -14,6 +14,7 @@ from aioinfer.text.output import OutputText
 from aioinfer.text.stop import StopMatcher
 from aioinfer.text.stop_regex import StopRegex, check_pattern
 from tests.text.letters import Letters
+from tests.tiers import scaled
 
 PATTERNS = [
     *(
@@ -56,7 +57,7 @@ def naive(patterns: list[str], chunks: list[str]) -> tuple[str, str | None]:
     return seen, None
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=scaled(1500), deadline=None, derandomize=True)
 @given(
     patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3),
     chunks=st.lists(st.text("abc \n", min_size=1, max_size=5), max_size=10),
@@ -79,7 +80,7 @@ def test_pieces_match_like_a_search_of_the_whole_text(patterns: list[str], chunk
     assert matcher.flush() == ""
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=scaled(300), deadline=None, derandomize=True)
 @given(
     stops=st.lists(st.text("ab.$", min_size=1, max_size=4), min_size=1, max_size=4),
     chunks=st.lists(st.text("abc.$", min_size=1, max_size=5), max_size=10),

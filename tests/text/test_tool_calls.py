@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioinfer.text.tool_calls import PARSERS, Parsed
+from tests.tiers import scaled
 
 NAME = '"name": "f"'
 MARK = "§"
@@ -123,7 +124,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     ascii_only=st.booleans(),
     data=st.data(),
 )
-@settings(deadline=None)
+@settings(max_examples=scaled(100, 20), deadline=None)
 def test_any_arguments_come_back_as_they_were_written(
     calls: list[tuple[str, dict[str, Any]]], indent: int | None, ascii_only: bool, data: st.DataObject
 ) -> None:
@@ -142,7 +143,7 @@ def cut(text: str, data: st.DataObject) -> list[str]:
 
 
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=20), data=st.data())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=scaled(1000), deadline=None)
 def test_whatever_comes_nothing_is_lost_and_the_cuts_do_not_matter(
     pieces: list[str], data: st.DataObject
 ) -> None:
@@ -173,7 +174,7 @@ LONG = "x" * 2000
     ids=["space", "name", "early arguments", "late name"],
 )
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=scaled(30, 10), deadline=None)
 def test_what_takes_too_long_to_become_a_call_is_content(text: str, data: st.DataObject) -> None:
     assert parse(cut(text, data)) == parse([text]) == (text, [])
 

@@ -1,0 +1,95 @@
+"""Two tiers: ``pytest`` runs what is wanted after each edit, ``pytest --battery`` runs every test.
+
+A test or a parameter belongs to the battery by a marker that gives the reason. The scale of random
+lifetimes and of Hypothesis belongs to the tier, too, and is set here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+__all__ = [
+    "COMPILES",
+    "EXACT",
+    "FURTHER",
+    "INTERPRETER",
+    "PLANTED_BUG",
+    "PROGRAM",
+    "RACES",
+    "SIMULATION",
+    "SLOW_MODEL",
+    "battery",
+    "grid",
+    "points",
+    "runs_on",
+    "scaled",
+    "set_scale",
+]
+
+#: ``@battery(reason)``: the test runs with ``--battery`` only
+battery = pytest.mark.battery
+
+# The usual reasons.
+PLANTED_BUG = "a planted bug must be found: a test of the tests"
+EXACT = "exact distributions, combination by combination"
+INTERPRETER = "Triton's interpreter, a further point of a grid of sizes and types"
+SLOW_MODEL = "a whole model in Triton's interpreter takes ten seconds and more"
+SIMULATION = "a long simulation"
+PROGRAM = "runs a program from its start"
+COMPILES = "compiles for a minute or for another machine"
+RACES = "thousands of programs on many threads"
+FURTHER = "further values of the same parameter"
+
+#: share of the random examples and lifetimes that ``pytest`` runs unless ``--scale`` says otherwise
+QUICK_SCALE = 0.2
+_scale = QUICK_SCALE
+_PARAM = type(pytest.param())
+
+#: Asyncio tests run on asyncio's loop and, with the battery, on uvloop. In the quick tier these run on both,
+#: because they depend on the order in which a loop makes its calls; "tests/server/" runs on uvloop alone,
+#: the loop of ``aioinfer serve``.
+BOTH_LOOPS = ("tests/engine/test_streams.py", "tests/engine/test_lifecycle.py")
+UVLOOP_ALONE = ("tests/server/",)
+
+
+def grid(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) -> list[Any]:
+    """Values of one parameter for ``parametrize``, or of a fixture: of every run, and of the battery.
+
+    A value may be a ``pytest.param``, whose id and marks are kept.
+    """
+    return points((_param(value) for value in quick), (_param(value) for value in battery), reason)
+
+
+def points(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) -> list[Any]:
+    """The same for several parameters at once: a tuple, or a ``pytest.param``, of their values each."""
+    mark = pytest.mark.battery(reason)
+    marked = (value if isinstance(value, _PARAM) else pytest.param(*value) for value in battery)
+    return [*quick, *(pytest.param(*each.values, marks=[*each.marks, mark], id=each.id) for each in marked)]
+
+
+def scaled(full: int, least: int = 1) -> int:
+    """``full`` with ``--battery``, a share of it but no less than ``least`` without."""
+    return max(least, round(full * _scale))
+
+
+def set_scale(scale: float) -> None:
+    """Called by the conftest before any test module is imported."""
+    global _scale
+    _scale = scale
+    settings.register_profile("aioinfer", max_examples=scaled(100, 20), deadline=None, print_blob=True)
+    settings.load_profile("aioinfer")
+
+
+def runs_on(nodeid: str, loop: str) -> bool:
+    """Whether the quick tier runs an asyncio test on this loop ("asyncio" or "uvloop")."""
+    if nodeid.startswith(BOTH_LOOPS):
+        return True
+    return (loop == "uvloop") == nodeid.startswith(UVLOOP_ALONE)
+
+
+def _param(value: Any) -> Any:
+    return value if isinstance(value, _PARAM) else pytest.param(value)
