@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -51,18 +50,3 @@ async def test_the_aiohttp_example_answers_on_its_own_route_and_on_openais() -> 
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello!"}]}
         )
         assert (await response.json())["choices"][0]["message"]["content"].startswith("Hello!")
-
-
-def test_the_readmes_examples_run(tmp_path: Path) -> None:
-    """The ten lines, and behind them the others, which use names of those before."""
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
-    assert len(examples) == 3
-    file = tmp_path / "readme.py"
-    file.write_text("\n".join(examples))
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    first, structured, watched = re.split(r"(?<=\n)(?={)|(?<=}\n)", done.stdout, maxsplit=2)
-    assert "\n17 + 25 = 42 stop Usage(" in first
-    assert json.loads(structured)["pet"] in ("cat", "dog")
-    lines = [line.partition("|") for line in watched.splitlines()]
-    assert "".join(text for text, _, _ in lines) == "17 + 25 = 42"
