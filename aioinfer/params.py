@@ -37,6 +37,8 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this mass, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens with at least this fraction of the maximum probability, in [0, 1].
+        top_n_sigma: keep tokens whose logit is at most this many standard deviations of the logits below the
+            maximum, in [0, 100]; 0 keeps all (Tang et al., arXiv 2411.07641).
         seed: seed of the sampling noise; the same prompt, parameters and seed give the same tokens in any
             batch. ``None`` draws a seed from the engine's seed.
         max_tokens: at most this many new tokens; ``None``: up to the model's context length.
@@ -67,6 +69,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -92,6 +95,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
+        _number("top_n_sigma", self.top_n_sigma, 0.0, 100.0)
         if self.seed is not None:
             _integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
         if self.max_tokens is not None:
@@ -133,6 +137,16 @@ class SamplingParams:
     def greedy(self) -> bool:
         """The most likely token is always sampled."""
         return self.temperature == 0.0
+
+    @property
+    def further_filters(self) -> dict[str, float]:
+        """Filters of :mod:`aioinfer.sampling.further_filters` that are not neutral, by name."""
+        defaults = type(self).__dataclass_fields__
+        return {
+            name: float(getattr(self, name))
+            for name in plugins.names(plugins.FILTERS)
+            if getattr(self, name) != defaults[name].default
+        }
 
     @property
     def masked(self) -> bool:

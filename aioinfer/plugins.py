@@ -12,10 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ALGORITHMS", "POLICIES", "load", "names"]
+__all__ = ["ALGORITHMS", "FILTERS", "POLICIES", "load", "names"]
 
 #: folder of the denoising algorithms of diffusion models
 ALGORITHMS = "diffusion/algorithms"
+#: folder of the sampling filters that the kernels do not have; the file name is the field of SamplingParams
+FILTERS = "sampling/further_filters"
 #: folder of the queue policies
 POLICIES = "scheduling/policies"
 

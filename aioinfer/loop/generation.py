@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from aioinfer import plugins
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.admission import Limits
@@ -27,6 +28,7 @@ __all__ = ["BlockGeneration", "Generation", "TokenGeneration", "generation"]
 _TOKEN_PARAMS = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias"),
     *("allowed_token_ids", "prompt_logprobs", "grammar", "bad_words"),
+    *plugins.names(plugins.FILTERS),
 )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PenaltyReset", "SamplingBatch"]
+__all__ = ["FilterRows", "PenaltyReset", "SamplingBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,18 @@ class PenaltyReset:
     output_ids: Sequence[int] = ()
     #: whether the request has penalties; without, the slot gets no counts
     penalised: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FilterRows:
+    """Rows that a filter of :mod:`aioinfer.sampling.further_filters` applies to."""
+
+    #: of its file, and of the field of SamplingParams
+    name: str
+    #: [R] int64 index of the row in the batch
+    rows: torch.Tensor
+    #: [R] float32 parameter of the row
+    values: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -60,3 +72,5 @@ class SamplingBatch:
     banned_rows: torch.Tensor | None = None
     banned_ids: torch.Tensor | None = None
     penalty_resets: list[PenaltyReset] = field(default_factory=list)
+    #: filters that the kernels do not have, applied in this order before the others
+    filters: Sequence[FilterRows] = ()

@@ -18,11 +18,15 @@ threads, device or method.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
-from aioinfer.sampling.batch import SamplingBatch
+from aioinfer import plugins
+from aioinfer.sampling.batch import FilterRows, SamplingBatch
 
-__all__ = ["floors", "mass_unit"]
+__all__ = ["FurtherFilter", "apply_further", "floors", "mass_unit"]
 
 _NEVER = float("-inf")
 #: (shift, bits) of the digits of a 31-bit key
@@ -30,6 +34,31 @@ _DIGITS = ((20, 11), (10, 10), (0, 10))
 #: number of the likeliest tokens that a CPU sorts first, for rows without top-k, and the most for any row:
 #: for more, the search is faster
 _WINDOW, _LARGEST_WINDOW = 512, 4096
+
+
+class FurtherFilter(Protocol):
+    """A filter that the kernels do not have: a class without arguments in a file of ``further_filters``."""
+
+    def keep(self, logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Which tokens survive, bool [R, V]. The likeliest token of a row survives in any case.
+
+        Args:
+            logits: [R, V] float32 after penalties, biases and bans, before temperature; -inf is removed
+                already. Not written to.
+            values: [R, 1] float32, the parameter of each row; never the neutral one.
+        """
+
+
+def apply_further(logits: torch.Tensor, filters: Sequence[FilterRows]) -> torch.Tensor:
+    """A copy of logits, float32 [S, V], with -inf for the tokens that further filters remove. Other rows
+    keep their bits, so that a row is sampled alike whichever filters its neighbours use."""
+    logits = logits.clone()
+    for each in filters:
+        own = logits[each.rows]
+        further: FurtherFilter = plugins.load(plugins.FILTERS, each.name)()
+        keep = further.keep(own, each.values.unsqueeze(1)) | (own == own.amax(dim=1, keepdim=True))
+        logits[each.rows] = own.masked_fill_(~keep, _NEVER)
+    return logits
 
 
 def floors(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -12,7 +12,7 @@ from aioinfer.model.backend import Backend
 from aioinfer.sampling import logits_processors
 from aioinfer.sampling.backend import SamplingBackend, choose_sampling
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
-from aioinfer.sampling.filters import floors
+from aioinfer.sampling.filters import apply_further, floors
 from aioinfer.sampling.logits_processors import LogitsProcessors
 from aioinfer.sampling.logprobs import Logprobs, TorchLogprobs
 from aioinfer.sampling.noise import gumbel_of_keys, row_keys
@@ -35,7 +35,8 @@ _COLUMNS = (
 
 
 class Sampler:
-    """Applies to each row in order: penalties, banned ids, temperature, top-k, top-p, min-p, Gumbel-max.
+    """Applies to each row in order: penalties, banned ids, further filters, temperature, top-k, top-p, min-p,
+    Gumbel-max.
 
     Gumbel-max takes the token with the largest sum of scaled logit and noise. The noise is a function of
     seed, position and token id alone (:mod:`aioinfer.sampling.noise`), so a row gets the same token in any
@@ -124,7 +125,8 @@ class Sampler:
         """
         if batch.penalty_resets:
             self._penalties.reset(batch.penalty_resets)
-        if self._on_host and logits.shape[1] > _MANY_TOKENS and len(logits) > 1 and not batch.all_greedy:
+        split = self._on_host and logits.shape[1] > _MANY_TOKENS and len(logits) > 1
+        if split and not (batch.all_greedy or batch.filters):
             rows = zip(logits.split(1), _single_rows(batch), strict=True)
             tokens = torch.cat([self._rows(line, row) for line, row in rows])
         else:
@@ -137,10 +139,13 @@ class Sampler:
         """:meth:`sample` without the counts of penalties."""
         if batch.any_penalty:
             logits = self._penalties.apply(logits, batch)
-        # Native kernels write bans into the logits and restore them.
-        if batch.banned_ids is not None and batch.banned_rows is not None and self.backend.name != "native":
+        # Native kernels write bans into the logits and restore them; further filters must see them before.
+        ban = self.backend.name != "native" or batch.filters
+        if ban and batch.banned_ids is not None and batch.banned_rows is not None:
             logits = logits if batch.any_penalty else logits.clone()
             self.logits_processors.ban_(logits, batch.banned_rows, batch.banned_ids)
+        if batch.filters and not batch.all_greedy:
+            logits = apply_further(logits, batch.filters)
         if self._kernel is not None:
             return self._kernel(logits, batch)
         return self._by_torch(logits, batch)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from aioinfer import plugins
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
@@ -53,6 +54,7 @@ _SAMPLING = {
     "logit_bias": "logit_bias",
     "allowed_token_ids": "allowed_token_ids",
     "bad_words": "bad_words",
+    **{name: name for name in plugins.names(plugins.FILTERS)},
 }
 #: Unsupported fields -> the values that leave the output unconstrained and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

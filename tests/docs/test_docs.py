@@ -244,12 +244,17 @@ def test_the_recipe_for_a_model_family_works(tmp_path: Path, monkeypatch: pytest
 
 def test_the_recipe_for_a_policy_works() -> None:
     namespace: dict[str, Any] = {"__name__": "recipe"}
-    (text,) = (fence.text for fence in fences("CONTRIBUTING.md") if fence.language == "python")
+    text, _ = (fence.text for fence in fences("CONTRIBUTING.md") if fence.language == "python")
     exec(text, namespace)
     queue = namespace["ShortestPrompt"](None)
     for key, length in enumerate((9, 5, 7, 5)):
         queue.add(SimpleNamespace(key=key, prompt_ids=[0] * length))
     assert [request.key for request in queue.order()] == [1, 3, 2, 0]
+
+
+def test_the_recipe_for_a_filter_is_the_filter() -> None:
+    _, text = (fence.text for fence in fences("CONTRIBUTING.md") if fence.language == "python")
+    assert text == read("aioinfer/sampling/further_filters/top_n_sigma.py")
 
 
 def _recipe(heading: str) -> list[str]:

@@ -50,6 +50,8 @@ class SamplingMetadata:
     biases: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
     #: rows where only some tokens are allowed, int64 [G], and their masks as of grammars, int32 [G, words]
     allowed: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None
+    #: name, rows (int64 [R]) and values (float32 [R]) of each filter of aioinfer.sampling.further_filters
+    filters: list[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float32]]]
     #: (row, how many of the likeliest tokens) where logprobs are wanted
     logprobs: list[tuple[int, int]]
     #: (row, state) where there is a grammar
@@ -73,7 +75,17 @@ class SamplingMetadata:
 class SamplingTable:
     """Keeps, by slot, what its tenant asks for."""
 
-    __slots__ = ("_allowed", "_bias", "_floats", "_known", "_logprobs", "_seeds", "_tenants", "_top_k")
+    __slots__ = (
+        "_allowed",
+        "_bias",
+        "_filters",
+        "_floats",
+        "_known",
+        "_logprobs",
+        "_seeds",
+        "_tenants",
+        "_top_k",
+    )
 
     def __init__(self, num_slots: int) -> None:
         self._floats = np.zeros((len(FLOAT_FIELDS), num_slots + 1), np.float32)
@@ -85,6 +97,8 @@ class SamplingTable:
         #: of the few that have them: biased ids with the bits of their bias, and the mask of allowed tokens
         self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         self._allowed: dict[int, npt.NDArray[np.int32]] = {}
+        #: further filters by name
+        self._filters: dict[int, dict[str, float]] = {}
         #: metadata by the slots of their rows
         self._known: OrderedDict[bytes, SamplingMetadata] = OrderedDict()
 
@@ -107,6 +121,9 @@ class SamplingTable:
     def _mark(self, slot: int, params: SamplingParams) -> None:
         self._bias.pop(slot, None)
         self._allowed.pop(slot, None)
+        self._filters.pop(slot, None)
+        if filters := params.further_filters:
+            self._filters[slot] = filters
         if params.logit_bias:
             values = np.fromiter(params.logit_bias.values(), np.float32)
             ids = np.fromiter(params.logit_bias, np.int64)
@@ -151,10 +168,25 @@ class SamplingTable:
             any_penalty=any_penalty,
             biases=self._biases(slots),
             allowed=self._masks(slots),
+            filters=self._further(slots),
             logprobs=[(row, int(logprobs[row])) for row in np.flatnonzero(logprobs >= 0).tolist()],
             grammars=grammars,
             unending=unending,
         )
+
+    def _further(
+        self, slots: npt.NDArray[np.int64]
+    ) -> list[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+        if not self._filters:
+            return []
+        found: dict[str, dict[int, float]] = {}
+        for row, slot in enumerate(slots.tolist()):
+            for name, value in self._filters.get(slot, {}).items():
+                found.setdefault(name, {})[row] = value
+        return [
+            (name, np.fromiter(rows, np.int64), np.fromiter(rows.values(), np.float32))
+            for name, rows in sorted(found.items())
+        ]
 
     def _masks(
         self, slots: npt.NDArray[np.int64]

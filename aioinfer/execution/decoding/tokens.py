@@ -23,7 +23,7 @@ from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.observe.timeline import now
 from aioinfer.outputs import TokenLogprob
-from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
+from aioinfer.sampling.batch import FilterRows, PenaltyReset, SamplingBatch
 from aioinfer.sampling.logprobs import Logprobs
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.sampling.sampler import Sampler
@@ -62,6 +62,7 @@ class TokenWork:
             or self.grammars
             or self.penalty_resets
             or sampling.allowed is not None
+            or sampling.filters
             or self.num_banned
             or len(sampling.biases[0])
         )
@@ -301,6 +302,10 @@ def _sampling_batch(work: TokenWork, parts: dict[str, torch.Tensor], transfer: T
         banned_rows=parts["banned_rows"] if banned else None,
         banned_ids=parts["banned_ids"] if banned else None,
         penalty_resets=work.penalty_resets,
+        filters=[
+            FilterRows(name, transfer.send(rows), transfer.send(values))
+            for name, rows, values in sampling.filters
+        ],
     )
 
 

@@ -1,0 +1,1 @@
+"""Filters that the kernels do not have, one per file: :class:`aioinfer.sampling.filters.FurtherFilter`."""
