@@ -96,7 +96,8 @@ def pytest_asyncio_loop_factories(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without ``--battery`` its tests are left out, but for those that are named on the command line."""
     for item in items:
-        factory = getattr(item, "callspec", None) and item.callspec.params.get("_asyncio_loop_factory")
+        spec: Any = getattr(item, "callspec", None)
+        factory = spec and spec.params.get("_asyncio_loop_factory")
         loop = "uvloop" if factory is uvloop.new_event_loop else "asyncio"
         if factory and not tiers.runs_on(item.nodeid, loop):
             item.add_marker(tiers.battery("the same test on the other event loop"))
