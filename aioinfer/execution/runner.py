@@ -54,24 +54,24 @@ class Runner:
         while True:
             logits = self.model.forward(batch, self.attention)
             forward = now()
-            output, masked = self.decoding.step(logits, packed, parts, state, transfer)
+            output = self.decoding.step(logits, packed, parts, state, transfer)
             rounds += 1
             if not self.decoding.again(packed, parts, state, rounds):
                 break
         output.rounds = rounds
-        output.times = (start, forward, masked, now())
+        output.times = (start, forward, output.masked or forward, now())
         return output
 
     def _replay(self, graphs: StepGraphs, packed: PackedStep, transfer: Transfer, start: float) -> Output:
         self.decoding.begin(packed, transfer)
         graphs.forward(packed, transfer.send)
-        forward = masked = now()
+        forward = now()
         output = graphs.finish(packed)
         if output is None:
             # The rows ask for more than what was captured.
             parts = packed.sections.split(transfer.send(packed.sections.ints))
-            output, masked = self.decoding.step(graphs.logits(packed), packed, parts, None, transfer)
-        output.times = (start, forward, masked, now())
+            output = self.decoding.step(graphs.logits(packed), packed, parts, None, transfer)
+        output.times = (start, forward, output.masked or forward, now())
         return output
 
     def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:

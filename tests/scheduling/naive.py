@@ -115,7 +115,7 @@ class NaiveDevice:
         if not life.doomed:
             for at, cell in enumerate(cells[: row.start]):
                 assert self.cells[cell] == life.cell(at + 1), f"{row.request} reads what is not its own"
-        ids = [self.relay[row.slot]] if row.ids is None else list(row.ids)
+        ids = [self.relay[row.slot]] if not row.ids else list(row.ids)
         own = [*row.request.prompt_ids, *life.sampled][row.start : row.kv_length]
         assert ids == own, "the row computes other tokens than the request has"
         for at in range(row.start, row.kv_length):

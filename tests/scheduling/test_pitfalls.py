@@ -311,7 +311,7 @@ def test_a_retracted_request_keeps_its_tokens_and_prefills_them() -> None:
     seen: list[Sequence[int]] = []
     for token in range(100, 120):
         step, _ = bench.plan()
-        seen += [row.ids for row in step.rows if row.request is young and row.ids is not None]
+        seen += [row.ids for row in step.rows if row.request is young and row.ids]
         bench.resolve(step, token)
         if young.recovery.retractions:
             break

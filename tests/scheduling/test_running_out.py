@@ -51,7 +51,7 @@ def test_what_is_in_flight_behind_it_is_neither_delivered_nor_counted(junk: int)
     assert request.pending == 0
     again, _ = bench.plan()
     assert only(again).ids == [*request.prompt_ids, 42]
-    assert only(again).admission is not None
+    assert only(again).new_request is not None
     for step in (second, third):
         assert bench.scheduler.resolve(step, Outcome([junk], {0: [50, 51]} if junk == FORCED else {})) == []
     assert bench.resolve(again, 43) == [request]

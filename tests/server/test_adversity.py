@@ -263,7 +263,7 @@ async def test_a_device_that_hangs_turns_health_to_503(serving: Serving, gate: G
                 return response.status, (await response.json())["status"]
 
         def set_back_by_a_minute() -> None:
-            driver: Any = served.engine._driver
+            driver: Any = served.engine._started().driver
             driver._last_progress -= 61
 
         # An engine that was idle for longer is not stalled, neither before nor after its next request.

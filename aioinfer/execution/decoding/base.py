@@ -55,6 +55,8 @@ class Output:
     forced: dict[int, list[int]] = field(default_factory=dict)
     #: forwards that the step took
     rounds: int = 1
+    #: when the masks were there, on the timeline's clock; None: nothing waited for masks
+    masked: float | None = None
     #: seconds on the timeline's clock: the host began, was through with the forward, had the masks, and ended
     times: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
@@ -95,8 +97,8 @@ class Decoding(Protocol):
         parts: dict[str, torch.Tensor],
         state: Any,
         transfer: Transfer,
-    ) -> tuple[Output, float]:
-        """Sample or denoise; the slots then hold the result. Also when the masks were there."""
+    ) -> Output:
+        """Sample or denoise; the slots then hold the result."""
 
     def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Any, rounds: int) -> bool:
         """Whether another forward over the same rows follows in this step; fills in its input ids."""

@@ -25,7 +25,6 @@ from aioinfer.execution.packing import Layout, PackedStep
 from aioinfer.execution.warmup import COSTLY, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
-from aioinfer.observe.timeline import now
 from aioinfer.params import DiffusionParams
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
@@ -205,13 +204,13 @@ class BlockDecoding:
         parts: dict[str, torch.Tensor],
         state: Round,
         transfer: Transfer,
-    ) -> tuple[Output, float]:
-        forward, work = now(), packed.work
+    ) -> Output:
+        work: BlockWork = packed.work
         if work.rows:
             shape = (len(work.rows), self._records.size, logits.shape[-1])
             self.table.step(logits.view(shape), state, work.groups)
         records = state.records.view(-1)
-        return Output([records] if len(records) else []), forward
+        return Output([records] if len(records) else [])
 
     def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Round, rounds: int) -> bool:
         """No request wants to join, and no block is done."""

@@ -177,16 +177,16 @@ class TokenDecoding:
         parts: dict[str, torch.Tensor],
         state: None,
         transfer: Transfer,
-    ) -> tuple[Output, float]:
+    ) -> Output:
         work: TokenWork = packed.work
         logits = logits.float()
-        masked = now()
+        masked: float | None = None
         count, score_ids = len(work.sample_rows), parts["score_ids"]
         logprobs = self._logprobs(logits, work, transfer) if work.top >= 0 else None
         if not count:
             # A first chunk of a prompt: what it says of its request must not be lost.
             self.sampler.reset(work.penalty_resets)
-            return Output(_tensors(None, logprobs, score_ids)), masked
+            return Output(_tensors(None, logprobs, score_ids))
         logits = logits[:count]
         processors, sampling = self.sampler.logits_processors, _sampling_batch(work, parts, transfer)
         if len(parts["bias_rows"]):
@@ -210,7 +210,7 @@ class TokenDecoding:
         if logprobs is not None:
             asked = transfer.send(np.asarray([row for row, _ in work.sampling.logprobs], np.int64))
             scored = torch.cat((tokens[asked], score_ids))
-        return Output(_tensors(tokens, logprobs, scored), forced), masked
+        return Output(_tensors(tokens, logprobs, scored), forced, masked=masked)
 
     def _logprobs(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Logprobs:
         """Of the sampling rows that want them, then of the scored positions."""
