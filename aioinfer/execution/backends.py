@@ -31,7 +31,7 @@ import torch
 from aioinfer.execution.decoding.mirror import KEPT
 from aioinfer.execution.device import CompletedFlight, DeviceLost, Flight, StepOutOfMemory, StepResult
 from aioinfer.execution.graphs import Graph
-from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.runner import Runner
 from aioinfer.observe.timeline import DeviceLane, now
 

@@ -13,7 +13,8 @@ from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graphs import Capture, StepGraphs, graphs_unsupported
-from aioinfer.execution.packing import PackedStep, Packer
+from aioinfer.execution.packed import PackedStep
+from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.sizing import PoolSize, cpu_budget, cuda_budget, size_pool
 from aioinfer.execution.warmup import measure

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from aioinfer.execution.decoding.base import Captured, Output, Send
-from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.packed import PackedStep
 
 __all__ = ["Capture", "Graph", "StepGraphs", "graphs_unsupported"]
 

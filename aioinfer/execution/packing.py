@@ -6,85 +6,15 @@ launch thread then makes one tensor of the buffer (one host-to-device copy on CU
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import numpy.typing as npt
 
 from aioinfer.execution.decoding.base import RowPacker
-from aioinfer.execution.paging import PageTables, Placement, Tables
-from aioinfer.scheduling.step import MultiStepBudget, Step
+from aioinfer.execution.packed import Layout, PackedStep, Sections
+from aioinfer.execution.paging import PageTables
+from aioinfer.scheduling.step import Step
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Layout", "PackedStep", "Packer", "Sections"]
-
-
-class Sections:
-    """Named int64 arrays that travel to the device as one buffer: the one place that knows their order."""
-
-    __slots__ = ("_names", "_sizes", "ints")
-
-    def __init__(self, arrays: Mapping[str, npt.NDArray[np.int64]]) -> None:
-        """``arrays``: one-dimensional."""
-        self._names = tuple(arrays)
-        self._sizes = [len(array) for array in arrays.values()]
-        self.ints: npt.NDArray[np.int64] = np.concatenate(list(arrays.values()))
-
-    def __getitem__(self, name: str) -> npt.NDArray[np.int64]:
-        """One section, a view."""
-        at = self._names.index(name)
-        start = sum(self._sizes[:at])
-        return self.ints[start : start + self._sizes[at]]
-
-    def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of the sections of ``tensor``, which holds what ``ints`` does."""
-        return dict(zip(self._names, tensor.split(self._sizes), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the R rows of a step are, generating ones first."""
-
-    #: int64 [R]
-    slots: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    #: int64 [R]: positions of each row; None where all have one
-    q_len: npt.NDArray[np.int64] | None
-    placement: Placement
-    #: captured decodes may compute this step
-    captured: bool
-
-
-@dataclass(slots=True)
-class PackedStep:
-    """A step as arrays. Sizes: T tokens, R rows, P pages of the longest row.
-
-    ``sections`` holds input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1], kv_len[R], slots[R] and
-    block_table[R * P], as in :class:`~aioinfer.model.batch.Batch`, and behind them the sections of the
-    decoding.
-    """
-
-    sections: Sections
-    step_id: int
-    #: rows of one position whose token waits in the relay; they come first
-    num_decodes: int
-    num_pages: int
-    q_lens: list[int]
-    kv_lens: list[int]
-    #: what the decoding packed besides its sections
-    work: Any
-    #: instead of ``block_table``, which has no rows then, for a step that captured decodes may compute
-    tables: Tables | None = None
-    multi_step: MultiStepBudget | None = None
-
-    @property
-    def decodes_only(self) -> bool:
-        """Every row computes one token, which waits in the relay, and samples the next."""
-        return self.num_decodes == len(self.q_lens)
+__all__ = ["Packer"]
 
 
 class Packer:

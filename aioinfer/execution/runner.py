@@ -9,7 +9,7 @@ import torch
 from aioinfer.execution.decoding.base import Decoding, Output, Transfer
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.graphs import StepGraphs
-from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.packed import PackedStep
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM

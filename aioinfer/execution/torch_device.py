@@ -11,7 +11,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.packing import PackedStep, Packer
+from aioinfer.execution.packed import PackedStep
+from aioinfer.execution.packing import Packer
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 

@@ -15,7 +15,7 @@ from aioinfer.scheduling.step import NewRequestData, Row
 if TYPE_CHECKING:
     from aioinfer.execution.backends import CudaBackend
     from aioinfer.execution.graphs import Capture
-    from aioinfer.execution.packing import PackedStep
+    from aioinfer.execution.packed import PackedStep
 
 __all__ = ["COSTLY", "Graphs", "filled_slots", "measure"]
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioinfer.outputs import Draft, FinishReason, TokenLogprob
-from aioinfer.scheduling.cursor import Cursor
+from aioinfer.scheduling.cursor import Cursor, CursorOwner
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
-    from aioinfer.scheduling.request import Request
 
 __all__ = ["BlockCursor", "RowInFlight"]
 
@@ -215,7 +214,7 @@ class BlockCursor(Cursor):
     def _given(self, start: int) -> int:
         return min(self.block_size, max(0, self._prompt_length - start))
 
-    def take_known(self, request: Request) -> FinishReason | None:
+    def take_known(self, request: CursorOwner) -> FinishReason | None:
         """Append the block's final tokens to the output, up to one that ends it; returns the reason then."""
         block = self.block
         assert block is not None
@@ -231,7 +230,7 @@ class BlockCursor(Cursor):
                 return reason
         return None
 
-    def draft(self, request: Request) -> Draft | None:
+    def draft(self, request: CursorOwner) -> Draft | None:
         """What is known of the block beyond the output, up to where the output would end: at its greatest
         length, or with the first end token that is known, whatever is unknown before it."""
         block = self.block

@@ -15,10 +15,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
-    from aioinfer.outputs import Draft, TokenLogprob
-    from aioinfer.scheduling.request import Request
+    from aioinfer.outputs import Draft, FinishReason, TokenLogprob
+    from aioinfer.params import SamplingParams
+    from aioinfer.text.output import OutputText
 
-__all__ = ["Columns", "Cursor", "TokenCursor"]
+__all__ = ["Columns", "Cursor", "CursorOwner", "TokenCursor"]
+
+
+class CursorOwner(Protocol):
+    """What a cursor reads of the request whose output it extends or describes."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    logprobs: list[TokenLogprob]
+    text: OutputText
+
+    @property
+    def finished(self) -> bool: ...
+
+    def append(self, token: int) -> FinishReason | None:
+        """One more token of the output; the reason if it ends there."""
 
 
 class Columns(Protocol):
@@ -116,7 +132,7 @@ class Cursor:
         """Rises with every new draft that the caller asked for."""
         return 0
 
-    def draft(self, request: Request) -> Draft | None:
+    def draft(self, request: CursorOwner) -> Draft | None:
         """What may follow the output, if the caller asked for drafts and anything is known."""
         return None
 

@@ -22,7 +22,8 @@ from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.execution.backends import CpuBackend
 from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Flight, Progress, StepResult
-from aioinfer.execution.packing import PackedStep, Packer
+from aioinfer.execution.packed import PackedStep
+from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import ModelSpec

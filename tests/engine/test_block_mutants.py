@@ -16,7 +16,7 @@ from aioinfer.execution.decoding import block_table
 from aioinfer.execution.decoding.base import Transfer
 from aioinfer.execution.decoding.block_table import BlockTable, Round
 from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
-from aioinfer.execution.packing import Layout, PackedStep
+from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.scheduling import block_batch
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor

@@ -24,7 +24,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import StepFailed
 from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
-from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams

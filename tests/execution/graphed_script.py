@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from aioinfer.execution.decoding.blocks import BlockDecoding
 from aioinfer.execution.device import DeviceInfo, Flight
 from aioinfer.execution.graphs import StepGraphs
-from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.runner import Runner
 from aioinfer.model.batch import Batch
 from aioinfer.scheduling.step import Step

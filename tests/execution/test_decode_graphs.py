@@ -22,7 +22,8 @@ from aioinfer.execution.decoding.tokens import TokenDecoding, TokenKind, TokenPa
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graphs import StepGraphs, graphs_unsupported
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
-from aioinfer.execution.packing import PackedStep, Packer
+from aioinfer.execution.packed import PackedStep
+from aioinfer.execution.packing import Packer
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.batch import Batch
 from aioinfer.params import SamplingParams

@@ -11,7 +11,8 @@ import pytest
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.execution.decoding.tokens import TokenPacker
-from aioinfer.execution.packing import PackedStep, Packer
+from aioinfer.execution.packed import PackedStep
+from aioinfer.execution.packing import Packer
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.admission import Limits

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aioinfer.config import EngineConfig
     from aioinfer.execution.device import StepResult
     from aioinfer.execution.grammar_worker import GrammarWorker
-    from aioinfer.execution.packing import Layout, PackedStep
+    from aioinfer.execution.packed import Layout, PackedStep
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.spec import CausalLM
     from aioinfer.scheduling.step import NewRequestData, Step

@@ -35,7 +35,7 @@ from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.execution.decoding.base import Output, Send
 from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round
 from aioinfer.execution.decoding.mirror import KEPT, Mirror
-from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.packed import PackedStep
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM

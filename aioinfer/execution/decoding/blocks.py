@@ -21,7 +21,7 @@ from aioinfer.execution.decoding.block_graphs import CapturedBlocks
 from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round, Tenant
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.packing import Layout, PackedStep
+from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.warmup import COSTLY, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec

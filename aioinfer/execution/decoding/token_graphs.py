@@ -21,7 +21,7 @@ from aioinfer.execution.decoding.base import Output, Send
 from aioinfer.execution.decoding.mirror import KEPT, Mirror
 from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS
-from aioinfer.execution.packing import PackedStep
+from aioinfer.execution.packed import PackedStep
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM

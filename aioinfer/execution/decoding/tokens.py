@@ -17,7 +17,7 @@ from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS, Sampling
 from aioinfer.execution.decoding.token_graphs import CapturedTokens
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
-from aioinfer.execution.packing import Layout, PackedStep
+from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.warmup import COSTLY, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
