@@ -155,7 +155,7 @@ class _Place:
         return _send(pinned if array.ndim == 1 else pinned.view(array.shape), self._device)
 
     def await_last_result(self) -> None:
-        """Until the host has read what the step before sampled, whoever gets to reading it."""
+        """Until the host has read what the step before sampled, on whichever thread."""
         if self._last is not None:
             self._last.settle()
 
@@ -301,7 +301,7 @@ class _Clock:
 
 
 class _CudaFlight:
-    """Read once, by whoever comes first, and after those launched before."""
+    """Read once, by the first thread that asks, and after those launched before."""
 
     __slots__ = ("_clock", "_error", "_last", "_lock", "_read", "_result", "place", "step")
 

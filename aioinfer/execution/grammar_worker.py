@@ -63,7 +63,7 @@ class GrammarWorker:
     """The grammars of one device. Threads start with the first grammar.
 
     ``patience``: seconds that a step waits, after its forward, for masks that are late. A grammar that
-    takes longer is slow: until it has been quick again it works apart from the others, and nobody waits for
+    takes longer is slow: until it has been quick again it works apart from the others, and no step waits for
     it.
     """
 
@@ -72,7 +72,7 @@ class GrammarWorker:
         self._changed = threading.Condition()
         self._threaded = threaded
         self._workers = _Workers("aioinfer-masks", self._work)
-        #: work that somebody is at
+        #: work in progress
         self._batches: list[_Batch] = []
 
     def advance(self, rows: Sequence[GrammarRow], tokens: Sequence[int]) -> None:
@@ -205,8 +205,8 @@ class GrammarWorker:
 
 
 class _Batch:
-    """Tokens for one thread to accept, with their states, and states for it to fill the masks of. Somebody
-    may take them away, until it has begun with the masks."""
+    """Tokens for one thread to accept, with their states, and states for it to fill the masks of. Another
+    thread may take them away, until this one has begun with the masks."""
 
     __slots__ = ("accepted", "tokens")
 
@@ -241,7 +241,7 @@ class _Workers:
         self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        #: pieces of work that nobody has finished
+        #: pieces of work that are not finished
         self._open = 0
 
     def put(self, work: _Batch) -> None:

@@ -35,7 +35,7 @@ class Placement:
     #: [R]
     kv_len: npt.NDArray[np.int64]
     kv_lens: list[int]
-    #: [R, P], or [0, P] if nobody wants it
+    #: [R, P], or [0, P] if it is not wanted
     block_table: npt.NDArray[np.int64]
 
 
@@ -48,7 +48,7 @@ class PageTables:
         self._page_size = page_size
         #: a tenant's entries beyond its pages name the null page 0
         self._tables = np.zeros((num_slots + 1, max_pages), np.int64)
-        #: by slot, what it was when somebody last asked
+        #: by slot, what it was when it was last asked for
         self._copies: list[npt.NDArray[np.int64] | None] = [None] * (num_slots + 1)
         self._versions = np.zeros(num_slots + 1, np.int64)
         self._version = 0

@@ -1,1 +1,1 @@
-"""Who computes what in the next step. Pure Python: no torch, no asyncio, no clock of its own."""
+"""Which rows the next step computes. Pure Python: no torch, no asyncio, no clock of its own."""

@@ -1,4 +1,4 @@
-"""Admission: who of the waiting is let in, with how many tokens, and what is kept back for the others."""
+"""Admission: which waiting requests get a slot, with how many tokens, and which pages are kept back."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ class NewTokenRatio:
 
 
 class PrefixLeaders:
-    """In-batch sharing: who is computing a prefix that others wait for.
+    """In-batch sharing: the requests that compute a prefix which others wait for.
 
     A running request leads where its prefill goes beyond what is cached. A waiting one whose prefix is
     cached up to the same point and continues with the same ``tokens`` is held back until those are
-    committed, and then finds them. Leaders always run, so nobody is held for ever.
+    committed, and then finds them. Leaders always run, so no request is held for ever.
     """
 
     __slots__ = ("_leaders", "_marks", "_memory", "_pages")
@@ -167,7 +167,7 @@ class Admitter:
     ``fifo`` takes requests in the policy's order until the step is full. ``pack`` looks ahead: those that
     fit whole go in beside each other, cheapest first, and the first in order gets what is left. Every
     ``force_fifo_every`` rounds, and when the eldest was passed over ``max_passed_over`` times, it is
-    fifo's turn, so nobody starves.
+    fifo's turn, so no request starves.
     """
 
     __slots__ = (
@@ -197,7 +197,7 @@ class Admitter:
         self, budget: StepBudget, room: int, urgent: Request | None = None
     ) -> tuple[list[tuple[Request, int]], bool]:
         """Up to ``room`` requests in the order of the policy, each with the tokens it may have; and
-        whether nobody may be admitted if one before it could not be. An ``urgent`` one goes alone."""
+        whether a request that cannot be admitted holds up those behind it. An ``urgent`` one goes alone."""
         limits = self._limits
         self._round += 1
         if urgent is not None:

@@ -1,4 +1,4 @@
-"""Audit: does everybody hold what they should, and nobody anything else?"""
+"""Audit: every page, slot and row is held by the request that should hold it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def check_idle(scheduler: Scheduler) -> None:
     check(scheduler)
     memory = scheduler.memory
     assert not scheduler.queues.has_unfinished
-    assert not memory.pages.private, f"{memory.pages.private} pages belong to nobody"
+    assert not memory.pages.private, f"{memory.pages.private} pages belong to no request"
     assert not memory.pages.fenced, f"{memory.pages.fenced} pages wait for a step that is not there"
-    assert memory.tree is None or not memory.tree.num_locks, "a prefix is locked by nobody"
+    assert memory.tree is None or not memory.tree.num_locks, "a prefix is locked by no request"
     assert not scheduler.queues.queued_tokens
 
 

@@ -39,7 +39,7 @@ class Memory:
 
     @property
     def evictable(self) -> int:
-        """Cached pages that nobody reads."""
+        """Cached pages that no request reads."""
         return 0 if self.tree is None else self.tree.evictable
 
     @property
@@ -145,7 +145,7 @@ class Memory:
         request.kv.slot, request.kv.lock = 0, None
 
     def distrust(self, request: Request) -> None:
-        """The KV of a request is not to be shared, as far as nobody else uses it yet."""
+        """The KV of a request must not be shared, as far as no other request uses it yet."""
         request.kv.cacheable = False
         if self.tree is None or request.finished:
             return

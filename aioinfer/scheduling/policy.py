@@ -68,7 +68,7 @@ class Policy:
         return iter(self._arrivals.values())
 
     def eldest(self) -> Request | None:
-        """Who has waited longest, and goes first once it was passed over too often."""
+        """The request that has waited longest; it goes first once it was passed over too often."""
         return self._arrivals.peekitem(0)[1] if self._arrivals else None
 
     def __contains__(self, request: Request) -> bool:

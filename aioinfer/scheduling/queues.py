@@ -154,7 +154,8 @@ class RequestQueues:
         return True
 
     def park(self, request: Request) -> None:
-        """Compute nothing for a request until :meth:`unpark`. It keeps its pages while nobody needs them."""
+        """Compute nothing for a request until :meth:`unpark`. It keeps its pages while no other request
+        needs them."""
         if request.finished or request.parked:
             return
         request.parked = True

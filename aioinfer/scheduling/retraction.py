@@ -1,4 +1,4 @@
-"""Retraction: who loses slot and pages first when others need them."""
+"""Retraction: the order in which requests lose slot and pages when others need them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["victims"]
 
 
 def victims(running: Collection[Request]) -> Iterator[Request]:
-    """Parked ones first, then low priority, then who came last. Never the eldest that is not parked: so
+    """Parked ones first, then low priority, then the newest. Never the eldest that is not parked: so
     one request always moves on, and no two take each other's pages for ever."""
     eldest = min(
         (request for request in running if not request.parked), key=lambda request: request.key, default=None

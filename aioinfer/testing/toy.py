@@ -1,8 +1,8 @@
 """ToyDevice: a hash "model" over tainted KV memory, which turns any mix-up into an exact failure.
 
-The next token is a hash of all tokens before it, so a page, slot or placeholder that belongs to somebody
-else changes the output with near certainty. And before it computes, the toy checks what it is about to
-read: every KV cell must hold the right position of exactly the reader's own tokens, whoever wrote them.
+The next token is a hash of all tokens before it, so a page, slot or placeholder of another request
+changes the output with near certainty. And before it computes, the toy checks what it is about to
+read: every KV cell must hold the right position of exactly the reader's own tokens, whichever row wrote them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def toy_generate(
 
 
 def toy_logprob(position: int, token: int) -> TokenLogprob:
-    """What the toy reports for a token at a position: nothing of meaning, but of nobody else."""
+    """What the toy reports for a token at a position: meaningless, but unique to the position and the
+    token."""
     return TokenLogprob(token, -(1000.0 * position + token))
 
 
@@ -202,7 +203,7 @@ class ToyDevice:
         return result
 
     def _spoil(self, prepared: _Prepared) -> None:
-        """A step failed: nobody knows how far it came."""
+        """A step failed: how far it came is unknown."""
         for row, table in zip(prepared.rows, prepared.tables, strict=True):
             self._doomed.add(row.request.key)
             if row.new_request is not None:
@@ -273,7 +274,7 @@ class ToyDevice:
         token = self._relay[row.slot]
         self._relay[row.slot] = _POISON
         if token == _POISON:
-            raise TaintError(f"{row.request}: nobody wrote its relay cell")
+            raise TaintError(f"{row.request}: its relay cell was never written")
         return [token]
 
     def _sample(self, row: Row, state: int, forced: list[int]) -> int:

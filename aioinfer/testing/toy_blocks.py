@@ -2,7 +2,7 @@
 
 The model is scripted (:mod:`aioinfer.diffusion.scripted`); packing, blocks on the device and algorithms are
 the real ones. What a block says is a hash of everything before it and of its own ids, and each KV cell
-remembers what that was when it was written. So a page, a slot, a block or a round that is somebody else's is
+remembers what that was when it was written. So a page, a slot, a block or a round of another request is
 an exact failure.
 """
 
@@ -42,8 +42,8 @@ class ScriptedLM:
     """A :class:`~aioinfer.model.spec.CausalLM` on the CPU that keeps its KV itself.
 
     A cell holds the position that it was written for, and a hash of all tokens before its block and up to its
-    end: whoever reads cells that do not follow from each other, or from what ``expected`` says, has got
-    somebody else's.
+    end: cells that do not follow from each other, or from what ``expected`` says, belong to
+    another sequence.
     """
 
     capturable = False
@@ -60,8 +60,8 @@ class ScriptedLM:
         self._position = np.full(cells, -1, np.int64)
         self._before = np.zeros(cells, np.int64)
         self._state = np.zeros(cells, np.int64)
-        #: by row of the next forward, the hash of all that its sequence has before it; None if nobody knows
-        #: or cares what the row computes. All rows are as they should be if this is None
+        #: by row of the next forward, the hash of all that its sequence has before it; None if it is
+        #: unknown or does not matter. If this is None, no row is checked against it
         self.expected: Sequence[int | None] | None = None
 
     def forward(self, batch: Batch, attention: Any) -> torch.Tensor:
@@ -83,7 +83,7 @@ class ScriptedLM:
         return logits.view(-1, self.spec.vocab_size)
 
     def spoil(self, packed: PackedStep) -> None:
-        """A step failed: nobody knows what is in the cells of its rows."""
+        """A step failed: the content of its rows' cells is unknown."""
         cells = packed.sections["slot_mapping"]
         self._position[cells] = _POISON
         self._state[cells] = _POISON

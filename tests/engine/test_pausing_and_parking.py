@@ -174,4 +174,4 @@ async def test_an_idle_engine_notices_what_was_not_given_back(
                     while engine.stats().failed_checks <= times:
                         await asyncio.sleep(0)
         assert len(caplog.records) == 1, "once is enough"
-        assert "belong to nobody" in caplog.text
+        assert "belong to no request" in caplog.text

@@ -68,7 +68,7 @@ class PoisonedRelay(Relay):
         super().scatter(slots, tokens)
 
     def free(self, slots: list[int]) -> None:
-        """These belong to nobody now. On whatever thread: nobody else may touch them."""
+        """These belong to no request now, and no other thread may touch them."""
         self._cells.numpy()[slots] = self.poison
 
 

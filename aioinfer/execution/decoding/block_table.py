@@ -60,7 +60,7 @@ class BlockTable:
         self._device = device
         self._records = records
         self._blank = torch.from_numpy(records.blank).to(device)
-        #: [slots, words]; a slot that nobody has had holds a block that is done, and so does the null slot
+        #: [slots, words]; a slot that was never taken holds a block that is done, and so does the null slot
         self._table = self._blank.repeat(num_slots + 1, 1)
         records.block(self._table)[0].done.fill_(True)
         self._algorithms: dict[str, _Algorithm] = {}
@@ -167,7 +167,8 @@ class _Algorithm:
             }
         )
         self._table = torch.zeros(num_slots + 1, self._layout.words, dtype=torch.int64, device=device)
-        #: by the slots of their rows: it depends only on who is there, and mostly that is who was before
+        #: by the slots of their rows: it depends only on the requests there, which are mostly the same as
+        #: before
         self._known: OrderedDict[bytes, Rows] = OrderedDict()
 
     def forget_rows(self) -> None:

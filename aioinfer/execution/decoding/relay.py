@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["Relay"]
 
-#: No model has a token with this id, so a cell that nobody wrote shows at once.
+#: No model has a token with this id, so a cell that was never written shows at once.
 _POISON = -1
 
 

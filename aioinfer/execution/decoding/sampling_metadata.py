@@ -1,6 +1,6 @@
 """SamplingMetadata: what the requests of a step's sampling rows ask for.
 
-It depends only on who samples, and in most steps that is whom it was the step before: so it is kept.
+It depends only on the requests that sample, which are the same in most consecutive steps: so it is kept.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class DfsWeight(CacheAware):
         while stack:
             here = stack.pop()
             arranged += at.get(here, [])
-            # The heaviest comes last onto the stack and first off it; among equals who was met first.
+            # The heaviest comes last onto the stack and first off it; among equals the one met first.
             branches = list(below.get(here, {}))[::-1]
             branches.sort(key=weight.__getitem__)
             stack += branches

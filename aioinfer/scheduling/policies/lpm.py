@@ -9,7 +9,7 @@ __all__ = ["Lpm"]
 
 
 class Lpm(CacheAware):
-    """Longest prefix match first: who needs least computing, before its prefix is evicted."""
+    """Longest prefix match first: the request that needs least computing, before its prefix is evicted."""
 
     def arrange(self) -> list[Request]:
         return sorted(self, key=lambda request: (-self._memory.lookup(request)[0], request.key))
