@@ -186,7 +186,7 @@ async def test_an_error_of_the_device_ends_its_own_step_alone(
     async with engine(settings, device) as running:
         backend: Any = device._backend
         with pytest.MonkeyPatch.context() as broken:
-            broken.setattr(backend.runner.graphs, "sample", lambda packed: 1 / 0)
+            broken.setattr(backend.runner.graphs.captured, "finish", lambda packed, replay: 1 / 0)
             with pytest.raises(errors.StepFailed):
                 await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
         result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
@@ -214,8 +214,8 @@ async def test_a_closed_engine_leaves_nothing_on_the_device(
     async with engine(settings, device) as running:
         await running.generate([5, 6, 7], wanted)
         runner: Any = device._backend.runner  # type: ignore[union-attr]
-        tensors = [weakref.ref(runner._model._embedding), weakref.ref(runner.attention._pool.keys[0])]
-        runner.relay = None
+        tensors = [weakref.ref(runner.model._embedding), weakref.ref(runner.attention._pool.keys[0])]
+        runner.decoding.relay = None
         with pytest.raises(errors.StepFailed) as failed:
             await running.generate([5, 6, 7], wanted)
         del runner
