@@ -79,11 +79,13 @@ class Engine:
         self._reset(EngineState.STARTING)
         self._starting = asyncio.get_running_loop()
         intake = Intake(self._starting)
-        launcher = self._make_launcher(self.config)
+        launcher: Launcher | None = None
         try:
+            launcher = self._make_launcher(self.config)
             self._runtime = await self._open(launcher, intake, progress)
         except BaseException:
-            await launcher.aclose()
+            if launcher is not None:
+                await launcher.aclose()
             intake.close()
             self._reset(EngineState.CLOSED)
             raise

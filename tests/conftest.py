@@ -66,7 +66,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     scale = config.getoption("--scale")
-    whole = config.getoption("--battery") or _named(config)
+    whole = _whole(config) or _named(config)
     tiers.set_scale(scale if scale is not None else 1.0 if whole else tiers.QUICK_SCALE)
 
 
@@ -81,7 +81,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    if config.getoption("--battery"):
+    if _whole(config):
         return "tier: battery (every test)"
     return "tier: quick (pytest --battery runs every test)"
 
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(tiers.battery("the same test on the other event loop"))
         if any(not mark.args for mark in item.iter_markers("battery")):
             raise pytest.UsageError(f"{item.nodeid}: the marker battery needs a reason")
-    if config.getoption("--battery"):
+    if _whole(config):
         return
     named = _named(config)
     left = [
@@ -134,6 +134,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     count = config.stash.get(_LEFT_OUT, 0)
     if count:
         terminalreporter.write_line(f"{count} tests were left to the battery (pytest --battery)")
+
+
+def _whole(config: pytest.Config) -> bool:
+    """Every test runs: asked for, or with ``-m gpu``, whose tests are few and need a machine that is rare."""
+    return bool(config.getoption("--battery")) or "gpu" in config.option.markexpr
 
 
 def _named(config: pytest.Config) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ class _Place:
 class CudaBackend:
     """Forward stream, copy stream, and a ring of pinned buffers, each with its own events."""
 
-    #: two more than the window, so that launching never waits for a place
+    #: two more than the steps in flight, so that launching never waits for a place
     RING = KEPT
 
     def __init__(self, device: torch.device, lane: DeviceLane) -> None:

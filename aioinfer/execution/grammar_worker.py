@@ -93,13 +93,6 @@ class GrammarWorker:
         for tokens in slow:
             self._workers.put(_Batch([tokens]))
 
-    def advance_step(
-        self, rows: Sequence[GrammarRow], sample_rows: Sequence[int], tokens: Sequence[int]
-    ) -> None:
-        """The same from the tokens of all rows of a step."""
-        if rows:
-            self.advance(rows, [tokens[row] for row in sample_rows])
-
     def collect(self, rows: Sequence[GrammarRow], sampling: int) -> Constraints:
         """The masks of ``rows``, for a step of which ``sampling`` rows sample; waits for them, in reason."""
         if behind := [row.state for row in rows if row.state.missed is not None]:

@@ -38,8 +38,7 @@ class Packer:
         generating, prefilling = step.generating, step.prefilling
         new = dict(generating.new_requests)
         new |= {row.slot: row.new_request for row in prefilling if row.new_request is not None}
-        if new:
-            self._rows.admit(new)
+        self._rows.admit(new)
         self._tables.update(new, (*generating.tables, *(row.table_update for row in prefilling)))
         layout = self._layout(step)
         placement = layout.placement

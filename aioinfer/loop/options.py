@@ -81,7 +81,9 @@ class PromptSource:
         if template_kwargs is not None and not self._chat:
             raise InvalidRequest("chat_template_kwargs", "only chat messages go through a template")
         self._template_kwargs = dict(template_kwargs or {})
-        if not self.is_ids and tokenizer is None:
+        if self.is_ids:
+            self._prompt = prompt[:]  # the caller may change its list
+        elif tokenizer is None:
             raise InvalidRequest("prompt", "the model has no tokenizer: give token ids")
 
     @property

@@ -19,6 +19,7 @@ import numpy as np
 
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.block_cursor import BlockCursor, RowInFlight
+from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.step import (
@@ -86,8 +87,8 @@ class BlockBatch:
         # At once: a request whose prompt is cached may be the only one that wants a row of this step.
         self.add(request)
 
-    def planned(self) -> None:
-        pass
+    def planned(self, generating: Generating, prefilling: Sequence[Row], counters: SchedulerCounters) -> None:
+        counters.rounds += len(generating) + sum(row.blocks > 0 for row in prefilling)
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -208,7 +209,8 @@ class BlockBatch:
     def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
         blocks, counters = outcome.blocks, queues.counters
         counters.forwards += outcome.rounds
-        counters.rounds += outcome.rounds * len(blocks)
+        # Those that the device added by itself.
+        counters.rounds += (outcome.rounds - 1) * len(blocks)
         updated: list[Request] = []
         for index, row in enumerate(step.rows):
             request = row.request

@@ -53,8 +53,8 @@ class RunningBatch(Protocol):
     def join(self, request: Request) -> None:
         """The step that is being planned has the last of a request's known tokens."""
 
-    def planned(self) -> None:
-        """The step is planned."""
+    def planned(self, generating: Generating, prefilling: Sequence[Row], counters: SchedulerCounters) -> None:
+        """The step has these rows."""
 
     def remove(self, request: Request) -> None:
         """The request generates no more, for now or for good."""

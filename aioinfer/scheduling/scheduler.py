@@ -92,7 +92,7 @@ class Scheduler:
                 prefilling = self._prefill(budget)
             if not generating and (limits.mixed or not prefilling):
                 generating = self._generate(budget, starved)
-        queues.batch.planned()
+        queues.batch.planned(generating, prefilling, queues.counters)
         return self._step(generating, prefilling, self.cap.tokens - budget.tokens)
 
     def _step(self, generating: Generating, prefilling: list[Row], num_tokens: int) -> Step | None:
@@ -238,9 +238,12 @@ class Scheduler:
         short = queues.batch.out_of_pages()
         if queues.growing:
             short = sorted([*short, *queues.growing.values()], key=lambda request: request.key)
+        growing = queues.growing
         for request in short:
-            pages = memory.pages.pages_for(request.length)
-            while self._wants_pages(request) and len(request.kv.pages) < pages:
+            cursor, kv = request.cursor, request.kv
+            pages = memory.pages.pages_for(cursor.length)
+            # The request itself may be retracted for its own pages.
+            while (cursor.batch is not None or request.key in growing) and len(kv.pages) < pages:
                 if memory.grow(request):
                     continue
                 victim = None if memory.returning else self._victim()
@@ -252,13 +255,10 @@ class Scheduler:
                 self._short = True
                 self.ratio.rise()
             else:
-                queues.growing.pop(request.key, None)
-                if request.cursor.batch is not None:
+                growing.pop(request.key, None)
+                if cursor.batch is not None:
                     queues.batch.changed_pages(request)
         return [request for request in starved if request.cursor.batch is not None]
-
-    def _wants_pages(self, request: Request) -> bool:
-        return request.cursor.batch is not None or request.key in self.queues.growing
 
     def _victim(self) -> Request | None:
         return next(victims(self.queues.running.values()), None)

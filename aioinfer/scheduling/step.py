@@ -137,9 +137,10 @@ class Row:
         return self.kv_length - len(self.request.prompt_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Generating:
-    """The rows of a step whose input lives on the device, as columns of G entries."""
+    """The rows of a step whose input lives on the device, as columns of G entries. Never changed: not
+    declared frozen, because that doubles the time to make one."""
 
     requests: list[Request]
     #: int64 [G]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
+from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
 from aioinfer.scheduling.request import Request, RequestState
@@ -83,7 +84,7 @@ class TokenBatch:
         # Not before the decodes of this step are chosen: the token to decode is sampled in it.
         self._joining.append(request)
 
-    def planned(self) -> None:
+    def planned(self, generating: Generating, prefilling: Sequence[Row], counters: SchedulerCounters) -> None:
         for request in self._joining:
             self.add(request)
         self._joining.clear()
@@ -151,7 +152,9 @@ class TokenBatch:
         present = self._stale.keys() & {request.key for request in requests}
         tables: list[TableUpdate] = []
         for request in [request for key, request in self._stale.items() if key in present]:
-            tables.append((request.kv.slot, *request.kv.take_new_pages()))
+            kv = request.kv
+            tables.append((kv.slot, kv.sent_pages, kv.pages[kv.sent_pages :]))
+            kv.sent_pages = len(kv.pages)
             del self._stale[request.key]
         return tables
 

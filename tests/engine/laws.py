@@ -182,7 +182,8 @@ class BlockLaws(LawChecker):
         chunks = [row for row in step.rows if row.ids]
         rounds = [row for row in step.rows if not row.ids]
         lengths = [row.length for row in chunks]
-        assert not any(row.ids for row in step.generating.rows)
+        generating = step.generating
+        assert not generating or (generating.lengths is not None and generating.unit == self.size)
         assert max(lengths, default=0) <= max(limits.chunk_size, self.size)
         most = limits.max_prefill_tokens
         if most is not None and sum(lengths) > most:

@@ -68,7 +68,7 @@ class RowPacker(Protocol):
     unknown_id: int
 
     def admit(self, new: Mapping[int, NewRequestData]) -> None:
-        """Requests take these slots, in the step that is packed next."""
+        """Requests, perhaps none, take these slots in the step that is packed next."""
 
     def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], Any]:
         """The sections of a step that only this decoding has, and whatever stays on the host."""

@@ -76,7 +76,7 @@ class BlockTable:
             self._of(name)
 
     def begin(
-        self, slots: torch.Tensor, records: torch.Tensor, tenants: Sequence[Tenant], link: Transfer
+        self, slots: torch.Tensor, records: torch.Tensor, tenants: Sequence[Tenant], transfer: Transfer
     ) -> None:
         """Requests take slots: their first blocks, [A * words], and what they ask for."""
         if not tenants:
@@ -88,7 +88,7 @@ class BlockTable:
         for algorithm in self._algorithms.values():
             algorithm.forget_rows()
         for name, takers in asked.items():
-            self._of(name).admit(takers, link)
+            self._of(name).admit(takers, transfer)
 
     def _of(self, name: str) -> _Algorithm:
         found = self._algorithms.get(name)
@@ -175,7 +175,7 @@ class _Algorithm:
         """Some slot has a new tenant."""
         self._known.clear()
 
-    def admit(self, tenants: Sequence[Tenant], link: Transfer) -> None:
+    def admit(self, tenants: Sequence[Tenant], transfer: Transfer) -> None:
         """What they ask for goes to their slots."""
         state = self.algorithm.init_state(
             [tenant.params for tenant in tenants],
@@ -186,7 +186,7 @@ class _Algorithm:
         words = torch.zeros(len(tenants), self._layout.words, dtype=torch.int64)
         for name, column in self._layout.views(words).items():
             column.copy_(state[name])
-        sent = link.send(words.numpy())
+        sent = transfer.send(words.numpy())
         self._table.index_copy_(0, sent[:, self._layout.first_word("slot")], sent)
 
     def state(self, slots: torch.Tensor, key: bytes | None, counters: torch.Tensor) -> Rows:

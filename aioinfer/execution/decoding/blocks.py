@@ -84,6 +84,7 @@ class BlockPacker:
         self._begun: list[npt.NDArray[np.int64]] = []
 
     def admit(self, new: Mapping[int, NewRequestData]) -> None:
+        self._tenants, self._begun = [], []
         for slot, data in new.items():
             params = data.params
             diffusion = params.diffusion or DiffusionParams()
@@ -121,7 +122,6 @@ class BlockPacker:
         may_turn = bool((self._reached[own] < targets).any())
         self._reached[own] = targets - pairs * size
         tenants, begun = self._tenants, self._begun
-        self._tenants, self._begun = [], []
         sections = {
             "block_slots": own,
             "targets": targets,

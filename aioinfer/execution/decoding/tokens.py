@@ -115,13 +115,12 @@ class TokenPacker:
             "bias_ids": bias_ids,
             "bias_bits": bias_bits,
         }
-        resets, self._resets = self._resets, []
         grammars = [
             GrammarRow(row, state, int(sample_positions[row]), row >= step.num_generating)
             for row, state in sampling.grammars
         ]
         return sections, TokenWork(
-            sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids
+            sample_rows, sampling, self._resets, grammars, scores, len(banned_ids), score_ids
         )
 
 
