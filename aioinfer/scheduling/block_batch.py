@@ -19,7 +19,6 @@ import numpy as np
 
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.block_cursor import BlockCursor, RowInFlight
-from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.step import (
@@ -87,8 +86,18 @@ class BlockBatch:
         # At once: a request whose prompt is cached may be the only one that wants a row of this step.
         self.add(request)
 
-    def planned(self, generating: Generating, prefilling: Sequence[Row], counters: SchedulerCounters) -> None:
-        counters.rounds += len(generating) + sum(row.blocks > 0 for row in prefilling)
+    def planned(
+        self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues
+    ) -> MultiStepBudget | None:
+        queues.counters.rounds += len(generating) + sum(row.blocks > 0 for row in prefilling)
+        # Rounds may follow each other on the device while they are all that there is to do.
+        if self._limits.max_rounds == 1 or queues.waiting or queues.prefilling:
+            return None
+        if any(cursor.drafts for cursor in self._cursors):
+            return None
+        single = generating.lengths is None or bool((generating.lengths == self.unit).all())
+        alike = single and all(row.blocks == 1 and not row.ids for row in prefilling)
+        return MultiStepBudget(self._limits.max_rounds) if alike else None
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -123,13 +132,6 @@ class BlockBatch:
             return False
         owed = not self._limits.fused_commit and any(cursor.uncommitted for cursor in self._cursors)
         return owed or self.locked
-
-    def multi_step(self, generating: Generating, prefilling: Sequence[Row]) -> MultiStepBudget | None:
-        if self._limits.max_rounds == 1 or any(cursor.drafts for cursor in self._cursors):
-            return None
-        single = generating.lengths is None or bool((generating.lengths == self.unit).all())
-        alike = single and all(row.blocks == 1 and not row.ids for row in prefilling)
-        return MultiStepBudget(self._limits.max_rounds) if alike else None
 
     def longest_chunk(self, request: Request) -> int | None:
         return None

@@ -53,8 +53,10 @@ class RunningBatch(Protocol):
     def join(self, request: Request) -> None:
         """The step that is being planned has the last of a request's known tokens."""
 
-    def planned(self, generating: Generating, prefilling: Sequence[Row], counters: SchedulerCounters) -> None:
-        """The step has these rows."""
+    def planned(
+        self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues
+    ) -> MultiStepBudget | None:
+        """The step has these rows; returns how many forwards it may take, if it may take several."""
 
     def remove(self, request: Request) -> None:
         """The request generates no more, for now or for good."""
@@ -76,9 +78,6 @@ class RunningBatch(Protocol):
 
     def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
         """The rows of step ``step_id``, for all but ``without`` and ``most`` positions at most."""
-
-    def multi_step(self, generating: Generating, prefilling: Sequence[Row]) -> MultiStepBudget | None:
-        """How many forwards a step of these rows may take, if they are all that there is to do."""
 
     def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
         """Commit what a step's rows brought; returns the requests that changed, in row order."""

@@ -92,7 +92,6 @@ class Scheduler:
                 prefilling = self._prefill(budget)
             if not generating and (limits.mixed or not prefilling):
                 generating = self._generate(budget, starved)
-        queues.batch.planned(generating, prefilling, queues.counters)
         return self._step(generating, prefilling, self.cap.tokens - budget.tokens)
 
     def _step(self, generating: Generating, prefilling: list[Row], num_tokens: int) -> Step | None:
@@ -101,16 +100,14 @@ class Scheduler:
         queues = self.queues
         queues.last_step += 1
         self._prefilled_last = bool(prefilling)
-        multi = None
-        if not (queues.waiting or queues.prefilling):
-            multi = queues.batch.multi_step(generating, prefilling)
-        step = Step(queues.last_step, generating, tuple(prefilling), num_tokens, multi)
-        prefill_tokens = step.prefill_tokens
-        queues.counters.steps += 1
-        queues.counters.prefill_tokens += prefill_tokens
-        queues.counters.decode_tokens += num_tokens - prefill_tokens
+        multi_step = queues.batch.planned(generating, prefilling, queues)
+        prefill_tokens = sum(len(row.ids) for row in prefilling) if prefilling else 0
+        counters = queues.counters
+        counters.steps += 1
+        counters.prefill_tokens += prefill_tokens
+        counters.decode_tokens += num_tokens - prefill_tokens
         self.ratio.decay()
-        return step
+        return Step(queues.last_step, generating, tuple(prefilling), num_tokens, multi_step)
 
     def _generate(self, budget: StepBudget, starved: list[Request]) -> Generating:
         """A token or block for every request in the batch, as far as the step holds them."""

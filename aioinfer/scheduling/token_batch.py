@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
-from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
 from aioinfer.scheduling.request import Request, RequestState
-from aioinfer.scheduling.step import NO_ROWS, Generating, MultiStepBudget, Outcome, Row, Step, TableUpdate
+from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, TableUpdate
 
 if TYPE_CHECKING:
     from aioinfer.scheduling.queues import RequestQueues
@@ -84,7 +83,7 @@ class TokenBatch:
         # Not before the decodes of this step are chosen: the token to decode is sampled in it.
         self._joining.append(request)
 
-    def planned(self, generating: Generating, prefilling: Sequence[Row], counters: SchedulerCounters) -> None:
+    def planned(self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues) -> None:
         for request in self._joining:
             self.add(request)
         self._joining.clear()
@@ -108,9 +107,6 @@ class TokenBatch:
 
     def may_plan(self, *, in_flight: bool) -> bool:
         return True
-
-    def multi_step(self, generating: Generating, prefilling: Sequence[Row]) -> MultiStepBudget | None:
-        return None
 
     def longest_chunk(self, request: Request) -> int | None:
         return None if request.params.prompt_logprobs is None else _MAX_SCORED
