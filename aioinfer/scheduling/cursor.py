@@ -11,6 +11,7 @@ block_cursor.BlockCursor` block by block. The scheduler, the memory and the poli
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Columns(Protocol):
     computed: Any
 
 
-class Cursor:
+class Cursor(ABC):
     """What tokens and blocks have in common. It refers to the request's lists, not to the request: a
     reference cycle would keep finished requests until the garbage collector runs."""
 
@@ -83,19 +84,19 @@ class Cursor:
         return self._prompt_length + len(self._output_ids)
 
     @property
+    @abstractmethod
     def computed(self) -> int:
         """Positions whose KV is written by launched steps."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def committed(self) -> int:
         """Positions whose KV is written by resolved steps."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def length(self) -> int:
         """Positions that a running request needs pages for."""
-        raise NotImplementedError
 
     @property
     def pending(self) -> int:
@@ -108,14 +109,14 @@ class Cursor:
         return self._max_length - self.known - self.pending
 
     @property
+    @abstractmethod
     def reusable(self) -> int:
         """Positions that need not be computed if their KV is in the prefix cache."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def progress(self) -> int:
         """Rises with everything that the host reads of the output."""
-        raise NotImplementedError
 
     @property
     def resume(self) -> BlockState | None:
@@ -140,19 +141,19 @@ class Cursor:
         """Where the prefill of this sequence ends."""
         return self.length
 
+    @abstractmethod
     def chunk(self, start: int, length: int) -> tuple[int, bool, int]:
         """What a prefill chunk of ``length`` positions from ``start`` on is: how many tokens of it the host
         knows, whether it generates, and how many blocks follow the known tokens. Launches it."""
-        raise NotImplementedError
 
     def commit_prefill(self, positions: int, *, last: bool) -> None:
         """A prefill chunk that ends after ``positions`` has resolved."""
         self._committed = positions
         self.prefilled = last
 
+    @abstractmethod
     def restart(self, cached: int = 0) -> None:
         """The KV is gone except for ``cached`` positions; the tokens stay."""
-        raise NotImplementedError
 
     def rewind(self, computed: int) -> None:
         """Continue from ``computed`` positions of known tokens, as if the slot had just been taken."""
@@ -163,7 +164,7 @@ class Cursor:
         """Positions up to ``stop`` whose next token of the prompt has to be scored; marks them scored."""
         return None
 
-    def trim(self, count: int) -> None:
+    def trim(self, count: int) -> None:  # noqa: B027 - tokens have nothing more to forget
         """Forget what belongs to output tokens beyond the first ``count``."""
 
 
