@@ -84,7 +84,7 @@ class PageTables:
         starts: npt.NDArray[np.int64],
         q_len: npt.NDArray[np.int64] | None,
         *,
-        with_tables: bool = True,
+        with_tables: bool,
     ) -> Placement:
         """Of rows, at least one; ``q_len`` is None where all have length 1."""
         size = self._page_size
