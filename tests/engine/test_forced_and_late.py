@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -309,6 +309,33 @@ def test_a_slow_grammar_works_beside_the_others() -> None:
     assert patient.collect(rows, 2).outcomes == {0: DEFERRED}
     assert quick.accepted == [1]
     slow.hold.set()
+    masks.close()
+
+
+def test_a_step_of_nothing_but_slow_grammars_waits_for_the_first_of_them() -> None:
+    """Without a mask none of its rows could sample."""
+
+    class ReleasesWhenAwaited(threading.Condition):
+        def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+            matcher.hold.set()
+            return super().wait_for(predicate, timeout)
+
+    masks = GrammarWorker(3600.0)
+    masks._changed = ReleasesWhenAwaited()
+    matcher, stuck = FakeMatcher(), FakeMatcher()
+    states = [state_of(matcher, 5), state_of(stuck, 5)]
+    for each in (matcher, stuck):
+        each.hold.clear()
+    for state in states:
+        state.slow = True
+    masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [1, 1])
+    rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
+    # Beside a row that can sample, the slow ones are left out at once.
+    assert masks.collect(rows, 3).outcomes == {0: DEFERRED, 1: DEFERRED}
+    assert not matcher.accepted
+    rows = [GrammarRow(at, state, 6, known=True) for at, state in enumerate(states)]
+    assert masks.collect(rows, 2).outcomes == {1: DEFERRED}
+    stuck.hold.set()
     masks.close()
 
 
