@@ -26,6 +26,8 @@ BENCHES = {
     "prefix": "the prefix cache with shared, growing and unrelated prompts",
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
     "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory; --serve for their servers",
+    "attack": "hostile requests: how long ordinary clients wait beside them, and what is left behind",
+    "soak": "many clients of twelve kinds for minutes: wrong answers, memory, what is left",
     "gpu": "kernels, models, a peer and the endpoint on a GPU; --rehearse on a CPU",
 }
 #: options that are not reported: where things lie on this machine, and secrets
