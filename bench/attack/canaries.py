@@ -17,7 +17,7 @@ KINDS = ("health", "gap", "short")
 #: seconds between two of ``GET /health``
 _PAUSE = 0.02
 #: most seconds until a server holds what it held
-_SETTLING = 20.0
+_SETTLING = 10.0
 #: seconds after which a canary that waits has failed
 _PATIENCE = aiohttp.ClientTimeout(total=30.0)
 
@@ -59,12 +59,14 @@ class Canaries:
             found: dict[str, Any] = await response.json()
             return found
 
-    async def settled(self) -> dict[str, Any]:
-        """What the server holds when it has no request left, or after some patience."""
+    async def settled(self, like: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What the server holds when it has no request left and no more than ``like``, or after some
+        patience."""
         end = time.perf_counter() + _SETTLING
         while True:
             found = await self.probe()
-            if not (found["running"] or found["waiting"]) or time.perf_counter() > end:
+            more = like is not None and any(found[name] > like[name] for name in ("fds", "threads", "tasks"))
+            if not (found["running"] or found["waiting"] or more) or time.perf_counter() > end:
                 return found
             await asyncio.sleep(0.2)
 

@@ -80,7 +80,7 @@ async def _attack(name: str, url: str, canaries: Canaries, alone: dict[str, floa
     lag = await canaries.probe()
     seen: dict[str, int] = json.loads(canaries.result or b"{}")
     await process.wait()
-    after = await canaries.settled()
+    after = await canaries.settled(before)
     report.row(
         attack=name,
         **{f"{kind}_ms": slowest[kind] for kind in KINDS},

@@ -69,7 +69,7 @@ async def _measure(options: argparse.Namespace, report: Report, url: str) -> Non
         shown = {f"{kind}_ms": alone[kind] for kind in CANARIES}
         report.row(second=0.0, requests=0, **_shown(before), **shown)
         samples = await _load(options, soak, options.seconds, canaries, report)
-        after = await canaries.settled()
+        after = await canaries.settled(before)
     report.fact("requests", dict(soak.counts))
     report.fact("kib_per_request", slope([pair for share, *pair in samples if share >= options.warm]))
     for name in ("fds", "threads", "tasks"):
