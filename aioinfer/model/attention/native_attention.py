@@ -35,7 +35,10 @@ class NativeAttention:
     described in ``native/source/kv_pool.hpp``.
     """
 
-    __slots__ = ("_addresses", "_cells", "_dtype", "_head_dim", "_kv_heads", "_pool", "page_size")
+    __slots__ = (
+        *("_addresses", "_cells", "_dtype", "_head_dim", "_kv_heads", "_pool"),
+        *("num_pages", "page_size"),
+    )
 
     def __init__(
         self,
@@ -50,6 +53,8 @@ class NativeAttention:
     ) -> None:
         self._pool, self._kv_heads, self._head_dim, self.page_size = pool, num_kv_heads, head_dim, page_size
         self._dtype = dtype
+        #: the null page included
+        self.num_pages = num_pages + 1
         size = (num_pages + 1) * page_size * num_kv_heads * 2 * head_dim
         self._cells = [torch.zeros(size, dtype=dtype) for _ in range(num_layers)]
         for cells in self._cells:
@@ -133,6 +138,7 @@ class NativeAttention:
             rotary_dim=rotary_dim,
             kv_pool=self._cells[layer].data_ptr(),
             page_size=self.page_size,
+            num_pages=self.num_pages,
             tokens=tokens,
             rows=rows,
             slot_mapping=address(batch.slot_mapping, int64, tokens),
