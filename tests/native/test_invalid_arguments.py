@@ -1,4 +1,4 @@
-"""No index, size or fork ends the process or makes it wait for ever: each is an error of its call, or works."""
+"""No index, size or fork ends the process or hangs it: each is an error of its call, or works."""
 
 from __future__ import annotations
 
@@ -271,25 +271,28 @@ def test_memory_that_a_worker_lacks_is_an_error_of_the_call() -> None:
         from aioinfer.native.bindings import shared_thread_pool
 
         inner = 1 << 19
-        weight = torch.full((32, inner), 127.0, dtype=torch.bfloat16)
+        weight = torch.ones(32, inner, dtype=torch.bfloat16)
         values = torch.ones(20, inner, dtype=torch.bfloat16)
-        pool = shared_thread_pool(3)
-        NativeLinear(pool, weight[:, :64], None, "int8")(values[:, :64])
-        layer = NativeLinear(pool, weight, None, "int8")
-        out, pages = torch.empty(20, 32, dtype=torch.bfloat16), int(open("/proc/self/statm").read().split()[0])
+        layer = NativeLinear(shared_thread_pool(1), weight, None, "int8")
+        wanted, out = layer(values), torch.empty(20, 32, dtype=torch.bfloat16)
+        layer.packed.pool = shared_thread_pool(3)
+        pages = int(open("/proc/self/statm").read().split()[0])
         # Enough for the activations, 20 MiB, and not for a panel more, 32 MiB.
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (40 << 20), hard))
-        try:
-            layer.packed.apply(values.data_ptr(), 20, out.data_ptr())
-        except MemoryError as error:
-            print("refused:", error)
+        refused = 0
+        # The thread of the caller has its panel already: if it is quick, no other needs one.
+        while not refused:
+            try:
+                layer.packed.apply(values.data_ptr(), 20, out.data_ptr())
+            except MemoryError as error:
+                refused += 1
+                print(error)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         layer.packed.apply(values.data_ptr(), 20, out.data_ptr())
-        print(out.float().unique().tolist())
+        print(torch.equal(out, wanted))
     """)
-    assert said.startswith("refused: aioinfer_linear_bfloat16: std::bad_alloc\n")
-    assert said.splitlines()[1] == f"[{float(127 << 19)}]"
+    assert said.splitlines() == ["aioinfer_linear_bfloat16: std::bad_alloc", "True"]
 
 
 @battery(PROGRAM)
