@@ -11,6 +11,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.observe.timeline import DeviceLane
@@ -43,6 +44,7 @@ class TorchDevice:
         self._threads_before: int | None = None
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
+        preload_torch()
         import torch
 
         from aioinfer.execution.backends import lacks_memory
