@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
+from aioinfer.model.attention.pool import pool_zeros
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
@@ -56,7 +57,7 @@ class NativeAttention:
         #: the null page included
         self.num_pages = num_pages + 1
         size = (num_pages + 1) * page_size * num_kv_heads * 2 * head_dim
-        self._cells = [torch.zeros(size, dtype=dtype) for _ in range(num_layers)]
+        self._cells = [pool_zeros((size,), dtype, torch.device("cpu")) for _ in range(num_layers)]
         for cells in self._cells:
             pool.kernels.function("huge_pages", cells.data_ptr(), cells.nbytes)
         self._addresses = (ctypes.c_void_p * num_layers)(*(cells.data_ptr() for cells in self._cells))
