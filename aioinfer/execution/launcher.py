@@ -280,7 +280,7 @@ class InlineLauncher:
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._device.lane = self.timeline.device
         try:
-            info = self._device.open(progress)
+            info = self._device.open(Opening(progress))
         except BaseException as error:
             _empty_frames(error)
             raise
