@@ -83,24 +83,29 @@ class Engine:
             raise EngineError(f"the engine cannot be started: it is {self.state.value}")
         self._reset(EngineState.STARTING)
         self._starting = loop = asyncio.get_running_loop()
-        intake = Intake(loop)
-        launcher: Launcher | None = None
         try:
             # An earlier start may hold memory still, which this one would find missing.
             if self._leaving is not None and self._leaving.get_loop() is loop:
-                await asyncio.shield(self._leaving)
+                await asyncio.wait([self._leaving])
+            self._runtime = await self._begin(loop, progress)
+        except BaseException:
+            self._reset(EngineState.CLOSED)
+            raise
+        self._starting = None
+
+    async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Runtime:
+        """Open everything. If that fails or is cancelled, close what has been begun."""
+        intake = Intake(loop)
+        launcher: Launcher | None = None
+        try:
             await intake.run(factory.import_parts)
             launcher = self._make_launcher(self.config)
-            self._runtime = await self._open(launcher, intake, progress)
+            return await self._open(launcher, intake, progress)
         except BaseException:
             # In a task: another cancellation ends the waiting and not the closing.
             self._leaving = loop.create_task(_leave(launcher, intake), name="aioinfer-closing")
-            try:
-                await asyncio.shield(self._leaving)
-            finally:
-                self._reset(EngineState.CLOSED)
+            await asyncio.wait([self._leaving])
             raise
-        self._starting = None
 
     async def _open(self, launcher: Launcher, intake: Intake, progress: Progress | None) -> Runtime:
         from aioinfer.loop.core import Core  # imported by now, see import_parts

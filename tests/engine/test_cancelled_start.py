@@ -152,6 +152,7 @@ async def test_a_start_that_waits_for_an_earlier_one_can_be_cancelled(
 ) -> None:
     tasks, stage = asyncio.all_tasks(), Stage()
     engine, _ = engine_that_waits(stage, "open", monkeypatch)
+    leaving: list[Any] = []
     for _ in range(3):
         starting = asyncio.create_task(engine.start())
         if engine._leaving is None:
@@ -163,6 +164,8 @@ async def test_a_start_that_waits_for_an_earlier_one_can_be_cancelled(
         with pytest.raises(asyncio.CancelledError):
             await starting
         assert engine.state is EngineState.CLOSED
+        leaving.append(engine._leaving)
+    assert leaving == leaving[:1] * 3
     stage.leave.set()
     await works(engine)
     assert asyncio.all_tasks() == tasks
