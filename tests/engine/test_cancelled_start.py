@@ -296,7 +296,7 @@ def test_nothing_is_imported_on_the_loops_thread_when_an_engine_starts() -> None
 
         asyncio.run(main())
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "[('aioinfer-launch', False), ('aioinfer-launch', True)]",
