@@ -131,7 +131,10 @@ class EngineConfig:
         False, "kernels", "bitwise reproducible ids and logprobs; an error if the kernels cannot"
     )
     threads: int | None = _option(
-        None, "kernels", "CPU threads of the device; default: the cores of this process", _AT_LEAST_ONE
+        None,
+        "kernels",
+        "CPU threads of the device, at most 4 per core; default: the cores of this process",
+        _AT_LEAST_ONE,
     )
     decode_graph_rows: int = _option(
         256, "kernels", "largest batch captured as a CUDA graph; 0: no graphs", _NOT_NEGATIVE
@@ -143,7 +146,7 @@ class EngineConfig:
         None, "memory", "KV pages; default: from the memory budget", _AT_LEAST_ONE
     )
     kv_memory_gib: float = _option(
-        1.0, "memory", "KV budget in GiB on a CPU, if num_pages is not given", _POSITIVE
+        1.0, "memory", "KV budget in GiB on a CPU, taken as it is used, if num_pages is not given", _POSITIVE
     )
     gpu_memory_utilization: float = _option(
         0.85, "memory", "share of GPU memory for weights and KV", _Bounds(0, 1, low_open=True)

@@ -65,11 +65,16 @@ class Engine:
         self._runtime: Runtime | None = None
         #: the state while there is no runtime
         self._idle = EngineState.NEW
+        #: closes what a start that failed or was cancelled has left
+        self._leaving: asyncio.Task[None] | None = None
 
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self, progress: Progress | None = None) -> None:
         """Load the model and begin to serve on the running loop. Raises ConfigError, OutOfMemory.
+
+        When cancelled, it ends the compilers, threads and files of the start before it raises; when cancelled
+        again meanwhile, that goes on in the background. Then the engine is closed and can be started again.
 
         ``progress(stage, done, total)`` is called from the launch thread while the model loads.
         """
@@ -77,22 +82,33 @@ class Engine:
         if self.state not in (EngineState.NEW, EngineState.CLOSED):
             raise EngineError(f"the engine cannot be started: it is {self.state.value}")
         self._reset(EngineState.STARTING)
-        self._starting = asyncio.get_running_loop()
-        intake = Intake(self._starting)
-        launcher: Launcher | None = None
+        self._starting = loop = asyncio.get_running_loop()
         try:
-            launcher = self._make_launcher(self.config)
-            self._runtime = await self._open(launcher, intake, progress)
+            # An earlier start may hold memory still, which this one would find missing.
+            if self._leaving is not None and self._leaving.get_loop() is loop:
+                await asyncio.wait([self._leaving])
+            self._runtime = await self._begin(loop, progress)
         except BaseException:
-            if launcher is not None:
-                await launcher.aclose()
-            intake.close()
             self._reset(EngineState.CLOSED)
             raise
         self._starting = None
 
+    async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Runtime:
+        """Open everything. If that fails or is cancelled, close what has been begun."""
+        intake = Intake(loop)
+        launcher: Launcher | None = None
+        try:
+            await intake.run(factory.import_parts)
+            launcher = self._make_launcher(self.config)
+            return await self._open(launcher, intake, progress)
+        except BaseException:
+            # In a task: another cancellation ends the waiting and not the closing.
+            self._leaving = loop.create_task(_leave(launcher, intake), name="aioinfer-closing")
+            await asyncio.wait([self._leaving])
+            raise
+
     async def _open(self, launcher: Launcher, intake: Intake, progress: Progress | None) -> Runtime:
-        from aioinfer.loop.core import Core  # imports numpy, which an engine that never starts does not need
+        from aioinfer.loop.core import Core  # imported by now, see import_parts
 
         info = await launcher.start(progress)
         tokenizer = await intake.run(self._load_tokenizer, self.config)
@@ -273,3 +289,10 @@ class Engine:
         runtime = self._started()
         runtime.check_serving()
         return runtime
+
+
+async def _leave(launcher: Launcher | None, intake: Intake) -> None:
+    """Close the parts of an engine that does not start."""
+    if launcher is not None:
+        await launcher.aclose()
+    await intake.aclose()

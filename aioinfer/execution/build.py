@@ -13,10 +13,11 @@ from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graphs import Capture, StepGraphs, graphs_unsupported
+from aioinfer.execution.memory import give_back, memory_available
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
-from aioinfer.execution.sizing import PoolSize, cpu_budget, cuda_budget, size_pool
+from aioinfer.execution.sizing import PoolSize, check_pool, cpu_budget, cuda_budget, size_pool
 from aioinfer.execution.warmup import measure
 from aioinfer.model.attention.backend import make_attention
 from aioinfer.model.attention.pool import KVPool
@@ -107,6 +108,8 @@ def build(
     if parts.device.type == "cuda":
         return _build_cuda(parts, progress)
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
+    give_back()
+    check_pool(config, (size.num_pages + 1) * parts.page_bytes, memory_available())
     runner = parts.runner(size.num_pages)
     backend = CpuBackend(runner)
     sizes = parts.kind.graph_sizes(config)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from math import ceil
 from pathlib import Path
 
-__all__ = ["cpu_quota", "default_threads"]
+from aioinfer.errors import ConfigError
+from aioinfer.execution import cgroups
+
+__all__ = ["check_threads", "cpu_quota", "default_threads"]
+
+#: bounds of the threads that can be asked for: so many for each core, and so many in any case
+_THREADS_PER_CORE = 4
+_LEAST_BOUND = 16
 
 
 def default_threads(usable: int, quota: float | None) -> int:
@@ -17,29 +24,21 @@ def default_threads(usable: int, quota: float | None) -> int:
     return usable if quota is None else max(1, min(usable, ceil(quota)))
 
 
-def cpu_quota(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> float | None:
+def check_threads(threads: int, cores: int) -> None:
+    """Raise ConfigError for more threads than can be of use: at each of a step's hundreds of barriers they
+    would wait for each other."""
+    most = max(_LEAST_BOUND, _THREADS_PER_CORE * cores)
+    if threads > most:
+        raise ConfigError(f"threads: {threads} are too many for {cores} cores, at most {most} are possible")
+
+
+def cpu_quota(root: Path = cgroups.ROOT, membership: Path = cgroups.MEMBERSHIP) -> float | None:
     """Cores whose time the control groups of this process grant it; None if there is no limit, or no Linux.
 
-    Reads ``cpu.max`` of the group and all above it, and the two files that held it in version 1
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html).
+    Reads ``cpu.max`` of the group and all above it, and the two files that held it in version 1.
     """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    found: list[float] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "cpu" if controllers else root
-        group = top / path.lstrip("/")
-        # In a container the path may be the host's: what is mounted at the top is the container's own.
-        limits = [_limit(place) for place in (group, *group.parents) if place.is_relative_to(top)]
-        found += [limit for limit in limits if limit is not None]
-    return min(found, default=None)
+    limits = [_limit(group) for group in cgroups.groups("cpu", root, membership)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _limit(group: Path) -> float | None:

@@ -108,7 +108,11 @@ class Device(Protocol):
     lane: DeviceLane
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
-        """Load the model and take the memory. Raises ConfigError or OutOfMemory."""
+        """Load the model and take the memory. Raises ConfigError or OutOfMemory.
+
+        ``progress`` may raise, to end the opening: it is called several times a second where that can take
+        long, also when nothing is new. What it raises leaves ``open``; ``close`` follows.
+        """
 
     def prepare(self, step: Step) -> Any:
         """Host-side packing of a step into whatever ``launch`` takes."""

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Progress, StepResult
+from aioinfer.execution.opening import Opening
 from aioinfer.observe.timeline import Lane, Timeline, now
 from aioinfer.scheduling.step import Step
 
@@ -86,7 +87,8 @@ class Launcher(Protocol):
         ``DeviceLost`` if no later step can succeed."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
-        """Close the device; False if it is still busy after ``timeout`` seconds."""
+        """Close the device; False if it is still busy after ``timeout`` seconds. One that is still being
+        opened is told to stop."""
 
 
 class _Poster:
@@ -156,6 +158,7 @@ class ThreadLauncher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rested: asyncio.Future[None] | None = None
         self._thread: threading.Thread | None = None
+        self._opening: Opening | None = None
 
     @property
     def asynchronous(self) -> bool:
@@ -164,6 +167,7 @@ class ThreadLauncher:
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._loop = loop = asyncio.get_running_loop()
+        self._opening = Opening(progress)
         self._device.lane = self.timeline.device
         opened: asyncio.Future[DeviceInfo] = loop.create_future()
         self._rested = loop.create_future()
@@ -175,7 +179,7 @@ class ThreadLauncher:
                 _Poster(self._device, loop),
                 opened,
                 self._rested,
-                progress,
+                self._opening,
                 self.timeline.launch,
             ),
             name="aioinfer-launch",
@@ -192,6 +196,8 @@ class ThreadLauncher:
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._rested is None or self._thread is None:
             return True
+        if self._opening is not None:
+            self._opening.cancel()
         self._inbox.put(None)
         if not await _in_time(self._rested, timeout):
             return False
@@ -209,14 +215,14 @@ def _launch_thread(
     poster: _Poster,
     opened: asyncio.Future[DeviceInfo],
     rested: asyncio.Future[None],
-    progress: Progress | None,
+    opening: Opening,
     lane: Lane,
 ) -> None:
     """The launch thread, from opening the device to closing it. Holds no reference to its launcher, so that a
     dropped launcher is collected."""
     device = poster.device
     try:
-        poster.post(_settle, opened, device.open(progress))
+        poster.post(_settle, opened, device.open(opening))
     except BaseException as error:
         _empty_frames(error)
         poster.post(_settle, opened, None, error)
@@ -274,7 +280,7 @@ class InlineLauncher:
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._device.lane = self.timeline.device
         try:
-            info = self._device.open(progress)
+            info = self._device.open(Opening(progress))
         except BaseException as error:
             _empty_frames(error)
             raise

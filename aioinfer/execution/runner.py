@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from aioinfer.execution.decoding.base import Decoding, Output, Transfer
@@ -15,7 +17,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
 from aioinfer.observe.timeline import DeviceLane, now
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "check_ids"]
 
 
 class Runner:
@@ -43,8 +45,10 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, packed: PackedStep, transfer: Transfer) -> Output:
-        """Enqueue one step."""
+        """Enqueue one step. Raises ValueError, before anything is enqueued, for ids that no token has."""
         start = now()
+        if not packed.decodes_only:
+            check_ids(packed.sections["input_ids"], self.model.spec.vocab_size)
         if self.graphs is not None and self.graphs.hold(packed):
             return self._replay(self.graphs, packed, transfer, start)
         parts = packed.sections.split(transfer.send(packed.sections.ints))
@@ -80,6 +84,14 @@ class Runner:
         result = self.decoding.read(packed, output, copies)
         self.lane.add("copy", packed.step_id, start, now())
         return result
+
+
+def check_ids(ids: npt.NDArray[np.int64], vocab_size: int) -> None:
+    """Raise ValueError for ids that no token has: a device that looks one up is lost, or worse."""
+    # Without a sign, negative ids are large.
+    if len(ids) and int(ids.view(np.uint64).max()) >= vocab_size:
+        bad = ids[(ids < 0) | (ids >= vocab_size)]
+        raise ValueError(f"input_ids: there is no token {bad[0]}, the model has {vocab_size}")
 
 
 def _batch(packed: PackedStep, parts: dict[str, torch.Tensor], logits_rows: torch.Tensor) -> Batch:

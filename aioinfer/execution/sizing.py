@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.execution.memory import Available
 from aioinfer.model.spec import ModelSpec
 
-__all__ = ["PoolSize", "cpu_budget", "cuda_budget", "size_pool"]
+__all__ = ["PoolSize", "check_pool", "cpu_budget", "cuda_budget", "size_pool"]
 
 _GIB = 1 << 30
 
@@ -32,6 +33,23 @@ class PoolSize:
 def cpu_budget(config: EngineConfig) -> int:
     """Bytes for KV on the CPU."""
     return int(config.kv_memory_gib * _GIB)
+
+
+def check_pool(config: EngineConfig, pool_bytes: int, available: Available | None) -> None:
+    """Raise ConfigError if a pool on the CPU is larger than the memory there is.
+
+    Its memory is taken as it is used: a pool that is too large would start, and be the end of the process
+    when it is full.
+    """
+    if available is None or pool_bytes <= available.bytes:
+        return
+    knob = f"num_pages is {config.num_pages}"
+    if config.num_pages is None:
+        knob = f"kv_memory_gib is {config.kv_memory_gib:g}"
+    raise ConfigError(
+        f"{knob}: the KV pool takes {pool_bytes / _GIB:.2f} GiB, "
+        f"and the {available.source} has {available.bytes / _GIB:.2f} GiB left beside the model"
+    )
 
 
 def cuda_budget(*, total: int, free: int, wanted: int, utilization: float) -> int:

@@ -5,12 +5,14 @@ Torch is imported when the device is opened, on the launch thread, and not befor
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.observe.timeline import DeviceLane
@@ -43,20 +45,23 @@ class TorchDevice:
         self._threads_before: int | None = None
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
+        preload_torch()
         import torch
 
         from aioinfer.execution.backends import lacks_memory
         from aioinfer.execution.build import Parts, build
-        from aioinfer.execution.cores import cpu_quota, default_threads
+        from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
         from aioinfer.execution.decoding import kind
         from aioinfer.model.attention.backend import choose_attention
         from aioinfer.model.layers import why_variant
+        from aioinfer.native.bindings import ThreadsUnavailable
 
         config = self._config
         device = pick_device(config.device)
         if device.type == "cpu":
             before = torch.get_num_threads()
             threads = config.threads or default_threads(before, cpu_quota())
+            check_threads(threads, os.cpu_count() or 1)
             if threads != before:
                 self._threads_before = before
                 torch.set_num_threads(threads)
@@ -70,6 +75,8 @@ class TorchDevice:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
             parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane)
             self._backend, size = build(parts, self._capture, progress)
+        except ThreadsUnavailable as error:
+            raise ConfigError(f"threads: {error}") from error
         except Exception as error:
             if not lacks_memory(error):
                 raise

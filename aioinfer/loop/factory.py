@@ -20,11 +20,21 @@ __all__ = [
     "decide",
     "default_params",
     "grammar_compiler",
+    "import_parts",
     "load_tokenizer",
     "make_device",
     "make_launcher",
     "with_end_tokens",
 ]
+
+
+def import_parts() -> None:
+    """Import what a running engine needs, torch excepted. Blocks: on a worker thread it does not delay the
+    loop."""
+    import aioinfer.execution.launcher
+    import aioinfer.execution.torch_device
+    import aioinfer.loop.core
+    import aioinfer.loop.generation  # noqa: F401
 
 
 def make_device(config: EngineConfig) -> Device:

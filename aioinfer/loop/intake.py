@@ -40,6 +40,13 @@ class Intake:
         workers = self._compilers if params.masked else self._workers
         return self.loop.run_in_executor(workers, core.prepare, prompt, params)
 
+    async def aclose(self) -> None:
+        """Close, and wait until the calls that have begun are done. Only before the first request."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        # A thread of the other pool waits for them, and is free then.
+        await self.loop.run_in_executor(self._compilers, self._workers.shutdown)
+        self._compilers.shutdown()
+
     def close(self) -> None:
         """Let the threads end, and drop the calls that have not begun."""
         self._workers.shutdown(wait=False, cancel_futures=True)

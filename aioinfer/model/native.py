@@ -108,6 +108,8 @@ class NativeDecoder:
         rope: Rope,
     ) -> None:
         """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native."""
+        if head.packed.outputs != spec.vocab_size:
+            raise ValueError(f"the head has {head.packed.outputs} outputs for {spec.vocab_size} tokens")
         self.spec = spec
         cos, sin = rope.table
         embedding, norm = _own(embedding), _own(norm)
@@ -118,6 +120,7 @@ class NativeDecoder:
             head=head.packed.handle,
             cos=address(cos, dtype, len(cos) * rotary_dim),
             sin=address(sin, dtype, len(cos) * rotary_dim),
+            positions=len(cos),
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -177,6 +180,7 @@ class NativeDecoder:
         table_width = batch.block_table.shape[1]
         logits = torch.empty(wanted, self.spec.vocab_size)
         arguments.kv_pools, arguments.page_size = attention.kv_pools, attention.page_size
+        arguments.num_pages = attention.num_pages
         arguments.tokens, arguments.rows, arguments.num_logits = tokens, rows, wanted
         arguments.input_ids = address(batch.input_ids, int64, tokens)
         arguments.positions = address(batch.positions, int64, tokens)

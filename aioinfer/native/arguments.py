@@ -185,6 +185,7 @@ class AttendArguments(Arguments):
     rotary_dim: int
     kv_pool: Address
     page_size: int
+    num_pages: int
     tokens: int
     rows: int
     slot_mapping: Address
@@ -211,6 +212,7 @@ class DecoderArguments(Arguments):
     head: Address
     cos: Address
     sin: Address
+    positions: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -253,6 +255,7 @@ class ForwardArguments(Arguments):
     pool: Address
     kv_pools: Address
     page_size: int
+    num_pages: int
     tokens: int
     rows: int
     num_logits: int
@@ -304,7 +307,9 @@ class PenaliseArguments(Arguments):
     vocab: int
     stride: int
     counts: Address
+    lines: int
     row_of: Address
+    num_slots: int
     slots: Address
     repetition: Address
     presence: Address
@@ -321,6 +326,7 @@ class MasksArguments(Arguments):
 
     pool: Address
     logits: Address
+    num_rows: int
     vocab: int
     stride: int
     count: int

@@ -1,13 +1,15 @@
 """Bindings: the compiled kernels, as functions and handles of Python.
 
 Sizes are counted in elements, and memory is given by its address; the caller keeps it alive. Every call
-releases the interpreter's lock while it computes.
+releases the interpreter's lock while it computes. Addresses are trusted; sizes and indices are checked by the
+entry points (``checks.hpp``), and a call that is refused is an :class:`InvalidArguments`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -35,11 +37,12 @@ from aioinfer.native.arguments import (
     WeightsArguments,
     describe,
 )
-from aioinfer.native.build import BuildFailed, build
+from aioinfer.native.build import UNITS, BuildFailed, build
 
 __all__ = [
-    "PARTS", "Kernels", "LayoutMismatch", "Number", "PackedExperts", "PackedRouter", "PackedWeights", "Stack",
-    "ThreadPool", "kernels", "native_unsupported", "shared_thread_pool",
+    "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number", "PackedExperts",
+    "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable", "kernels",
+    "native_unsupported", "shared_thread_pool",
 ]  # fmt: skip
 
 #: types of models that there are kernels for
@@ -53,6 +56,7 @@ _handle, _done, _text, _int = ctypes.c_void_p, ctypes.c_bool, ctypes.c_char_p, c
 #: Results and arguments of entry points. A handle that is null and a ``_done`` that is false are failures.
 _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "error": (_text, []),
+    "error_kind": (_int, []),
     "layout": (_text, []),
     "lanes": (_int, []),
     "huge_pages": (_done, [ctypes.c_void_p, ctypes.c_int64]),
@@ -85,6 +89,22 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
 
 class LayoutMismatch(Exception):
     """The library was compiled with other argument structures than those of the bindings."""
+
+
+class KernelError(Exception):
+    """A kernel failed for a reason of its own."""
+
+
+class InvalidArguments(KernelError, ValueError):
+    """A size or an index lies beyond the memory it is for; nothing was computed."""
+
+
+class ThreadsUnavailable(KernelError):
+    """The system refuses a thread."""
+
+
+#: exceptions by the ``ErrorKind`` of ``interface.hpp``
+_ERRORS: tuple[type[Exception], ...] = (MemoryError, InvalidArguments, ThreadsUnavailable, KernelError)
 
 
 class Kernels:
@@ -140,17 +160,21 @@ class Kernels:
             The handle of what it made; True if it makes nothing.
 
         Raises:
-            MemoryError: it failed. Nothing but memory and threads can be short in there.
+            InvalidArguments: a size or an index is not one of the memory it is for.
+            MemoryError: there was not enough, on whichever thread.
+            ThreadsUnavailable: the pool lost its threads in a fork, and the system refuses new ones.
+            KernelError: anything else.
         """
         return self._entries[type(arguments), number](arguments)
 
     def function(self, name: str, *arguments: Any) -> Any:
-        """Call an entry point without a structure. Raises MemoryError if it fails."""
+        """Call an entry point without a structure. Raises as :meth:`call` does."""
         return self._functions[name](*arguments)
 
     def _check(self, result: Any, function: Any, arguments: Any) -> Any:
         if not result:
-            raise MemoryError(f"{function.__name__}: {self._functions['error']().decode()}")
+            kind, text = self._functions["error_kind"](), self._functions["error"]().decode()
+            raise _ERRORS[kind](f"{function.__name__}: {text}")
         return result
 
 
@@ -160,32 +184,63 @@ def _release(owner: object, kernels: Kernels, name: str, handle: int) -> None:
     weakref.finalize(owner, kernels.function, name, handle).atexit = False
 
 
-_lock = threading.Lock()
+#: seconds between two calls of ``progress`` while another thread compiles
+_PULSE = 0.1
+#: held while kernels are compiled and loaded
+_loading = threading.Lock()
 _loaded: Kernels | str | None = None
+_pools_lock = threading.Lock()
 _pools: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()
+
+
+def _forked() -> None:
+    """In a forked process: threads that held a lock are not there to release it."""
+    global _loading, _pools_lock
+    _loading, _pools_lock = threading.Lock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def native_unsupported(progress: Callable[[int, int], None] | None = None) -> str | None:
     """The reason why native kernels cannot run on this machine; None if they can.
 
     Compiles them if that has not been done yet. The answer is the same for the rest of the process.
+
+    ``progress`` is as in :func:`~aioinfer.native.build.build`: what it raises ends the compilers, is raised
+    here, and leaves the question open.
     """
     global _loaded
+    if _loaded is None:
+        while not _loading.acquire(timeout=_PULSE):
+            if progress is not None:
+                progress(0, UNITS)
+        try:
+            if _loaded is None:
+                _loaded = _load(progress)
+        finally:
+            _loading.release()
+    return _loaded if isinstance(_loaded, str) else None
+
+
+def _load(progress: Callable[[int, int], None] | None) -> Kernels | str:
+    """The library, or why there is none."""
+    told = False
 
     def tell(done: int, total: int) -> None:
-        if done == 0:
+        nonlocal told
+        if not told:
             _log.info("compiling native kernels, once for this processor")
+            told = True
         if progress is not None:
             progress(done, total)
 
-    with _lock:
-        if _loaded is None:
-            try:
-                _loaded = Kernels(str(build(tell)))
-            except (BuildFailed, OSError, AttributeError, LayoutMismatch) as error:
-                _loaded = str(error)
-                _log.warning("no native kernels, the CPU will be slower than it could be: %s", error)
-        return _loaded if isinstance(_loaded, str) else None
+    try:
+        return Kernels(str(build(tell)))
+    except (BuildFailed, OSError, AttributeError, LayoutMismatch) as error:
+        _log.warning("no native kernels, the CPU will be slower than it could be: %s", error)
+        return str(error)
 
 
 def kernels() -> Kernels:
@@ -197,11 +252,17 @@ def kernels() -> Kernels:
 
 
 class ThreadPool:
-    """Threads that compute together; see ``thread_pool.hpp``. They end with the last reference to it."""
+    """Threads that compute together; see ``thread_pool.hpp``. They end with the last reference to it.
+
+    In a forked process they are started anew with the first call there.
+    """
 
     __slots__ = ("__weakref__", "handle", "kernels", "threads")
 
     def __init__(self, threads: int) -> None:
+        """Raises ThreadsUnavailable if the system refuses one of them."""
+        if not 1 <= threads < 1 << 15:
+            raise InvalidArguments(f"a pool of {threads} threads")
         self.kernels = kernels()
         self.threads = threads
         self.handle: int = self.kernels.function("thread_pool", threads)
@@ -210,11 +271,11 @@ class ThreadPool:
 
 def shared_thread_pool(threads: int) -> ThreadPool:
     """The process's one pool of this size: engines take turns on it instead of competing for cores."""
-    with _lock:
+    with _pools_lock:
         pool = _pools.get(threads)
     if pool is None:
         pool = ThreadPool(threads)
-        with _lock:
+        with _pools_lock:
             pool = _pools.setdefault(threads, pool)
     return pool
 

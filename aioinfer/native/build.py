@@ -1,14 +1,18 @@
 """Build: the C++ sources to a shared library in the user's cache.
 
 Only a C++20 compiler is needed: the sources include no headers of Python or torch, so the library compiles
-quickly and works with every version of both. It is compiled for the processor at hand, and its name is a hash
-of everything it depends on: another source, compiler, flag or processor makes another library beside the old
-one.
+quickly and works with every version of both. It is compiled for the processor at hand. Its name has hashes
+
+- of sources, flags and processor, and of the compiler: where one of them is another, so is the library, and
+  the old one stays. Without a compiler, the library of any compiler will do.
+- of its content: a file that was damaged is recognised before it is loaded, which would end the process, and
+  compiled again.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -19,12 +23,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeAlias
 
-__all__ = ["BuildFailed", "build", "cache_directory", "find_compiler"]
+__all__ = ["UNITS", "BuildFailed", "build", "cache_directory", "find_compiler"]
+
+#: ``progress(done, total)``, in files
+_Progress: TypeAlias = Callable[[int, int], None] | None
 
 _SOURCE = Path(__file__).parent / "source"
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
@@ -35,8 +43,16 @@ _UNITS = (
     ("sampling.cpp", ("-ffp-contract=off",)),
     ("common.cpp", ()),
 )
+#: number of files that are compiled
+UNITS = len(_UNITS)
 #: time limit of a compiler, in seconds
-_PATIENCE = 600
+_PATIENCE = 600.0
+#: seconds between two calls of ``progress`` while compilers run
+_PULSE = 0.1
+#: directories in the cache where compilers write; locked by the process that compiles
+_WORKPLACE = "compiling-"
+#: seconds after which such a directory may be one that a process left when it was killed
+_STALE = 60.0
 #: the interpreter is about to exit
 _leaving = False
 
@@ -62,33 +78,101 @@ def cache_directory() -> Path:
         ) from error
 
 
-def build(progress: Callable[[int, int], None] | None = None) -> Path:
+def build(progress: _Progress = None) -> Path:
     """The library for this machine, compiled if that has not been done yet, which takes about half a minute.
 
-    Several processes may compile at once: the file of the last one stays, and no process sees half a file.
-    The compiler is AIOINFER_CXX, or the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the
-    package ziglang (the extra "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand.
+    Several processes may compile at once, and none of them sees half a file. The compiler is AIOINFER_CXX, or
+    the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package ziglang (the extra
+    "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand.
 
     Args:
-        progress: called with the number of files compiled so far and their total.
+        progress: called with the number of files compiled so far and their total, and again every tenth of a
+            second. What it raises ends the compilers and is raised here; nothing is left behind.
 
     Raises:
         BuildFailed: there is no compiler, or it fails.
     """
-    compiler = find_compiler()
     flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split()]
-    path = cache_directory() / f"kernels-{_fingerprint(compiler, flags)}.so"
-    if path.is_file():
-        return path
+    target = f"kernels-{_hash(*flags, platform.machine(), _processor(), *_sources())}"
+    directory = cache_directory()
+    try:
+        compiler = find_compiler()
+        name = f"{target}-{_hash(_version(compiler))}"
+    except BuildFailed:
+        found = _intact(directory, f"{target}-*")
+        if found is None:
+            raise
+        return found
+    found = _intact(directory, f"{name}-*")
+    if found is not None:
+        return found
     try:
         # Closed to other users, who could put a library there.
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-            made = _compile(compiler, flags, Path(directory), progress)
-            os.replace(made, path)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _workplace(directory) as place:
+            made = _compile(compiler, flags, place, progress)
+            return _publish(made, directory, name)
     except OSError as error:
-        raise BuildFailed(f"{path.parent} cannot be written: {error}") from error
+        raise BuildFailed(f"{directory} cannot be written: {error}") from error
+
+
+def _intact(directory: Path, pattern: str) -> Path | None:
+    """A library of this name whose content is what its name says. Removes those that are damaged."""
+    for path in sorted(directory.glob(f"{pattern}.so")):
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        if path.stem.rpartition("-")[2] == _hash(content):
+            return path
+        with suppress(OSError):  # a cache that cannot be written keeps it
+            path.unlink()
+    return None
+
+
+def _publish(made: Path, directory: Path, name: str) -> Path:
+    """Move a library to its place, whole or not at all, also if the system stops."""
+    path = directory / f"{name}-{_hash(made.read_bytes())}.so"
+    _sync(made)
+    os.replace(made, path)
+    _sync(directory)
     return path
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def _workplace(cache: Path) -> Iterator[Path]:
+    """A directory for compilers, removed afterwards. Removes those of processes that were killed."""
+    for other in cache.glob(f"{_WORKPLACE}*"):
+        with suppress(OSError):
+            if time.time() - other.stat().st_mtime > _STALE:
+                with _locked(other):
+                    shutil.rmtree(other)
+    with (
+        tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=cache, ignore_cleanup_errors=True) as place,
+        ExitStack() as locks,
+    ):
+        with suppress(OSError):  # a file system without locks, where no other process removes it either
+            locks.enter_context(_locked(Path(place)))
+        yield Path(place)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """A lock that ends with the process. Raises OSError if another one holds it, or there are no locks."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def find_compiler() -> list[str]:
@@ -105,13 +189,17 @@ def find_compiler() -> list[str]:
     raise BuildFailed("there is no C++ compiler (c++, g++, clang++, nor the package ziglang)")
 
 
-def _fingerprint(compiler: list[str], flags: list[str]) -> str:
+def _hash(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
-    for part in (_version(compiler), *flags, platform.machine(), _processor()):
-        digest.update(part.encode() + b"\0")
-    for file in sorted(_SOURCE.iterdir()):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big") + data)
     return digest.hexdigest()[:16]
+
+
+def _sources() -> Iterator[str | bytes]:
+    for file in sorted(_SOURCE.iterdir()):
+        yield from (file.name, file.read_bytes())
 
 
 def _version(compiler: list[str]) -> str:
@@ -130,72 +218,93 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def _compile(
-    compiler: list[str], flags: list[str], directory: Path, progress: Callable[[int, int], None] | None
-) -> Path:
+def _compile(compiler: list[str], flags: list[str], directory: Path, progress: _Progress) -> Path:
     """Compile all units in parallel, then link them."""
-    objects = [directory / f"{at}.o" for at in range(len(_UNITS))]
-    running: list[subprocess.Popen[str]] = []
-    leave = partial(_leave, running)
-    atexit.register(leave)
-    try:
-        for (source, further), target in zip(_UNITS, objects, strict=True):
-            running.append(
-                _start(*compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
-            )
-        # In order, the smallest unit last: the count is complete when all have finished.
-        for done, process in enumerate(running):
-            if progress is not None:
-                progress(done, len(running))
-            _finish(process)
-    finally:
-        atexit.unregister(leave)
-        _kill(running)
-        for process in running:
-            with process:
-                pass
+    objects = [directory / f"{at}.o" for at in range(UNITS)]
     library = directory / "library.so"
-    _finish(_start(*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)))
-    if progress is not None:
-        progress(len(running), len(running))
+    with _Compilers(progress) as compilers:
+        for (source, further), target in zip(_UNITS, objects, strict=True):
+            compilers.start(*compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
+        # In order, the smallest unit last: the count is complete when all have finished.
+        compilers.finish()
+        compilers.start(*compiler, *flags, "-shared", *map(str, objects), "-o", str(library))
+        compilers.finish()
     return library
 
 
-def _start(*command: str) -> subprocess.Popen[str]:
-    try:
-        return subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise BuildFailed(f"{command[0]} does not run: {error}") from error
+class _Compilers:
+    """Processes that end with the block, however it is left, and with the interpreter."""
 
+    def __init__(self, progress: _Progress) -> None:
+        self._progress = progress or (lambda done, total: None)
+        self._running: list[subprocess.Popen[str]] = []
+        self._finished = 0
 
-def _kill(running: list[subprocess.Popen[str]]) -> None:
-    """End compilers that still run, with their process groups: the command only starts others."""
-    for process in running:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    def __enter__(self) -> _Compilers:
+        atexit.register(self._leave)
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        atexit.unregister(self._leave)
+        self._kill()
+        for process in self._running:
+            with process:
+                pass
 
-def _leave(running: list[subprocess.Popen[str]]) -> None:
-    """The interpreter exits while a thread waits for compilers: end them, and then the thread."""
-    global _leaving
-    _leaving = True
-    _kill(running)
+    def start(self, *command: str) -> None:
+        """Raises BuildFailed."""
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BuildFailed(f"{command[0]} does not run: {error}") from error
+        self._running.append(process)
 
+    def finish(self) -> None:
+        """Wait for all. Raises BuildFailed, and what ``progress`` raises."""
+        for process in self._running[self._finished :]:
+            self._tell()
+            said = self._wait(process)
+            if process.returncode:
+                first = next((line for line in said.splitlines() if "error" in line), said.strip()[:300])
+                raise BuildFailed(f"the compiler failed: {first}")
+            self._finished += 1
+        self._tell()
 
-def _finish(process: subprocess.Popen[str]) -> None:
-    try:
-        _, said = process.communicate(timeout=_PATIENCE)
-    except subprocess.TimeoutExpired as error:
-        raise BuildFailed(f"the compiler did not end within {_PATIENCE} seconds") from error
-    if _leaving:
-        raise SystemExit
-    if process.returncode:
-        first = next((line for line in said.splitlines() if "error" in line), said.strip()[:300])
-        raise BuildFailed(f"the compiler failed: {first}")
+    def _tell(self) -> None:
+        self._progress(min(self._finished, UNITS), UNITS)
+
+    def _wait(self, process: subprocess.Popen[str]) -> str:
+        """What it said."""
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                said = process.communicate(timeout=_PULSE)[1]
+                break
+            except subprocess.TimeoutExpired as error:
+                if time.monotonic() > end:
+                    raise BuildFailed(f"the compiler did not end within {_PATIENCE:g} seconds") from error
+                self._tell()
+        if _leaving:
+            raise SystemExit
+        return said
+
+    def _kill(self) -> None:
+        """End those that still run, with their process groups: the command only starts others."""
+        for process in self._running:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _leave(self) -> None:
+        """The interpreter exits while a thread waits for compilers: end them, and then the thread."""
+        global _leaving
+        _leaving = True
+        self._kill()

@@ -133,7 +133,7 @@ class BlockCursor(Cursor):
             self.flights.append(RowInFlight(start, start + length))
         return length - blocks * self.block_size, blocks > 0, blocks
 
-    def restart(self, cached: int = 0) -> None:
+    def restart(self, cached: int) -> None:
         self.rewind(cached)
 
     def rewind(self, computed: int) -> None:

@@ -152,7 +152,7 @@ class Cursor(ABC):
         self.prefilled = last
 
     @abstractmethod
-    def restart(self, cached: int = 0) -> None:
+    def restart(self, cached: int) -> None:
         """The KV is gone except for ``cached`` positions; the tokens stay."""
 
     def rewind(self, computed: int) -> None:
@@ -242,7 +242,7 @@ class TokenCursor(Cursor):
         self._computed = computed
         self._sampled = computed + 1 - self._prompt_length
 
-    def restart(self, cached: int = 0) -> None:
+    def restart(self, cached: int) -> None:
         if self._prompt_logprobs is not None:
             self._scored = len(self._prompt_logprobs)
         sampled = self._sampled

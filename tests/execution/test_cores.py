@@ -9,8 +9,11 @@ import torch
 
 import aioinfer.execution.cores
 from aioinfer.config import EngineConfig
-from aioinfer.execution.cores import cpu_quota, default_threads
+from aioinfer.errors import ConfigError
+from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.native import bindings
+from aioinfer.native.bindings import ThreadsUnavailable
 
 
 @pytest.mark.parametrize(
@@ -63,3 +66,27 @@ def test_a_device_takes_what_is_granted_unless_told_otherwise(
     assert torch.get_num_threads() == used
     device.close()
     assert torch.get_num_threads() == before
+
+
+def test_far_more_threads_than_cores_are_refused() -> None:
+    """They would be created, and every step would wait for all of them hundreds of times."""
+    for threads, cores in ((16, 1), (8, 2), (64, 16)):
+        check_threads(threads, cores)
+    for threads, cores in ((17, 1), (65, 16), (10_000, 128)):
+        with pytest.raises(ConfigError, match=rf"^threads: {threads} are too many for {cores} cores"):
+            check_threads(threads, cores)
+    before = torch.get_num_threads()
+    with pytest.raises(ConfigError, match=r"^threads: 10000 are too many"):
+        TorchDevice(EngineConfig(device="cpu", threads=10_000)).open()
+    assert torch.get_num_threads() == before
+
+
+def test_threads_that_the_system_refuses_are_an_error_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(threads: int) -> None:
+        raise ThreadsUnavailable(f"thread 1 of {threads} cannot be created")
+
+    monkeypatch.setattr(bindings, "shared_thread_pool", refuse)
+    device = TorchDevice(EngineConfig(device="cpu", threads=3))
+    with pytest.raises(ConfigError, match=r"^threads: thread 1 of 3 cannot be created"):
+        device.open()
+    device.close()

@@ -68,6 +68,22 @@ def test_a_cuda_budget_leaves_alone_what_it_may_not_use() -> None:
     assert cuda_budget(total=total, free=20 * GIB, wanted=0, utilization=0.5) < 0
 
 
+def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
+    """Before the device sees it: a CUDA device would be lost."""
+    config, cpu = EngineConfig(dtype="float32", num_pages=8), torch.device("cpu")
+    model = load_model(config.model_path, dtype="float32", device=cpu)
+    choice = choose_attention(cpu, model.spec.head_dim, torch.float32)
+    parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
+    backend, size = build(parts)
+    prefill, _ = parts.largest_steps(size.max_model_len)
+    for token in (-1, -(2**63), model.spec.vocab_size, 10**9, 2**63 - 1):
+        prefill.sections["input_ids"][3] = token
+        with pytest.raises(ValueError, match=f"there is no token {token}, "):
+            backend.launch(prefill)
+    prefill.sections["input_ids"][3] = model.spec.vocab_size - 1
+    backend.launch(prefill).wait()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -15,7 +15,8 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "aioinfer" / "native" / "source"
 #: The tests of compilers and of engines without kernels do not depend on the build.
-_TESTS = ["tests/native", "tests/model/test_isolation.py", "--ignore", "tests/native/test_build.py"]
+_TESTS = ["tests/native", "tests/model/test_isolation.py"]
+_TESTS += ["--ignore=tests/native/test_build.py", "--ignore=tests/native/test_build_cache.py"]
 #: Checks for undefined behaviour make too much code of the many tile sizes of AVX-512.
 _ADDRESS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address"
 _UNDEFINED = "-fsanitize=undefined -fno-sanitize=null,object-size -fno-sanitize-recover=undefined"

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.model.harness import require
+from tests.native.compilers import compiler, unsettled
+
+__all__ = ["compiler", "unsettled"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,5 +22,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def kernels(request: pytest.FixtureRequest) -> None:
     """Compiled for the first test that needs them, not at collection."""
-    if request.path.stem != "test_build":
+    if not request.path.stem.startswith("test_build"):
         require("native")

@@ -37,7 +37,8 @@ struct Model {
     };
     const HeadShape<T> shape{HEADS, KV_HEADS, HEAD_DIM, nullptr, 1e-6f};
     decoder = std::make_unique<Decoder<T>>(embedding.data(), norm.data(), pack(VOCABULARY, HIDDEN, false, 9), shape,
-                                           Rotary<T>{cos.data(), sin.data(), HEAD_DIM}, HIDDEN, MIDDLE, 1e-6f);
+                                           Rotary<T>{cos.data(), sin.data(), HEAD_DIM, POSITIONS}, HIDDEN, MIDDLE,
+                                           1e-6f);
     for (int layer = 0; layer < LAYERS; layer++)
       decoder->add({norm.data(), pack(shape.width(), HIDDEN, false, 10 + layer), head_norm.data(),
                     pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer), norm.data(),
@@ -66,7 +67,7 @@ struct Model {
     const AttentionInput attention{static_cast<int64_t>(ids.size()), cells.data(), positions.data(),
                                    Rows{3, starts.data(), lengths, tables, 3}};
     double seconds[PARTS] = {};
-    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), PAGE, static_cast<int64_t>(chosen.size()),
+    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), PAGE, PAGES, static_cast<int64_t>(chosen.size()),
                             chosen.data(), logits.data()},
                      seconds);
     return logits;

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -28,68 +27,25 @@ from aioinfer.model.layers import TorchLayers, make_layers
 from aioinfer.native import bindings
 from aioinfer.native import build as building
 from aioinfer.native.arguments import WeightsArguments
-from aioinfer.native.build import _UNITS, BuildFailed, build, cache_directory, find_compiler
+from aioinfer.native.build import UNITS, BuildFailed, build, cache_directory, find_compiler
 from aioinfer.params import SamplingParams
 from tests.model.harness import require
+from tests.native.compilers import WORKS, Compiler, alive, calls, left
 
 CPU = torch.device("cpu")
 _ROOT = Path(__file__).parents[2]
-Compiler = Callable[[str], Path]
-#: writes what it is asked for, and a line into a log of its calls
-WORKS = """
-[ "$1" = --version ] && echo "fake 1" && exit
-echo "$@" >> "$(dirname "$0")/calls"
-while [ "$1" != -o ]; do shift; done
-echo made > "$2"
-"""
-
-
-@pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Make a script the compiler, with a cache of its own."""
-    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "cache"))
-
-    def install(script: str) -> Path:
-        path = tmp_path / "c++"
-        path.write_text(f"#!/bin/sh{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("AIOINFER_CXX", str(path))
-        return path
-
-    return install
-
-
-@pytest.fixture
-def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has not tried to load kernels."""
-    monkeypatch.setattr(bindings, "_loaded", None)
-
-
-def calls(path: Path) -> int:
-    return len((path.parent / "calls").read_text().splitlines())
-
-
-def alive(process: int) -> bool:
-    """Zombies are not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def left() -> list[str]:
-    return sorted(file.suffix for file in cache_directory().iterdir())
 
 
 def test_what_was_compiled_is_found_again(compiler: Compiler) -> None:
     script, told = compiler(WORKS), list[tuple[int, int]]()
     path = build(lambda *done: told.append(done))
     assert path.read_text() == "made\n"
-    count = len(_UNITS)
-    assert told == [(done, count) for done in range(count + 1)]
-    assert calls(script) == count + 1
+    assert told == sorted(told)
+    assert set(told) == {(done, UNITS) for done in range(UNITS + 1)}
+    assert calls(script) == UNITS + 1
+    told.clear()
     assert build(lambda *done: told.append(done)) == path
-    assert (calls(script), len(told)) == (count + 1, count + 1)
+    assert (calls(script), told) == (UNITS + 1, [])
     assert left() == [".so"]
 
 
@@ -99,7 +55,7 @@ def test_a_compiler_may_be_called_by_another_program(
     script = compiler(WORKS)
     monkeypatch.setenv("AIOINFER_CXX", f"env -u NOTHING '{script}'")
     assert build().read_text() == "made\n"
-    assert calls(script) == len(_UNITS) + 1
+    assert calls(script) == UNITS + 1
 
 
 def test_where_the_system_has_no_compiler_that_of_the_extra_is_taken(
@@ -182,7 +138,7 @@ def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tm
     compiler(f'\n[ "$1" = --version ] && exit\necho $$ >> "{workers}"; exec sleep 100')
     code = f"""if True:
         import atexit, pathlib, threading
-        from aioinfer.native.build import _UNITS, build
+        from aioinfer.native.build import UNITS, build
 
         def launch():
             try:
@@ -194,7 +150,7 @@ def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tm
         workers = pathlib.Path({str(workers)!r})
         atexit.register(thread.join)
         thread.start()
-        while not workers.exists() or len(workers.read_text().split()) < len(_UNITS):
+        while not workers.exists() or len(workers.read_text().split()) < UNITS:
             pass
     """
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
@@ -208,6 +164,7 @@ def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tm
 
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("AIOINFER_CXX", "no-such-compiler")
     with pytest.raises(BuildFailed, match="there is no compiler no-such-compiler"):
         build()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
+from aioinfer.model.attention.pool import pool_zeros
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
@@ -35,7 +36,10 @@ class NativeAttention:
     described in ``native/source/kv_pool.hpp``.
     """
 
-    __slots__ = ("_addresses", "_cells", "_dtype", "_head_dim", "_kv_heads", "_pool", "page_size")
+    __slots__ = (
+        *("_addresses", "_cells", "_dtype", "_head_dim", "_kv_heads", "_pool"),
+        *("num_pages", "page_size"),
+    )
 
     def __init__(
         self,
@@ -50,8 +54,10 @@ class NativeAttention:
     ) -> None:
         self._pool, self._kv_heads, self._head_dim, self.page_size = pool, num_kv_heads, head_dim, page_size
         self._dtype = dtype
+        #: the null page included
+        self.num_pages = num_pages + 1
         size = (num_pages + 1) * page_size * num_kv_heads * 2 * head_dim
-        self._cells = [torch.zeros(size, dtype=dtype) for _ in range(num_layers)]
+        self._cells = [pool_zeros((size,), dtype, torch.device("cpu")) for _ in range(num_layers)]
         for cells in self._cells:
             pool.kernels.function("huge_pages", cells.data_ptr(), cells.nbytes)
         self._addresses = (ctypes.c_void_p * num_layers)(*(cells.data_ptr() for cells in self._cells))
@@ -133,6 +139,7 @@ class NativeAttention:
             rotary_dim=rotary_dim,
             kv_pool=self._cells[layer].data_ptr(),
             page_size=self.page_size,
+            num_pages=self.num_pages,
             tokens=tokens,
             rows=rows,
             slot_mapping=address(batch.slot_mapping, int64, tokens),

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
 import torch
 
-__all__ = ["KVPool"]
+__all__ = ["KVPool", "pool_zeros"]
+
+#: bytes; vectors do not cross lines of the cache
+_ALIGNMENT = 64
+
+
+def pool_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros for a KV pool. On a CPU their memory is taken page by page when it is first written: a pool that
+    is larger than what is used costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = prod(shape) * dtype.itemsize
+    # torch.zeros writes them; numpy's come from the system, which has them zeroed on demand.
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
 
 
 class KVPool:
@@ -30,8 +49,8 @@ class KVPool:
     ) -> None:
         shape = (num_pages + 1, page_size, num_kv_heads, head_dim)
         self.page_size = page_size
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys = [pool_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.values = [pool_zeros(shape, dtype, device) for _ in range(num_layers)]
         #: the same memory by KV cell, [cells, num_kv_heads, head_dim]
         self.key_cells = [store.flatten(0, 1) for store in self.keys]
         self.value_cells = [store.flatten(0, 1) for store in self.values]

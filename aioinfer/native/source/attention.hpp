@@ -9,6 +9,7 @@
 #include <cmath>
 #include <vector>
 
+#include "checks.hpp"
 #include "heads.hpp"
 #include "kv_pool.hpp"
 #include "linear.hpp"
@@ -38,6 +39,16 @@ struct Rows {
   const int64_t* tables;   // [count, width] pages of its sequence
   int64_t width;
 };
+
+// Refuse rows that lie beyond the tokens, or whose sequences lie beyond the pages that their tables have or the pool has.
+inline void check(const Rows& rows, int64_t tokens, int64_t page_size, int64_t pages) {
+  require(page_size > 0 && rows.count >= 0 && rows.width >= 0, "page_size, rows or table_width is not a size");
+  require(rows.starts[0] >= 0 && rows.starts[rows.count] <= tokens, "cu_q goes beyond the tokens");
+  require(std::is_sorted(rows.starts, rows.starts + rows.count + 1), "cu_q is not in order");
+  require_below("kv_len", rows.lengths, rows.count, rows.width * page_size + 1);
+  for (int64_t row = 0; row < rows.count; row++)
+    require_below("block_table", rows.tables + row * rows.width, (rows.lengths[row] + page_size - 1) / page_size, pages);
+}
 
 // Some queries of a row that share a KV head. Query i is that of token i / group, of its head i % group.
 struct AttentionTask {
@@ -310,6 +321,11 @@ void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& k
       attending.finish(q, [&](int64_t d, Floats values) { put(head[q] * head_dim + d, values); });
     }
   });
+}
+
+// Refuse constants that kernels cannot compute.
+inline void check(const AttentionParams& params) {
+  require(params.block >= 1 && params.window >= 0, "block or window is not a number of positions");
 }
 
 // The inputs of attention that are the same in every layer of a step.

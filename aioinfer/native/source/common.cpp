@@ -8,8 +8,8 @@
 
 namespace aioinfer {
 
-std::string& last_error() {
-  thread_local std::string error;
+Error& last_error() {
+  thread_local Error error;
   return error;
 }
 
@@ -19,7 +19,9 @@ using namespace aioinfer;
 
 extern "C" {
 
-const char* aioinfer_error() { return last_error().c_str(); }
+const char* aioinfer_error() { return last_error().text.c_str(); }
+
+int aioinfer_error_kind() { return static_cast<int>(last_error().kind); }
 
 // The argument structures as they were compiled; see layout.hpp.
 const char* aioinfer_layout() {

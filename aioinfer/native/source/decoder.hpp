@@ -45,6 +45,7 @@ struct StepInput {
   AttentionInput attention;
   T* const* kv_pools;  // [layers] keys and values of each
   int64_t page_size;
+  int64_t num_pages;  // of each pool, the null page included
   int64_t num_logits;
   const int64_t* logits_rows;
   float* logits;  // [num_logits, vocabulary]
@@ -74,11 +75,36 @@ class Decoder {
   Decoder(const T* embedding, const T* norm, const Weights<T>* head, HeadShape<T> shape, Rotary<T> rotary,
           int64_t hidden, int64_t middle, float eps)
       : embedding_(embedding), norm_(norm), head_(head), shape_(shape), rotary_(rotary), hidden_(hidden),
-        middle_(middle), eps_(eps) {}
+        middle_(middle), eps_(eps) {
+    shape.check(rotary.size);
+    require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
+    require(head->depth == units_of<T>(hidden), "the head's inner dimension is not the hidden size");
+  }
 
-  void add(const Layer<T>& layer) { layers_.push_back(layer); }
+  // Throws InvalidArguments unless the layer's parts fit each other.
+  void add(const Layer<T>& layer) {
+    check(layer.params);
+    fits(*layer.qkv, shape_.width(), hidden_);
+    fits(*layer.out, hidden_, shape_.heads * shape_.head_dim);
+    if (layer.gate_up != nullptr) {
+      const int64_t middle = layer.gate_up->outputs;
+      require(layer.gate_up->gated && layer.down != nullptr, "a feed-forward part without gate or down");
+      require(middle <= middle_, "the decoder was made for smaller feed-forward parts");
+      fits(*layer.gate_up, middle, hidden_);
+      fits(*layer.down, hidden_, middle);
+    }
+    require(layer.gate_up != nullptr || layer.experts != nullptr, "a layer without a feed-forward part");
+    require((layer.router == nullptr) == (layer.experts == nullptr), "experts without a router, or a router alone");
+    if (layer.experts != nullptr) {
+      require(layer.experts->hidden == hidden_ && layer.router->weight->depth == hidden_, "experts of another size");
+      require(layer.router->rule.experts == layer.experts->count, "the router chooses among other experts");
+    }
+    layers_.push_back(layer);
+  }
 
+  // Throws InvalidArguments, before anything is computed, for indices that lie beyond their memory.
   void forward(ThreadPool& pool, const StepInput<T>& step, double* seconds) {
+    check(step);
     reserve(step, pool.size());
     const int64_t tokens = step.attention.tokens;
     const auto tasks = divide(step.attention.rows, shape_.kv_heads, shape_.group());
@@ -100,6 +126,21 @@ class Decoder {
   }
 
  private:
+  static void fits(const Weights<T>& weights, int64_t outputs, int64_t inner) {
+    require(weights.outputs == outputs && weights.depth == units_of<T>(inner), "weights of another size");
+  }
+
+  void check(const AttentionParams& params) const { aioinfer::check(params); }
+
+  void check(const StepInput<T>& step) const {
+    const AttentionInput& input = step.attention;
+    aioinfer::check(input.rows, input.tokens, step.page_size, step.num_pages);
+    require_below("input_ids", step.ids, input.tokens, head_->outputs);
+    require_below("positions", input.rotary, input.tokens, rotary_.positions);
+    require_below("slot_mapping", input.cells, input.tokens, step.num_pages * step.page_size);
+    require_below("logits_rows", step.logits_rows, step.num_logits, input.tokens);
+  }
+
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
 
   void attention_part(Worker& worker, size_t index, const StepInput<T>& step, const std::vector<AttentionTask>& tasks,

@@ -114,8 +114,8 @@ class Mixing {
   // Allocate for ``tokens`` with ``top_k`` experts each. The only function here that throws.
   void reserve(int workers, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
     const int64_t pairs = tokens * top_k, rows = Dispatch::padded(pairs);
-    grow(rows_, rows * depth(experts.hidden));
-    grow(gated_, rows * depth(experts.middle));
+    grow(rows_, rows * units_of<T>(experts.hidden));
+    grow(gated_, rows * units_of<T>(experts.middle));
     grow(shared_gated_, shared.gate_up == nullptr ? 0 : Activations<T>::units(tokens, shared.middle()));
     grow(outputs_, (pairs + (shared.gate_up == nullptr ? 0 : tokens)) * experts.hidden);
     while (static_cast<int>(dispatches_.size()) < workers) dispatches_.push_back(std::make_unique<Dispatch>());
@@ -158,14 +158,12 @@ class Mixing {
   }
 
  private:
-  static int64_t depth(int64_t inner) { return (inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT; }
-
   Activations<T> rows(const Dispatch::Group& group, int64_t hidden) {
-    return {rows_.data() + group.padded_first * depth(hidden), group.rows, hidden};
+    return {rows_.data() + group.padded_first * units_of<T>(hidden), group.rows, hidden};
   }
 
   Activations<T> gated(const Dispatch::Group& group, int64_t middle) {
-    return {gated_.data() + group.padded_first * depth(middle), group.rows, middle};
+    return {gated_.data() + group.padded_first * units_of<T>(middle), group.rows, middle};
   }
 
   // Copy the row of each pair's token to its place among the rows of its expert.

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "checks.hpp"
 #include "kv_pool.hpp"
 
 namespace aioinfer {
@@ -29,6 +30,7 @@ struct Rotary {
   const T* cos;  // [positions, size]
   const T* sin;  // [positions, size], the first half negated
   int64_t size;
+  int64_t positions;
 };
 
 template <class T>
@@ -39,6 +41,13 @@ struct HeadShape {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
+
+  // Refuse heads that kernels cannot compute.
+  void check(int64_t rotary_dim) const {
+    require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads is no multiple of kv_heads");
+    require(head_dim > 0 && head_dim % LANES == 0, "head_dim is no multiple of a vector");
+    require(rotary_dim >= 0 && rotary_dim <= head_dim && rotary_dim % 2 == 0, "rotary_dim is not within a head");
+  }
 };
 
 // Queries, keys and values of all tokens, with the heads of a token side by side, and the strides of tokens.

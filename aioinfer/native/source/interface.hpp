@@ -5,13 +5,18 @@
 // Python makes when it loads the library.
 //
 // An entry point that makes an object returns null on failure, others return false; ``aioinfer_error`` gives the reason
-// to the calling thread. Sizes and strides are counted in elements. The caller keeps everything that a pointer refers to
-// alive during the call, and for as long as the object lives where the comment says "kept".
+// to the calling thread, and ``aioinfer_error_kind`` what it was about. Sizes and strides are counted in elements. The
+// caller keeps everything that a pointer refers to alive during the call, and for as long as the object lives where the
+// comment says "kept". Pointers are trusted; sizes and indices are checked, see checks.hpp.
 #pragma once
 
 #include <cstdint>
 #include <exception>
+#include <new>
 #include <string>
+#include <system_error>
+
+#include "checks.hpp"
 
 namespace aioinfer {
 
@@ -117,6 +122,7 @@ struct AttendArguments {
   int64_t rotary_dim;
   T* kv_pool;  // keys and values of the layer; see kv_pool.hpp
   int64_t page_size;
+  int64_t num_pages;  // of the pool, the null page included
   int64_t tokens, rows;
   const int64_t* slot_mapping;  // [tokens]
   const int64_t* cu_q;          // [rows + 1]
@@ -138,6 +144,7 @@ struct DecoderArguments {
   const Weights<T>* head;  // one output per token of the vocabulary
   const T* cos;            // [positions, rotary_dim]
   const T* sin;            // [positions, rotary_dim], the first half negated
+  int64_t positions;
   int64_t heads, kv_heads, head_dim, rotary_dim;
   int64_t hidden;
   int64_t middle;  // the largest inner dimension of the dense parts
@@ -169,6 +176,7 @@ struct ForwardArguments {
   ThreadPool* pool;
   T* const* kv_pools;  // [layers] keys and values of each
   int64_t page_size;
+  int64_t num_pages;  // of each pool, the null page included
   int64_t tokens, rows, num_logits;
   const int64_t* input_ids;     // [tokens]
   const int64_t* positions;     // [tokens]
@@ -208,7 +216,9 @@ struct PenaliseArguments {
   const float* logits;  // [rows, vocab], rows ``stride`` apart
   int64_t rows, vocab, stride;
   const int32_t* counts;  // [lines, vocab]; line 0 is of rows without penalties, all zero
-  const int64_t* row_of;  // [slots] line of each slot
+  int64_t lines;
+  const int64_t* row_of;  // [num_slots] line of each slot
+  int64_t num_slots;
   const int64_t* slots;   // [rows]
   const float* repetition;
   const float* presence;
@@ -220,8 +230,8 @@ struct PenaliseArguments {
 // Set logits to -inf where the masks have no bit.
 struct MasksArguments {
   ThreadPool* pool;
-  float* logits;  // rows of ``vocab``, ``stride`` apart
-  int64_t vocab, stride, count;
+  float* logits;  // [num_rows, vocab], rows ``stride`` apart
+  int64_t num_rows, vocab, stride, count;
   const int64_t* rows;    // [count] row of each mask
   const uint32_t* masks;  // [count, words]
   int64_t words;
@@ -239,18 +249,37 @@ struct LogprobsArguments {
 
 // -- errors ---------------------------------------------------------------------------------------------------------
 
+// What an error is about, as aioinfer.native.bindings numbers it.
+enum class ErrorKind : int { MEMORY, ARGUMENTS, THREADS, OTHER };
+
+struct Error {
+  std::string text;
+  ErrorKind kind = ErrorKind::OTHER;
+};
+
 // The last error of the calling thread.
-std::string& last_error();
+Error& last_error();
 
 // The result of call(), or ``failed`` if it throws.
 template <class Result, class Call>
 Result guarded(Result failed, Call&& call) {
   try {
     return call();
+  } catch (const InvalidArguments& problem) {
+    last_error() = {problem.what(), ErrorKind::ARGUMENTS};
+  } catch (const std::system_error& problem) {
+    last_error() = {problem.what(), ErrorKind::THREADS};
+  } catch (const std::bad_alloc& problem) {
+    last_error() = {problem.what(), ErrorKind::MEMORY};
+  } catch (const std::length_error& problem) {
+    // A vector that could never be so large.
+    last_error() = {problem.what(), ErrorKind::MEMORY};
   } catch (const std::exception& problem) {
-    last_error() = problem.what();
-    return failed;
+    last_error() = {problem.what(), ErrorKind::OTHER};
+  } catch (...) {
+    last_error() = {"unknown", ErrorKind::OTHER};
   }
+  return failed;
 }
 
 }  // namespace aioinfer

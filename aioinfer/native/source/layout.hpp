@@ -56,19 +56,19 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(SetExpertArguments, pool, experts, index, gate_up, down)
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
-                    norm, cos, sin, rotary_dim, kv_pool, page_size, tokens, rows, slot_mapping, cu_q, kv_len,
-                    block_table, table_width, window, block, scale, soft_cap, norm_eps, out)
-  AIOINFER_TEMPLATE(DecoderArguments, embedding, norm, head, cos, sin, heads, kv_heads, head_dim, rotary_dim, hidden,
-                    middle, head_norm_eps, norm_eps)
+                    norm, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows, slot_mapping, cu_q,
+                    kv_len, block_table, table_width, window, block, scale, soft_cap, norm_eps, out)
+  AIOINFER_TEMPLATE(DecoderArguments, embedding, norm, head, cos, sin, positions, heads, kv_heads, head_dim, rotary_dim,
+                    hidden, middle, head_norm_eps, norm_eps)
   AIOINFER_TEMPLATE(LayerArguments, decoder, attention_norm, qkv, head_norm, out, mlp_norm, gate_up, down, router,
                     experts, window, block, scale, soft_cap)
-  AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, page_size, tokens, rows, num_logits, input_ids,
-                    positions, slot_mapping, cu_q, kv_len, block_table, table_width, logits_rows, logits, seconds)
+  AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, page_size, num_pages, tokens, rows, num_logits,
+                    input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, logits_rows, logits, seconds)
   AIOINFER_PLAIN(SampleArguments, pool, logits, rows, vocab, stride, temperature, top_p, min_p, top_k, seeds,
                  positions, bans, banned_rows, banned_ids, bad, tokens)
-  AIOINFER_PLAIN(PenaliseArguments, pool, logits, rows, vocab, stride, counts, row_of, slots, repetition, presence,
-                 frequency, in_prompt, out)
-  AIOINFER_PLAIN(MasksArguments, pool, logits, vocab, stride, count, rows, masks, words)
+  AIOINFER_PLAIN(PenaliseArguments, pool, logits, rows, vocab, stride, counts, lines, row_of, num_slots, slots, repetition,
+                 presence, frequency, in_prompt, out)
+  AIOINFER_PLAIN(MasksArguments, pool, logits, num_rows, vocab, stride, count, rows, masks, words)
   AIOINFER_PLAIN(LogprobsArguments, pool, logits, vocab, stride, count, top, totals, top_values, top_ids)
   return text;
 }

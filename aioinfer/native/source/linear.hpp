@@ -76,6 +76,12 @@ struct Blocks {
   int height;
 };
 
+// Units of ``inner`` numbers.
+template <class T>
+constexpr int64_t units_of(int64_t inner) {
+  return (inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT;
+}
+
 // A row: its block, its index in the block, and its index among all rows.
 struct Place {
   int64_t block;
@@ -87,11 +93,11 @@ struct Place {
 template <class T>
 struct Activations {
   Activations(uint32_t* data, int64_t rows, int64_t inner)
-      : data(data), blocks(rows), depth((inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT) {}
+      : data(data), blocks(rows), depth(units_of<T>(inner)) {}
 
   static int64_t units(int64_t rows, int64_t inner) {
     const Blocks blocks(rows);
-    return blocks.count * blocks.height * ((inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT);
+    return blocks.count * blocks.height * units_of<T>(inner);
   }
 
   const uint32_t* block(int64_t index) const { return data + index * blocks.height * depth; }
@@ -170,7 +176,7 @@ class Weights {
 
   // Without a bias, in memory of size bytes() that the caller owns; set() fills it.
   Weights(char* data, int64_t outputs, int64_t inner, bool gated, Format format)
-      : outputs(outputs), depth((inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT), gated(gated),
+      : outputs(outputs), depth(units_of<T>(inner)), gated(gated),
         panel_outputs(gated ? LANES : PANEL), format(format), data_(data) {
     panels = (outputs + panel_outputs - 1) / panel_outputs;
     if (format == Format::INT8) factors_.resize(panels * PANEL);

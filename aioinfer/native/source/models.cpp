@@ -17,7 +17,8 @@ template <class From, class V = From>
 class Packing {
  public:
   Packing(const From* in, int64_t count, int64_t inner)
-      : in_(in), inner_(inner), units_(Activations<V>::units(count, inner)), to_(units_.data(), count, inner) {}
+      : in_(in), inner_(checked(count, inner)), units_(Activations<V>::units(count, inner)),
+        to_(units_.data(), count, inner) {}
 
   const Activations<V>& pack(Worker& worker) const {
     worker.parallel_in_runs(to_.blocks.rows, [&](int64_t row) {
@@ -28,6 +29,12 @@ class Packing {
   }
 
  private:
+  static int64_t checked(int64_t count, int64_t inner) {
+    require(count >= 0, "count is negative");
+    require(inner > 0 && inner % LANES == 0, "the inner dimension is no multiple of a vector");
+    return inner;
+  }
+
   const From* in_;
   int64_t inner_;
   std::vector<uint32_t> units_;
@@ -41,6 +48,8 @@ extern "C" {
 void* NAMED(weights)(const WeightsArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
     const Format format = a->int8 ? Format::INT8 : Format::PLAIN;
+    require(a->outputs > 0 && a->inner > 0, "weights need outputs and an inner dimension");
+    require(!a->gated || a->outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
     return new Weights<T>(*a->pool, a->rows, a->bias, a->outputs, a->inner, a->gated, format);
   });
 }
@@ -50,6 +59,7 @@ void NAMED(free_weights)(void* weights) { delete static_cast<Weights<T>*>(weight
 bool NAMED(linear)(const LinearArguments<T>* a) {
   return guarded(false, [&] {
     const Weights<T>& w = *a->weights;
+    require(w.depth == units_of<T>(a->inner), "the inner dimension is not that of the weights");
     const Packing<T> activations(a->values, a->count, a->inner);
     a->pool->run([&, out = a->out](Worker& worker) {
       multiply(worker, activations.pack(worker), w, [&](const Place& place, int64_t panel, Floats one, Floats other) {
@@ -70,9 +80,13 @@ bool NAMED(attend)(const AttendArguments<T>* a) {
         a->tokens, a->slot_mapping, nullptr, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
     const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, a->norm, a->norm_eps};
     const Projected<T> projected{a->queries, a->keys, a->values, a->query_stride, a->kv_stride};
-    const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim};
+    const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim, a->tokens};
     const KVPool<T> kv{a->kv_pool, a->page_size, a->kv_heads, a->head_dim};
     const AttentionParams params{a->scale, a->soft_cap, a->window, a->block};
+    shape.check(a->rotary_dim);
+    check(params);
+    check(input.rows, a->tokens, a->page_size, a->num_pages);
+    require_below("slot_mapping", a->slot_mapping, a->tokens, a->num_pages * a->page_size);
     const auto tasks = divide(input.rows, a->kv_heads, shape.group());
     std::vector<AttentionScratch<T>> scratch(a->pool->size(), AttentionScratch<T>(a->head_dim));
     a->pool->run([&](Worker& worker) {
@@ -90,6 +104,9 @@ void* NAMED(router)(const RouterArguments* a) {
   return guarded<void*>(nullptr, [&] {
     const int64_t experts = a->weight->outputs;
     const Rule rule{a->sigmoid, experts, a->top_k, a->groups, a->top_groups, a->normalize, a->scale};
+    require(a->groups > 0 && experts % a->groups == 0, "the experts do not divide into so many groups");
+    require(a->top_groups > 0 && a->top_groups <= a->groups, "top_groups is not in [1, groups]");
+    require(a->top_k > 0 && a->top_k <= experts / a->groups * a->top_groups, "top_k is not in [1, experts of top_groups]");
     return new Router<T>(a->weight, a->bias, rule);
   });
 }
@@ -99,6 +116,7 @@ void NAMED(free_router)(void* router) { delete static_cast<Router<T>*>(router); 
 bool NAMED(route)(const RouteArguments<T>* a) {
   return guarded(false, [&] {
     const Router<T>& router = *a->router;
+    require(router.weight->depth == a->hidden, "the hidden size is not that of the router");
     const Packing<T, float> tokens(a->values, a->count, a->hidden);
     Routing<T> routing;
     routing.reserve(a->pool->size(), a->count, router);
@@ -111,6 +129,8 @@ bool NAMED(route)(const RouteArguments<T>* a) {
 
 void* NAMED(experts)(const ExpertsArguments* a) {
   return guarded<void*>(nullptr, [&] {
+    require(a->count > 0 && a->hidden > 0 && a->middle > 0, "experts need a number and sizes");
+    require(a->hidden % LANES == 0 && a->middle % LANES == 0, "the sizes of experts are no multiples of a vector");
     return new Experts<T>(a->count, a->hidden, a->middle, a->int8 ? Format::INT8 : Format::PLAIN);
   });
 }
@@ -119,6 +139,7 @@ void NAMED(free_experts)(void* experts) { delete static_cast<Experts<T>*>(expert
 
 bool NAMED(set_expert)(const SetExpertArguments<T>* a) {
   return guarded(false, [&] {
+    require_below("expert", &a->index, 1, a->experts->count);
     a->experts->set(*a->pool, a->index, a->gate_up, a->down);
     return true;
   });
@@ -127,6 +148,8 @@ bool NAMED(set_expert)(const SetExpertArguments<T>* a) {
 bool NAMED(mix)(const MixArguments<T>* a) {
   return guarded(false, [&] {
     const Experts<T>& experts = *a->experts;
+    require(a->top_k > 0, "top_k is not positive");
+    require_below("chosen", a->chosen, a->count * a->top_k, experts.count);
     const Packing<T> tokens(a->values, a->count, experts.hidden);
     Mixing<T> mixing;
     mixing.reserve(a->pool->size(), a->count, a->top_k, experts, {});
@@ -143,7 +166,7 @@ bool NAMED(mix)(const MixArguments<T>* a) {
 void* NAMED(decoder)(const DecoderArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
     const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, nullptr, a->head_norm_eps};
-    const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim};
+    const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim, a->positions};
     return new Decoder<T>(a->embedding, a->norm, a->head, shape, rotary, a->hidden, a->middle, a->norm_eps);
   });
 }
@@ -162,7 +185,8 @@ bool NAMED(forward)(const ForwardArguments<T>* a) {
   return guarded(false, [&] {
     const AttentionInput attention{
         a->tokens, a->slot_mapping, a->positions, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
-    const StepInput<T> step{a->input_ids, attention, a->kv_pools, a->page_size, a->num_logits, a->logits_rows, a->logits};
+    const StepInput<T> step{a->input_ids, attention, a->kv_pools, a->page_size, a->num_pages,
+                            a->num_logits, a->logits_rows, a->logits};
     a->decoder->forward(*a->pool, step, a->seconds);
     return true;
   });

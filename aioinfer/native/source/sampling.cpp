@@ -19,7 +19,10 @@ extern "C" {
 
 bool aioinfer_sample(const SampleArguments* a) {
   return guarded(false, [&] {
-    static thread_local ThreadPool alone(1);
+    require(a->rows >= 0 && a->vocab > 0, "there is no token to sample");
+    require_below("banned_rows", a->banned_rows, a->bans, a->rows);
+    require_below("banned_ids", a->banned_ids, a->bans, a->vocab);
+    static thread_local ThreadPool alone{ThreadPool::Alone{}};
     const bool greedy = std::none_of(a->temperature, a->temperature + a->rows, [](float t) { return t; });
     ThreadPool& pool = greedy && a->rows * a->vocab <= LITTLE ? alone : *a->pool;
     std::vector<std::unique_ptr<SampledRow>> sampled;
@@ -40,6 +43,9 @@ bool aioinfer_sample(const SampleArguments* a) {
 bool aioinfer_penalise(const PenaliseArguments* a) {
   return guarded(false, [&] {
     const int64_t vocab = a->vocab;
+    require(vocab > 0 && a->rows >= 0, "there are no logits");
+    require_below("slots", a->slots, a->rows, a->num_slots);
+    require_below("row_of", a->row_of, a->num_slots, a->lines);
     a->pool->run([&](Worker& worker) {
       worker.parallel(a->rows * spans(vocab), [&](int64_t i) {
         const int64_t row = i / spans(vocab), from = i % spans(vocab) * SPAN;
@@ -56,6 +62,8 @@ bool aioinfer_penalise(const PenaliseArguments* a) {
 bool aioinfer_apply_masks(const MasksArguments* a) {
   return guarded(false, [&] {
     const int64_t vocab = a->vocab, words = a->words;
+    require(vocab > 0 && words >= 0, "there are no logits");
+    require_below("rows", a->rows, a->count, a->num_rows);
     a->pool->run([&](Worker& worker) {
       worker.parallel(a->count * spans(vocab), [&](int64_t i) {
         const int64_t mask = i / spans(vocab), from = i % spans(vocab) * SPAN;
@@ -68,6 +76,8 @@ bool aioinfer_apply_masks(const MasksArguments* a) {
 
 bool aioinfer_logprobs(const LogprobsArguments* a) {
   return guarded(false, [&] {
+    require(a->vocab > 0 && a->count >= 0, "there are no logits");
+    require(a->top >= 0 && a->top <= a->vocab, "top is not in [0, vocab]");
     const int64_t groups = Likelihoods::groups(a->vocab);
     const auto maxima = std::make_unique_for_overwrite<float[]>(a->pool->size() * groups);
     a->pool->run([&](Worker& worker) {

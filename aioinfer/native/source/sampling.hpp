@@ -81,8 +81,8 @@ class SampledRow {
         vocab_(vocab),
         stretches_(stretches(vocab)),
         parameters_(parameters),
-        // A top-k of the whole vocabulary is off.
-        top_k_(parameters.top_k < vocab ? parameters.top_k : 0),
+        // A top-k of the whole vocabulary is off, and so is none.
+        top_k_(parameters.top_k > 0 && parameters.top_k < vocab ? parameters.top_k : 0),
         bad_(bad),
         token_(token),
         masses_(vocab),

@@ -3,15 +3,25 @@
 // A step is one program. A counter divides its phases dynamically, and each phase ends at a barrier; results do not
 // depend on which thread computes what. Threads sleep between programs, and after a while at a barrier: fewer cores
 // may be free than the pool has workers.
+//
+// What a phase throws, on whichever thread, ends the phases of its program without their work and is thrown to the
+// caller. A forked process has the memory of the pools and none of their threads: they are started again there.
 #pragma once
+
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <mutex>
+#include <new>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -46,6 +56,7 @@ class Worker {
   Worker(ThreadPool& pool, int index) : pool_(pool), index_(index) {}
 
   // Call body(i) for every i below count, divided among the workers ``grain`` at a time; then wait for all of them.
+  // Only bodies may throw: outside of them the other workers would wait at a barrier.
   template <class Body>
   void parallel(int64_t count, Body&& body, int64_t grain = 1);
 
@@ -64,19 +75,54 @@ class Worker {
   uint32_t phase_ = 0;
 };
 
+// The pools of the process that a fork concerns.
+class Pools {
+ public:
+  static Pools& all() {
+    static Pools* const pools = new Pools;  // never destroyed: threads may outlive static objects
+    return *pools;
+  }
+
+  void add(ThreadPool* pool) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    pools_.push_back(pool);
+  }
+
+  void remove(ThreadPool* pool) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    std::erase(pools_, pool);
+  }
+
+ private:
+  Pools() { pthread_atfork([] { all().lock_.lock(); }, [] { all().lock_.unlock(); }, [] { all().forked(); }); }
+
+  void forked();
+
+  std::mutex lock_;
+  std::vector<ThreadPool*> pools_;
+};
+
 class ThreadPool {
  public:
   // Throws std::system_error if a thread cannot be created.
   explicit ThreadPool(int size) : size_(size) {
     try {
-      for (int i = 1; i < size; i++) threads_.emplace_back([this, i] { work(i); });
+      start_threads();
+      Pools::all().add(this);
     } catch (...) {
       close();
       throw;
     }
   }
 
-  ~ThreadPool() { close(); }
+  // A pool without threads, for the thread that makes it.
+  struct Alone {};
+  explicit ThreadPool(Alone) : size_(1) {}
+
+  ~ThreadPool() {
+    Pools::all().remove(this);
+    close();
+  }
 
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -84,9 +130,11 @@ class ThreadPool {
   int size() const { return size_; }
 
   // Run program(worker) on every thread, the caller's included. Programs of several callers run one after the other.
+  // Throws what a phase threw first.
   template <class Program>
   void run(Program&& program) {
     const std::lock_guard<std::mutex> lock(busy_);
+    start_threads();  // those that a fork left behind
     program_ = &program;
     call_ = [](void* program, Worker& worker) { (*static_cast<std::remove_reference_t<Program>*>(program))(worker); };
     for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
@@ -95,14 +143,44 @@ class ThreadPool {
     Worker worker(*this, 0);
     program(worker);
     barrier(0);
+    if (failed_.load(std::memory_order_relaxed)) {
+      failed_.store(false, std::memory_order_relaxed);
+      std::rethrow_exception(std::exchange(problem_, nullptr));
+    }
   }
 
  private:
   friend class Worker;
+  friend class Pools;
 
   struct alignas(64) Counter {
     std::atomic<int64_t> next{0};
   };
+
+  // Start what is missing of the threads.
+  void start_threads() {
+    for (int i = static_cast<int>(threads_.size()) + 1; i < size_; i++) try {
+        threads_.emplace_back([this, i] { work(i); });
+      } catch (const std::system_error& problem) {
+        throw std::system_error(problem.code(),
+                                "thread " + std::to_string(i) + " of " + std::to_string(size_) + " cannot be created");
+      }
+  }
+
+  // In a forked process, by its only thread: all is as it was before the first program, and no thread has been started.
+  // What is replaced is not destroyed: it refers to threads of the other process, and one of them may hold the lock.
+  void forked() {
+    new (&busy_) std::mutex;
+    new (&threads_) std::vector<std::thread>;
+    new (&problem_) std::exception_ptr;
+    failed_.store(false), start_.store(0), generation_.store(0), arrived_.store(0);
+  }
+
+  // Called within a phase, with the exception being handled.
+  void fail() {
+    // The first one writes; the caller reads behind a barrier.
+    if (!failed_.exchange(true, std::memory_order_relaxed)) problem_ = std::current_exception();
+  }
 
   void close() {
     closing_.store(true);
@@ -135,7 +213,8 @@ class ThreadPool {
   std::mutex busy_;
   void* program_ = nullptr;
   void (*call_)(void*, Worker&) = nullptr;
-  std::atomic<bool> closing_{false};
+  std::atomic<bool> closing_{false}, failed_{false};
+  std::exception_ptr problem_;
   alignas(64) std::atomic<uint32_t> start_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int> arrived_{0};
@@ -143,13 +222,24 @@ class ThreadPool {
   std::vector<std::thread> threads_;
 };
 
+inline void Pools::forked() {
+  for (ThreadPool* pool : pools_) pool->forked();
+  lock_.unlock();
+}
+
 inline int Worker::workers() const { return pool_.size(); }
 
 template <class Body>
 void Worker::parallel(int64_t count, Body&& body, int64_t grain) {
   auto& next = pool_.counters_[phase_ % 3].next;
-  for (int64_t from; (from = next.fetch_add(grain, std::memory_order_relaxed)) < count;)
-    for (int64_t i = from; i < std::min(from + grain, count); i++) body(i);
+  try {
+    for (int64_t from; (from = next.fetch_add(grain, std::memory_order_relaxed)) < count;) {
+      if (pool_.failed_.load(std::memory_order_relaxed)) break;
+      for (int64_t i = from; i < std::min(from + grain, count); i++) body(i);
+    }
+  } catch (...) {
+    pool_.fail();
+  }
   pool_.barrier(phase_++);
 }
 

@@ -1,0 +1,82 @@
+"""How much of the machine's memory this process can still have."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+from aioinfer.execution import cgroups
+
+__all__ = ["Available", "give_back", "memory_available"]
+
+_MEMINFO = Path("/proc/meminfo")
+#: files of a group by version: limits, and what is used of them
+_FILES = (
+    (("memory.max", "memory.high"), "memory.current"),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes"),
+)
+#: counters of ``memory.stat`` that say how much of the usage is a copy of files, which is dropped on demand
+_FILE_PAGES = (
+    ("total_inactive_file", "total_active_file"),
+    ("inactive_file", "active_file"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Bytes, and where that limit comes from."""
+
+    bytes: int
+    source: str
+
+
+def memory_available(
+    root: Path = cgroups.ROOT, membership: Path = cgroups.MEMBERSHIP, meminfo: Path = _MEMINFO
+) -> Available | None:
+    """What can be used before the system ends a process for it: the least that the machine and the control
+    groups of this process leave. None where the system does not say."""
+    left = [_group_left(group) for group in cgroups.groups("memory", root, membership)]
+    found = [Available(size, "control group") for size in left if size is not None]
+    machine = _counters(meminfo).get("MemAvailable:")
+    if machine is not None:
+        found.append(Available(machine << 10, "machine"))
+    return min(found, key=lambda each: each.bytes, default=None)
+
+
+def _group_left(group: Path) -> int | None:
+    """Bytes that a group can still use; None without a limit."""
+    for names, usage in _FILES:
+        limits = [limit for limit in (_number(group / name) for name in names) if limit is not None]
+        used = _number(group / usage)
+        if not limits or used is None:
+            continue
+        counters = _counters(group / "memory.stat")
+        pages = next((names for names in _FILE_PAGES if names[0] in counters), ())
+        return max(0, min(limits) - used + sum(counters.get(name, 0) for name in pages))
+    return None
+
+
+def _number(file: Path) -> int | None:
+    """Of a file with one number; None for "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _counters(file: Path) -> dict[str, int]:
+    """Of a file with a name and a number per line."""
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+        return {line[0]: int(line[1]) for line in lines if len(line) > 1}
+    except (OSError, ValueError):
+        return {}
+
+
+def give_back() -> None:
+    """Return memory that was freed to the system, where the C library keeps it for later: building a model
+    leaves it a hundred megabytes and more."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

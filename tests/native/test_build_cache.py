@@ -1,0 +1,203 @@
+"""What is in the cache of compiled kernels is loaded only if it is whole, and nothing piles up there.
+
+Most tests use scripts as compilers.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aioinfer.native import bindings
+from aioinfer.native import build as building
+from aioinfer.native.build import UNITS, BuildFailed, build, cache_directory, find_compiler
+from tests.model.harness import require
+from tests.native.compilers import WORKS, Compiler, alive, calls, left
+from tests.tiers import PROGRAM
+
+_ROOT = Path(__file__).parents[2]
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "flipped": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "longer": lambda content: content + b"x",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_library_that_was_damaged_is_compiled_again(compiler: Compiler, damage: str) -> None:
+    script = compiler(WORKS)
+    path = build()
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](whole))
+    assert build() == path
+    assert path.read_bytes() == whole
+    assert calls(script) == 2 * (UNITS + 1)
+    assert left() == [".so"]
+
+
+def test_a_damaged_library_of_another_name_is_not_loaded_either(compiler: Compiler) -> None:
+    """As a copy of the cache may bring along. The one that is whole is found beside it."""
+    script = compiler(WORKS)
+    path = build()
+    (path.parent / f"{path.stem.rpartition('-')[0]}-{'0' * 16}.so").write_bytes(path.read_bytes())
+    assert build() == path
+    assert calls(script) == UNITS + 1
+    assert left() == [".so"]
+
+
+def test_a_damaged_library_in_a_cache_that_cannot_be_written_is_an_error(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(WORKS)
+    path = build()
+    path.write_bytes(b"")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(BuildFailed, match=r"cannot be written: .*Permission denied"):
+        build()
+
+
+@pytest.mark.parametrize(
+    "script", [None, "\nexit 1", WORKS.replace("fake 1", "fake 2")], ids=["none", "broken", "another"]
+)
+def test_without_its_compiler_a_library_is_used_where_it_is(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
+    """With another compiler it is not: what that one makes may be better."""
+    compiler(WORKS)
+    path = build()
+    if script is None:
+        monkeypatch.setenv("AIOINFER_CXX", "no-such-compiler")
+    else:
+        compiler(script)
+    assert (build() == path) is (script is None or "exit 1" in script)
+
+
+def test_without_a_compiler_no_damaged_library_is_used(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(WORKS)
+    build().write_bytes(b"damaged")
+    monkeypatch.setenv("AIOINFER_CXX", "no-such-compiler")
+    with pytest.raises(BuildFailed, match="there is no compiler"):
+        build()
+
+
+def test_a_library_reaches_the_disk_before_it_has_its_name(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(WORKS)
+    events: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append("sync"), sync(file)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (events.append("replace"), replace(*paths)))
+    build()
+    assert events == ["sync", "replace", "sync"]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(WORKS)
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BuildFailed, match="No space left on device"):
+        build()
+    assert left() == []
+
+
+def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(compiler: Compiler) -> None:
+    compiler(WORKS)
+    cache = cache_directory()
+    cache.mkdir()
+    ages = {"dead": 1000, "compiling": 1000, "new": 0}
+    for name, age in ages.items():
+        place = cache / f"compiling-{name}"
+        place.mkdir()
+        (place / "0.o").write_text("")
+        os.utime(place, (time.time() - age,) * 2)
+    with building._locked(cache / "compiling-compiling"):
+        build()
+    assert sorted(path.name for path in cache.glob("compiling-*")) == ["compiling-compiling", "compiling-new"]
+
+
+def test_what_progress_raises_ends_the_compilers_and_leaves_nothing(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    """This is how a start is cancelled. It is asked again and again while compilers run."""
+    workers = tmp_path / "workers"
+    compiler(f'\n[ "$1" = --version ] && exit\necho $$ >> "{workers}"; exec sleep 100')
+
+    def progress(done: int, total: int) -> None:
+        if workers.exists() and len(workers.read_text().split()) == UNITS:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(progress)
+    for worker in workers.read_text().split():
+        while alive(int(worker)):
+            pass
+    assert left() == []
+
+
+def test_a_process_that_waits_for_the_kernels_of_another_thread_can_be_ended(
+    compiler: Compiler, unsettled: None
+) -> None:
+    """The thread that compiles goes on, and the question stays open for those that come later."""
+    compiler(WORKS)
+
+    def progress(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with bindings._loading, pytest.raises(KeyboardInterrupt):
+        bindings.native_unsupported(progress)
+    assert bindings._loaded is None
+    with pytest.raises(KeyboardInterrupt):
+        bindings.native_unsupported(progress)
+    assert bindings._loaded is None
+    assert left() == []
+
+
+@pytest.mark.battery(PROGRAM)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_start_with_damaged_kernels_compiles_them_again(tmp_path: Path, damage: str) -> None:
+    """The real ones, whose loading would end the process (SIGBUS, SIGILL)."""
+    require("native")
+    whole = build()
+    copy = tmp_path / whole.name
+    copy.write_bytes(DAMAGES[damage](whole.read_bytes()))
+    # The real compiler, whose output is the library that exists already.
+    script = tmp_path / "c++"
+    script.write_text(
+        f"""#!/bin/sh
+[ "$1" = --version ] && exec {shlex.join(find_compiler())} --version
+while [ "$1" != -o ]; do shift; done
+cp "{whole}" "$2"
+"""
+    )
+    script.chmod(0o755)
+    code = "from aioinfer.native.bindings import ThreadPool; print(ThreadPool(2).threads)"
+    env = {**os.environ, "PYTHONPATH": str(_ROOT), "AIOINFER_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**env, "AIOINFER_CXX": str(script)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert copy.read_bytes() == whole.read_bytes()

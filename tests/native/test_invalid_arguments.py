@@ -1,0 +1,337 @@
+"""No index, size or fork ends the process or hangs it: each is an error of its call, or works."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.model.batch import Batch
+from aioinfer.model.decoder import Layer
+from aioinfer.model.loader import load_model
+from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
+from aioinfer.model.moe.routing import SoftmaxRouter
+from aioinfer.model.native import NativeDecoder, NativeLinear
+from aioinfer.native.bindings import (
+    InvalidArguments,
+    PackedExperts,
+    PackedWeights,
+    ThreadPool,
+    shared_thread_pool,
+)
+from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.native_logits import NativeLogits, NativeLogprobs
+from aioinfer.sampling.native_sampler import sample_tokens
+from tests.model.harness import attention_for, build_batch
+from tests.native.support import Bench, Heads, Row, draw_rows, normal
+from tests.tiers import PROGRAM, battery
+
+PAGES, PAGE_SIZE = 20, 8
+#: far away, and just outside of anything small
+EXTREMES = [-(2**63), -1, 10**9, 2**62, 2**63 - 1]
+ARRAYS = ["input_ids", "positions", "slot_mapping", "cu_q", "kv_len", "block_table", "logits_rows"]
+VOCAB = 40
+
+
+def int64(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> NativeDecoder:
+    model = load_model(EngineConfig().model_path, dtype="float32", device=torch.device("cpu"))
+    assert isinstance(model, NativeDecoder)
+    return model
+
+
+def step() -> Batch:
+    """Two rows on pages of a pool of ``PAGES``."""
+    return build_batch(
+        [([5], 11, [3, 7]), ([1, 2, 3, 4, 9, 8, 7, 6, 5, 4], 0, [19, 20])], PAGE_SIZE, num_decodes=1
+    )
+
+
+def changed(batch: Batch, name: str, at: int, value: int) -> Batch:
+    array = getattr(batch, name).clone()
+    array.view(-1)[at] = value
+    return replace(batch, **{name: array})
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_decoder_refuses_a_step_whose_indices_lie_beyond_its_memory(
+    decoder: NativeDecoder, name: str
+) -> None:
+    """One index at a time, the first and the last of each array; a good step gives what it gave before."""
+    spec = decoder.spec
+    attention = attention_for(spec, PAGES, PAGE_SIZE, "native")
+    wanted = decoder.forward(step(), attention)
+    ends = {
+        "input_ids": spec.vocab_size,
+        "positions": 10**6,
+        "slot_mapping": (PAGES + 1) * PAGE_SIZE,
+        "cu_q": len(step().input_ids) + 1,
+        "kv_len": 2 * PAGE_SIZE + 1,
+        "block_table": PAGES + 1,
+        "logits_rows": len(step().input_ids),
+    }
+    for at in (0, -1):
+        for value in (*EXTREMES, ends[name]):
+            with pytest.raises(InvalidArguments, match=name):
+                decoder.forward(changed(step(), name, at, value), attention)
+    assert torch.equal(decoder.forward(step(), attention), wanted)
+
+
+@pytest.mark.parametrize("name", ["slot_mapping", "cu_q", "kv_len", "block_table"])
+def test_attention_refuses_rows_beyond_its_pool(name: str) -> None:
+    heads = Heads.draw(random.Random(1), torch.float32, rotary_dim=0, norm=None)
+    bench = Bench(heads, PAGE_SIZE)
+    row = Row(normal(10, heads.width, heads.head_dim, seed=1), 0)
+    bench.deal([row])
+    batch = bench.batch([(row, 0, 10)])
+    kv = heads.kv_heads
+    q, k, v = row.qkv.split((heads.heads, kv, kv), 1)
+    for value in EXTREMES:
+        with pytest.raises(InvalidArguments, match=name):
+            bench.attention(0, q, k, v, changed(batch, name, -1, value), heads.scoring)
+    assert bench.attention(0, q, k, v, batch, heads.scoring).isfinite().all()
+
+
+def test_pages_behind_the_end_of_a_sequence_are_not_looked_at(decoder: NativeDecoder) -> None:
+    """Tables are as wide as the longest row needs; what is behind a shorter one's pages is padding."""
+    attention = attention_for(decoder.spec, PAGES, PAGE_SIZE, "native")
+    batch = build_batch([([5], 0, [3]), ([1] * 10, 0, [19, 20])], PAGE_SIZE, num_decodes=0)
+    assert torch.equal(
+        decoder.forward(changed(batch, "block_table", 1, 10**9), attention),
+        decoder.forward(batch, attention),
+    )
+
+
+def test_random_arrays_are_refused_or_computed(decoder: NativeDecoder) -> None:
+    """Several hostile numbers at once, anywhere; among them those that happen to be valid."""
+    attention = attention_for(decoder.spec, PAGES, PAGE_SIZE, "native")
+    refused = 0
+    for seed in range(300):
+        rng, batch = random.Random(seed), step()
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            name = rng.choice(ARRAYS)
+            at = rng.randrange(getattr(batch, name).numel())
+            value = rng.choice([*EXTREMES, rng.randrange(-3, 40), rng.randrange(-300, 300)])
+            batch = changed(batch, name, at, value)
+        try:
+            logits = decoder.forward(batch, attention)
+        except InvalidArguments:
+            refused += 1
+        else:
+            assert len(logits) == 2, f"seed {seed}"
+    assert 100 < refused < 300
+
+
+def test_layers_that_do_not_fit_each_other_are_refused_when_a_decoder_is_made() -> None:
+    """A head of another size than the vocabulary would write beyond the logits."""
+    pool = shared_thread_pool(1)
+    good = load_model(EngineConfig().model_path, dtype="float32", device=torch.device("cpu"))
+    spec, hidden = good.spec, good.spec.hidden_size
+
+    def linear(outputs: int, inner: int) -> NativeLinear:
+        return NativeLinear(pool, normal(outputs, inner, seed=0), None)
+
+    class Rope:
+        table = (normal(8, spec.head_dim, seed=0), normal(8, spec.head_dim, seed=1))
+
+    parts: dict[str, Any] = {"eps": 1e-6, "rope": Rope(), "norm": torch.ones(hidden)}
+    parts["embedding"] = normal(spec.vocab_size, hidden, seed=2)
+    layers: list[Layer] = []
+    with pytest.raises(ValueError, match="outputs for"):
+        NativeDecoder(pool, spec, layers, head=linear(spec.vocab_size + 32, hidden), **parts)
+
+
+def test_experts_that_do_not_exist_are_refused() -> None:
+    pool = shared_thread_pool(2)
+    each = [(normal(64, 32, seed=at), normal(32, 32, seed=at)) for at in range(4)]
+    experts = NativeExperts(pool, torch.float32, (4, 32, 32), each)
+    values, weights = normal(3, 32, seed=1), torch.ones(3, 2)
+    for bad in (*EXTREMES, 4):
+        with pytest.raises(InvalidArguments, match=r"chosen\[5\]"):
+            experts(values, weights, torch.tensor([[0, 1], [2, 3], [3, bad]]))
+        with pytest.raises(InvalidArguments, match="expert"):
+            experts.packed.pack(bad, each[0][0].data_ptr(), each[0][1].data_ptr())
+    with pytest.raises(InvalidArguments, match="experts need"):
+        PackedExperts(pool, "float32", 0, 32, 32)
+    for top_k in (0, 5, -1):
+        with pytest.raises(InvalidArguments, match="top_k"):
+            NativeRouter(pool, SoftmaxRouter(normal(4, 32, seed=0), top_k, normalize=True), torch.float32)
+
+
+def test_matrix_products_of_sizes_that_vectors_do_not_divide_are_refused() -> None:
+    pool = shared_thread_pool(2)
+    layer = NativeLinear(pool, normal(40, 17, seed=0), None)
+    with pytest.raises(InvalidArguments, match="inner dimension"):
+        layer(normal(3, 17, seed=0))
+    with pytest.raises(InvalidArguments, match="gated"):
+        NativeLinear(pool, normal(2 * 17, 16, seed=0), None, gated=True)
+    layer = NativeLinear(pool, normal(40, 16, seed=0), None)
+    values, out = normal(3, 32, seed=0), torch.empty(3, 40)
+    layer.packed.inner = 32
+    with pytest.raises(InvalidArguments, match="not that of the weights"):
+        layer.packed.apply(values.data_ptr(), 3, out.data_ptr())
+    with pytest.raises(InvalidArguments):
+        PackedWeights(pool, "float32", values.data_ptr(), None, -1, 16)
+
+
+def sampling(rows: int, **changes: Any) -> SamplingBatch:
+    zero, one = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    return replace(
+        SamplingBatch(
+            *(zero, zero, zero, one, one, torch.zeros(rows), zero, one, one, one),
+            all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, any_penalty=False,
+        ),
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [*EXTREMES, VOCAB])
+def test_sampling_refuses_bans_and_masks_of_rows_and_tokens_that_do_not_exist(bad: int) -> None:
+    pool = shared_thread_pool(2)
+    logits = normal(3, VOCAB, seed=0)
+    before = logits.clone()
+    sample = partial(sample_tokens, pool, logits)
+    with pytest.raises(InvalidArguments, match="banned_ids"):
+        sample(sampling(3, banned_rows=int64(0, 2), banned_ids=int64(1, bad)))
+    with pytest.raises(InvalidArguments, match="banned_rows"):
+        sample(sampling(3, banned_rows=int64(0, bad), banned_ids=int64(1, 1)))
+    processors = NativeLogits(pool)
+    with pytest.raises(InvalidArguments, match="rows"):
+        processors.apply_masks_(logits, int64(0, bad), torch.zeros(2, 2, dtype=torch.int32))
+    ones = (torch.ones(3), torch.ones(3), torch.ones(3))
+    counts, row_of = torch.zeros(2, VOCAB, dtype=torch.int32), int64(0, 1, 0, 1)
+    with pytest.raises(InvalidArguments, match="slots"):
+        processors.penalise(logits, counts, row_of, int64(0, 1, bad), ones, 1 << 30)
+    with pytest.raises(InvalidArguments, match="row_of"):
+        processors.penalise(logits, counts, int64(0, 1, 0, bad), int64(0, 1, 2), ones, 1 << 30)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("top_k", [-1, -(2**63), 2**63 - 1, VOCAB, VOCAB + 1])
+def test_a_top_k_that_is_none_keeps_all_tokens(top_k: int) -> None:
+    logits = normal(3, VOCAB, seed=0)
+    wanted = sample_tokens(shared_thread_pool(2), logits, sampling(3))
+    batch = sampling(3, top_k=torch.full((3,), top_k, dtype=torch.int64))
+    assert torch.equal(sample_tokens(shared_thread_pool(2), logits, batch), wanted)
+
+
+def test_parameters_that_are_no_numbers_give_some_token() -> None:
+    logits = normal(3, VOCAB, seed=0)
+    for value in (float("nan"), float("inf"), -1.0, 1e-45, 0.0):
+        for name in ("temperature", "top_p", "min_p"):
+            batch = sampling(3, **{name: torch.full((3,), value)})
+            tokens = sample_tokens(shared_thread_pool(2), logits, batch)
+            assert all(-VOCAB < token < VOCAB for token in tokens.tolist()), (name, value)
+
+
+def test_without_a_vocabulary_there_is_nothing_to_sample() -> None:
+    pool = shared_thread_pool(2)
+    with pytest.raises(InvalidArguments):
+        sample_tokens(pool, torch.empty(3, 0), sampling(3))
+    with pytest.raises(InvalidArguments):
+        NativeLogprobs(pool, torch.empty(3, 0), 0)
+
+
+def test_blocks_of_no_positions_are_refused() -> None:
+    """A division by zero would end the process."""
+    heads = Heads.draw(random.Random(2), torch.float32)
+    bench = Bench(heads, PAGE_SIZE)
+    rows = draw_rows(random.Random(2), heads, 2)
+    for block in (0, -1):
+        heads.scoring = heads.scoring._replace(block=block)
+        with pytest.raises(InvalidArguments, match="block"):
+            bench.deal(rows)
+            bench.step([(rows[0], 0, len(rows[0].qkv))])
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@battery(PROGRAM)
+def test_memory_that_a_worker_lacks_is_an_error_of_the_call() -> None:
+    """Layers with 8-bit weights expand a panel on each thread. What the others have got, they give back."""
+    said = run("""if True:
+        import resource
+        import torch
+        from aioinfer.model.native import NativeLinear
+        from aioinfer.native.bindings import shared_thread_pool
+
+        inner = 1 << 19
+        weight = torch.ones(32, inner, dtype=torch.bfloat16)
+        values = torch.ones(20, inner, dtype=torch.bfloat16)
+        layer = NativeLinear(shared_thread_pool(1), weight, None, "int8")
+        wanted, out = layer(values), torch.empty(20, 32, dtype=torch.bfloat16)
+        layer.packed.pool = shared_thread_pool(3)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        # Enough for the activations, 20 MiB, and not for a panel more, 32 MiB.
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (40 << 20), hard))
+        refused = 0
+        # The thread of the caller has its panel already: if it is quick, no other needs one.
+        while not refused:
+            try:
+                layer.packed.apply(values.data_ptr(), 20, out.data_ptr())
+            except MemoryError as error:
+                refused += 1
+                print(error)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        layer.packed.apply(values.data_ptr(), 20, out.data_ptr())
+        print(torch.equal(out, wanted))
+    """)
+    assert said.splitlines() == ["aioinfer_linear_bfloat16: std::bad_alloc", "True"]
+
+
+@battery(PROGRAM)
+def test_a_forked_process_computes_with_threads_of_its_own() -> None:
+    """Also where a thread of the parent is computing at that moment, and where it ends the parent's pools."""
+    said = run("""if True:
+        import os, signal, threading
+        import torch
+        from aioinfer.model.native import NativeLinear
+        from aioinfer.native.bindings import ThreadPool, shared_thread_pool
+
+        weight, values = torch.randn(200, 64), torch.randn(9, 64)
+        layer = NativeLinear(shared_thread_pool(3), weight, None)
+        other = NativeLinear(ThreadPool(2), weight, None)
+        wanted, over = layer(values), threading.Event()
+
+        def compute():
+            while not over.is_set():
+                layer(values)
+
+        busy = threading.Thread(target=compute)
+        busy.start()
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)
+                fine = torch.equal(layer(values), wanted) and torch.equal(layer(values), wanted)
+                del other
+                new = NativeLinear(shared_thread_pool(3), weight, None)
+                os._exit(0 if fine and torch.equal(new(values), wanted) else 1)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        over.set()
+        busy.join()
+        print(torch.equal(layer(values), wanted))
+    """)
+    assert said.split() == ["0"] * 20 + ["True"]
+
+
+def test_a_pool_has_a_thread() -> None:
+    for threads in (0, -1):
+        with pytest.raises(InvalidArguments, match="threads"):
+            ThreadPool(threads)
