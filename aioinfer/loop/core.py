@@ -6,7 +6,6 @@ the way of a request from its prompt to its text, and stop strings, which end re
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -21,9 +20,7 @@ from aioinfer.loop import factory
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Step
@@ -74,11 +71,8 @@ class Core:
             SlotPool(config.num_slots),
             prefix_cache=config.prefix_cache,
         )
-        policy = policy_class(config.policy)(memory, config.seed or 0)
-        settings = {item.name: getattr(config, item.name) for item in dataclasses.fields(Limits)}
-        limits = Limits(**{**settings, "max_rounds": config.max_rounds or 1})
         self._generation = generation(info.block_size)
-        self.scheduler = Scheduler(memory, limits, policy, self._generation.batch(memory, limits))
+        self.scheduler = Scheduler(memory, config, self._generation.batch(memory, config))
         self._config = config
         self._clock = clock
         self._seeds = random.Random(config.seed)

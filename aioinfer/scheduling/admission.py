@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.request import Request
 
-__all__ = ["Admitter", "Limits", "NewTokenRatio", "PrefixLeaders", "StepBudget"]
+if TYPE_CHECKING:
+    from aioinfer.config import EngineConfig
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds and switches of the scheduler; :class:`~aioinfer.EngineConfig` explains each."""
-
-    max_running_requests: int
-    max_step_tokens: int
-    chunk_size: int
-    max_prefill_tokens: int | None = None
-    max_decode_rows: int | None = None
-    mixed: bool = True
-    step_priority: Literal["decode", "prefill"] = "decode"
-    admission: Literal["fifo", "pack"] = "fifo"
-    lookahead: int = 64
-    force_fifo_every: int = 8
-    max_passed_over: int = 16
-    share_prefix_tokens: int = 64
-    preemption: bool = False
-    clip_new_tokens: int = 4096
-    new_token_ratio: float = 0.4
-    min_new_token_ratio: float = 0.1
-    new_token_ratio_decay: float = 0.002
-    #: of diffusion models
-    diffusion_mode: Literal["fdfo", "sync"] = "fdfo"
-    fused_commit: bool = True
-    max_rounds: int = 1
+__all__ = ["Admitter", "NewTokenRatio", "PrefixLeaders", "StepBudget"]
 
 
 class StepBudget:
@@ -50,18 +25,18 @@ class StepBudget:
 
     __slots__ = ("_chunk_size", "_on_top", "_page_size", "_unit", "_untouched", "prefill", "tokens")
 
-    def __init__(self, limits: Limits, page_size: int, tokens: int, unit: int = 1) -> None:
+    def __init__(self, config: EngineConfig, page_size: int, tokens: int, unit: int = 1) -> None:
         """``unit``: what tokens come in, positions of a block for diffusion models."""
         self.tokens = tokens
         self._unit = unit
         #: of these, tokens for prefill
         self.prefill = tokens
-        if limits.max_prefill_tokens is not None:
-            self.prefill = min(self.prefill, limits.max_prefill_tokens)
+        if config.max_prefill_tokens is not None:
+            self.prefill = min(self.prefill, config.max_prefill_tokens)
         # A chunk size below the unit is taken for one.
-        self._chunk_size = max(limits.chunk_size, unit)
+        self._chunk_size = max(config.chunk_size, unit)
         self._page_size = page_size
-        self._on_top = limits.admission == "pack"
+        self._on_top = config.admission == "pack"
         self._untouched = True
 
     def room(self) -> int:
@@ -101,10 +76,10 @@ class NewTokenRatio:
 
     __slots__ = ("_decay", "_least", "value")
 
-    def __init__(self, limits: Limits) -> None:
-        self.value = max(limits.new_token_ratio, limits.min_new_token_ratio)
-        self._least = limits.min_new_token_ratio
-        self._decay = limits.new_token_ratio_decay
+    def __init__(self, config: EngineConfig) -> None:
+        self.value = max(config.new_token_ratio, config.min_new_token_ratio)
+        self._least = config.min_new_token_ratio
+        self._decay = config.new_token_ratio_decay
 
     def decay(self) -> None:
         self.value = max(self._least, self.value - self._decay)
@@ -171,8 +146,8 @@ class Admitter:
     """
 
     __slots__ = (
+        "_config",
         "_leaders",
-        "_limits",
         "_memory",
         "_policy",
         "_round",
@@ -181,11 +156,11 @@ class Admitter:
         "packed_rounds",
     )
 
-    def __init__(self, policy: Policy, memory: Memory, leaders: PrefixLeaders, limits: Limits) -> None:
+    def __init__(self, policy: Policy, memory: Memory, leaders: PrefixLeaders, config: EngineConfig) -> None:
         self._policy = policy
         self._memory = memory
         self._leaders = leaders
-        self._limits = limits
+        self._config = config
         self._round = 0
         #: rounds that packed, and rounds that would have but for the bounds
         self.packed_rounds = 0
@@ -198,21 +173,21 @@ class Admitter:
     ) -> tuple[list[tuple[Request, int]], bool]:
         """Up to ``room`` requests in the order of the policy, each with the tokens it may have; and
         whether a request that cannot be admitted holds up those behind it. An ``urgent`` one goes alone."""
-        limits = self._limits
+        config = self._config
         self._round += 1
         if urgent is not None:
             return ([] if urgent.pending else [(urgent, self._memory.uncached(urgent))]), True
         eldest, overdue = self._policy.eldest(), None
-        if eldest is not None and eldest.passed >= limits.max_passed_over:
+        if eldest is not None and eldest.passed >= config.max_passed_over:
             overdue = eldest
         candidates = self._candidates(overdue)
-        if limits.admission == "fifo":
+        if config.admission == "fifo":
             return self._in_order(candidates, budget, room), True
-        if overdue or (limits.force_fifo_every and self._round % limits.force_fifo_every == 0):
+        if overdue or (config.force_fifo_every and self._round % config.force_fifo_every == 0):
             self.forced_rounds += 1
             return self._in_order(candidates, budget, room), True
         self.packed_rounds += 1
-        return self._packed(list(islice(candidates, limits.lookahead)), budget, room), False
+        return self._packed(list(islice(candidates, config.lookahead)), budget, room), False
 
     def _candidates(self, first: Request | None) -> Iterator[Request]:
         """Waiting requests in order, without those that are better off waiting for a prefix."""
@@ -229,7 +204,7 @@ class Admitter:
                 continue
             held += 1
             self.held += 1
-            if held > self._limits.lookahead:
+            if held > self._config.lookahead:
                 return
 
     def _in_order(
@@ -240,7 +215,7 @@ class Admitter:
         while left > 0 and len(chosen) < room and (request := next(candidates, None)) is not None:
             cost = self._memory.uncached(request)
             chosen.append((request, cost))
-            left -= min(cost, self._limits.chunk_size)
+            left -= min(cost, self._config.chunk_size)
         return chosen
 
     def _packed(self, window: list[Request], budget: StepBudget, room: int) -> list[tuple[Request, int]]:

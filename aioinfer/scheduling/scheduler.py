@@ -9,18 +9,21 @@ differ in the batch (:class:`~aioinfer.scheduling.queues.RunningBatch`) and in t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from aioinfer.outputs import FinishReason
-from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, PrefixLeaders, StepBudget
+from aioinfer.scheduling.admission import Admitter, NewTokenRatio, PrefixLeaders, StepBudget
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policies.fcfs import Fcfs
-from aioinfer.scheduling.policy import Policy
+from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.queues import RequestQueues, RunningBatch
 from aioinfer.scheduling.recovery import StepCap, struck
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, new_request_data
 from aioinfer.scheduling.token_batch import TokenBatch
+
+if TYPE_CHECKING:
+    from aioinfer.config import EngineConfig
 
 __all__ = ["Scheduler"]
 
@@ -32,24 +35,24 @@ class Scheduler:
     each by exactly one call of :meth:`resolve`, :meth:`fail` or :meth:`run_out`.
     """
 
-    __slots__ = ("_prefilled_last", "_short", "_urgent", "admitter", "cap", "limits", "queues", "ratio")
+    __slots__ = ("_prefilled_last", "_short", "_urgent", "admitter", "cap", "config", "queues", "ratio")
 
     def __init__(
         self,
         memory: Memory,
-        limits: Limits,
-        policy: Policy | None = None,
+        config: EngineConfig,
         batch: RunningBatch | None = None,
     ) -> None:
-        """``policy``: by default first come, first served. ``batch``: by default of tokens."""
+        """``config`` leaves nothing open that concerns scheduling. ``batch``: by default of tokens."""
         if batch is None:
-            batch = TokenBatch(limits.max_running_requests, memory.pages.page_size)
-        leaders = PrefixLeaders(memory, limits.share_prefix_tokens)
-        self.limits = limits
-        self.queues = RequestQueues(memory, Fcfs(memory) if policy is None else policy, batch, leaders)
-        self.admitter = Admitter(self.queues.waiting, memory, leaders, limits)
-        self.ratio = NewTokenRatio(limits)
-        self.cap = StepCap(limits.max_step_tokens, least=batch.unit)
+            batch = TokenBatch(config.max_running_requests, memory.pages.page_size)
+        policy = policy_class(config.policy)(memory, config.seed or 0)
+        leaders = PrefixLeaders(memory, config.share_prefix_tokens)
+        self.config = config
+        self.queues = RequestQueues(memory, policy, batch, leaders)
+        self.admitter = Admitter(self.queues.waiting, memory, leaders, config)
+        self.ratio = NewTokenRatio(config)
+        self.cap = StepCap(config.max_step_tokens, least=batch.unit)
         self._prefilled_last = False
         #: a request lost pages while the current step was planned
         self._short = False
@@ -74,10 +77,10 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """The next step, or None if nothing can be computed before a launched step resolves."""
-        limits, queues, memory = self.limits, self.queues, self.queues.memory
+        config, queues, memory = self.config, self.queues, self.queues.memory
         if not queues.batch.may_plan(in_flight=queues.last_step > memory.pages.last_resolved):
             return None
-        budget = StepBudget(limits, memory.pages.page_size, self.cap.tokens, queues.batch.unit)
+        budget = StepBudget(config, memory.pages.page_size, self.cap.tokens, queues.batch.unit)
         self._short = False
         self._preempt()
         starved = self._grow()
@@ -86,11 +89,11 @@ class Scheduler:
             generating = self._generate(budget, starved)
         else:
             # Generating and prefilling rows share a step if they may mix. If not, they take turns.
-            if limits.step_priority == "decode" and (limits.mixed or self._prefilled_last):
+            if config.step_priority == "decode" and (config.mixed or self._prefilled_last):
                 generating = self._generate(budget, starved)
-            if limits.mixed or not generating:
+            if config.mixed or not generating:
                 prefilling = self._prefill(budget)
-            if not generating and (limits.mixed or not prefilling):
+            if not generating and (config.mixed or not prefilling):
                 generating = self._generate(budget, starved)
         return self._step(generating, prefilling, self.cap.tokens - budget.tokens)
 
@@ -112,8 +115,8 @@ class Scheduler:
     def _generate(self, budget: StepBudget, starved: list[Request]) -> Generating:
         """A token or block for every request in the batch, as far as the step holds them."""
         batch, most = self.queues.batch, budget.tokens
-        if self.limits.max_decode_rows is not None:
-            most = min(most, self.limits.max_decode_rows * batch.unit)
+        if self.config.max_decode_rows is not None:
+            most = min(most, self.config.max_decode_rows * batch.unit)
         generating = batch.launch(self.queues.last_step + 1, starved, most)
         budget.spend_decodes(generating.num_tokens)
         return generating
@@ -137,13 +140,13 @@ class Scheduler:
     @property
     def _may_admit(self) -> bool:
         queues = self.queues
-        full = len(queues.running) >= self.limits.max_running_requests and not queues.counters.parkings
+        full = len(queues.running) >= self.config.max_running_requests and not queues.counters.parkings
         return bool(queues.waiting) and not full
 
     def _admissions(self, budget: StepBudget, running: int, reserve: int) -> Iterator[Row]:
         queues, memory = self.queues, self.queues.memory
         parked = sum(each.parked for each in queues.running.values()) if queues.counters.parkings else 0
-        room = self.limits.max_running_requests - len(queues.running) + parked
+        room = self.config.max_running_requests - len(queues.running) + parked
         if room <= 0 or budget.room() <= 0 or not self._may_admit:
             return
         if not parked and memory.available <= self._pages_to_spare(running, reserve):
@@ -168,7 +171,7 @@ class Scheduler:
         queues = self.queues
         spare = self._pages_to_spare(running, reserve + self._may_generate(request))
         while True:
-            free = len(queues.running) < self.limits.max_running_requests
+            free = len(queues.running) < self.config.max_running_requests
             if free and queues.memory.admit(request, spare):
                 break
             victim = next((each for each in queues.running.values() if each.parked), None)
@@ -184,7 +187,7 @@ class Scheduler:
         longest = queues.batch.longest_chunk(request)
         if longest is not None:
             most = longest if most is None else min(most, longest)
-        start, stop = cursor.computed, cursor.prefill_stop(mixed=self.limits.mixed)
+        start, stop = cursor.computed, cursor.prefill_stop(mixed=self.config.mixed)
         length = budget.chunk(start, stop - start, most) if start < stop else 0
         rows: list[Row] = []
         if length:
@@ -211,12 +214,12 @@ class Scheduler:
     def _expected_tokens(self) -> int:
         """Tokens that the running requests may still generate, each one's clipped."""
         queues = self.queues
-        return queues.batch.expected_tokens(self.limits.clip_new_tokens) + sum(
+        return queues.batch.expected_tokens(self.config.clip_new_tokens) + sum(
             self._may_generate(request) for request in queues.prefilling.values()
         )
 
     def _may_generate(self, request: Request) -> int:
-        return max(0, min(request.cursor.remaining, self.limits.clip_new_tokens))
+        return max(0, min(request.cursor.remaining, self.config.clip_new_tokens))
 
     def _pages_to_spare(self, running: int, tokens: int) -> int:
         """Pages that an admission leaves to the growth of all. An empty engine admits whatever fits."""
@@ -269,7 +272,7 @@ class Scheduler:
         """
         queues = self.queues
         urgent, self._urgent = self._urgent, None
-        if not self.limits.preemption or not queues.waiting:
+        if not self.config.preemption or not queues.waiting:
             return
         first = next(queues.waiting.order())
         if urgent is not None and urgent in queues.waiting and urgent.priority >= first.priority:
@@ -290,7 +293,7 @@ class Scheduler:
         tokens = self._expected_tokens() + self._may_generate(first)
         chosen: list[Request] = []
         order, gained = victims(queues.running.values()), 0
-        while len(queues.running) - len(chosen) >= self.limits.max_running_requests or not memory.fits(
+        while len(queues.running) - len(chosen) >= self.config.max_running_requests or not memory.fits(
             first, self._pages_to_spare(running, tokens) - gained
         ):
             victim = next(order, None)

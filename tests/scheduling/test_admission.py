@@ -9,13 +9,12 @@ import pytest
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
-from aioinfer.config import policy_names
+from aioinfer.config import EngineConfig, policy_names
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
-from aioinfer.scheduling.admission import Limits, NewTokenRatio
+from aioinfer.scheduling.admission import NewTokenRatio
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome, Step
@@ -42,11 +41,10 @@ class Desk:
             "new_token_ratio": 0.0,
             "min_new_token_ratio": 0.0,
             "share_prefix_tokens": 8,
+            "admission": "fifo",
         }
         self.memory = Memory(PageAllocator(pages, PAGE), SlotPool(3 * running), prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(
-            self.memory, Limits(**{**options, **limits}), policy_class(policy)(self.memory)
-        )
+        self.scheduler = Scheduler(self.memory, EngineConfig(policy=policy, **{**options, **limits}))
         self.flights: list[Step] = []
         self._key = 0
 
@@ -300,7 +298,7 @@ def test_the_ratio_rises_with_a_retraction_and_decays_from_there() -> None:
 
 def test_the_ratio_never_leaves_its_bounds() -> None:
     ratio = NewTokenRatio(
-        Limits(
+        EngineConfig(
             max_running_requests=1, max_step_tokens=1, chunk_size=1, new_token_ratio=0.3,
             min_new_token_ratio=0.25, new_token_ratio_decay=0.02,
         )
