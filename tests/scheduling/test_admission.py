@@ -236,6 +236,35 @@ def test_the_ratio_never_leaves_its_bounds() -> None:
     assert ratio.value <= 1
 
 
+@pytest.mark.parametrize("asked", ["at rest", "by the next request"])
+def test_an_idle_engine_forgets_what_it_learned_of_the_ratio(asked: str) -> None:
+    desk = Desk(pages=6, new_token_ratio=0.2, min_new_token_ratio=0.1, prefix_cache=False)
+    ratio = desk.scheduler.ratio
+    for _ in range(2):
+        desk.submit(7, 17)
+    while not desk.scheduler.queues.counters.retractions:
+        desk.round()
+    while desk.scheduler.queues.has_unfinished:
+        assert ratio.value != 0.2, "it was forgotten while requests run or wait"
+        desk.round()
+    if asked == "at rest":
+        assert desk.scheduler.plan() is None
+    else:
+        desk.submit(7, 1)
+    assert ratio.value == 0.2
+
+
+def test_parked_requests_keep_the_ratio() -> None:
+    desk = Desk(new_token_ratio=0.4, min_new_token_ratio=0.1)
+    request = desk.submit(7, 9)
+    desk.round()
+    desk.scheduler.queues.park(request)
+    assert desk.round() == []
+    assert desk.scheduler.ratio.value < 0.4
+    desk.scheduler.queues.unpark(request)
+    desk.finish()
+
+
 def test_pages_for_tokens_to_come_are_kept_back() -> None:
     """Two whose outputs would not fit together run one after the other, and nobody is retracted."""
     desk = Desk(pages=8, new_token_ratio=1.0, min_new_token_ratio=1.0, prefix_cache=False)
