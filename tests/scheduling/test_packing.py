@@ -269,8 +269,8 @@ def rounds_of_others(desk: Desk, victim: Request, most: int) -> int:
 @pytest.mark.parametrize("admission", ["fifo", "pack"])
 @pytest.mark.parametrize("policy", policy_names())
 def test_the_bound_on_waiting_holds(policy: str, admission: str, preemption: bool, short: str) -> None:
-    """A request that has n elders is passed over in (n + 1) * (max_passed_over + 1) rounds at most, and in n + 1
-    more with preemption."""
+    """A request that has n elders is passed over in (n + 1) * (max_passed_over + 1) rounds at most, and in
+    n + 1 more with preemption."""
     limits: dict[str, dict[str, Any]] = {
         "slots": {"running": 3, "pages": 400},
         "tokens": {"running": 16, "pages": 400, "max_step_tokens": 20, "max_prefill_tokens": 12},
