@@ -68,9 +68,9 @@ class Policy:
         return iter(self._arrivals.values())
 
     def rank(self, request: Request) -> Any:
-        """Requests of equal rank follow each other in the order, and it does not matter in which of theirs:
-        packing may change it. Here all are equal; a policy that means more by its order says so."""
-        return None
+        """Requests of equal rank follow each other, and packing may change their order. A policy that does
+        not say which are equal is obeyed to the letter."""
+        return request.key
 
     def eldest(self) -> Request | None:
         """The request that has waited longest; it goes first once it was passed over too often."""
@@ -146,8 +146,8 @@ class CacheAware(Policy):
         return None if self._by_arrival else self.match(request)
 
     def match(self, request: Request) -> Any:
-        """What is equal for requests of equal rank."""
-        raise NotImplementedError
+        """What is equal for requests of equal rank. All are equal that are not sorted."""
+        return request.key
 
     def arrange(self) -> list[Request]:
         """All waiting requests in the order of admission."""
