@@ -196,14 +196,16 @@ class EngineConfig:
     )
     preemption: bool = _option(False, "scheduling", "the head of the queue may displace lower priorities")
     admission: Literal["fifo", "pack"] = _option(
-        "pack", "scheduling", "fifo: the policy's order; pack: requests that fit the step first"
+        "pack",
+        "scheduling",
+        "fifo: the policy's order; pack: of equals, those that fit first, where tokens are short",
     )
     lookahead: int = _option(64, "scheduling", "waiting requests that pack considers", _AT_LEAST_ONE)
     force_fifo_every: int = _option(
-        8, "scheduling", "every n-th admission round of pack is fifo; 0: none", _NOT_NEGATIVE
+        8, "scheduling", "every n-th round in which pack could reorder is fifo; 0: none", _NOT_NEGATIVE
     )
     max_passed_over: int = _option(
-        16, "scheduling", "rounds that pack may pass over the oldest request", _AT_LEAST_ONE
+        16, "scheduling", "rounds that may pass over the oldest request", _AT_LEAST_ONE
     )
 
     overlap_steps: Literal[0, 1, 2] | None = _option(

@@ -14,6 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, InvalidRequest
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.loop import factory
+from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prompt, PromptSource, RequestOptions
 from aioinfer.loop.runtime import EngineState, Runtime, require_loop
@@ -114,7 +115,7 @@ class Engine:
         tokenizer = await intake.run(self._load_tokenizer, self.config)
         defaults = await intake.run(factory.default_params, self.config, info)
         config = factory.decide(self.config, info.block_size, asynchronous=launcher.asynchronous)
-        core = Core(config, factory.with_end_tokens(info, tokenizer), tokenizer, intake.loop.time)
+        core = Core(config, factory.with_end_tokens(info, tokenizer), tokenizer, clock_of(intake.loop))
         self.default_params = defaults
         return Runtime(config, core, launcher, intake)
 

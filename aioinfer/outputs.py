@@ -29,6 +29,8 @@ class Usage:
 class RequestMetrics:
     """Times of one request in seconds of the engine's clock; ``None`` for a state that it did not reach.
 
+    The clock is the system's monotonic one, on every event loop, except in loops with a time of their own.
+
     ``token_times`` has one entry per output token: when the loop read it.
     """
 

@@ -17,7 +17,7 @@ async def main() -> None:
             async for chunk in stream:
                 print(chunk.text, end="", flush=True)
                 if "found" in chunk.text:
-                    break  # the request is aborted, and its memory is free two steps later
+                    break  # the request is aborted; its memory is free at most two steps later
         print(" ...")
 
         for result in await asyncio.gather(*sums):

@@ -6,7 +6,6 @@ the way of a request from its prompt to its text, and stop strings, which end re
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -21,9 +20,7 @@ from aioinfer.loop import factory
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Step
@@ -42,7 +39,6 @@ class Core:
     """Owns all scheduling state. Only :meth:`prepare` may be called on another thread than the rest."""
 
     __slots__ = (
-        "_clock",
         "_compiler",
         "_compiler_lock",
         "_config",
@@ -50,6 +46,7 @@ class Core:
         "_next_key",
         "_seeds",
         "admitted",
+        "clock",
         "info",
         "output_tokens",
         "scheduler",
@@ -74,13 +71,11 @@ class Core:
             SlotPool(config.num_slots),
             prefix_cache=config.prefix_cache,
         )
-        policy = policy_class(config.policy)(memory, config.seed or 0)
-        settings = {item.name: getattr(config, item.name) for item in dataclasses.fields(Limits)}
-        limits = Limits(**{**settings, "max_rounds": config.max_rounds or 1})
         self._generation = generation(info.block_size)
-        self.scheduler = Scheduler(memory, limits, policy, self._generation.batch(memory, limits))
+        self.scheduler = Scheduler(memory, config, self._generation.batch(memory, config))
         self._config = config
-        self._clock = clock
+        #: seconds; of request metrics
+        self.clock = clock
         self._seeds = random.Random(config.seed)
         self._next_key = 0
         self._compiler: Compiler | None = None
@@ -92,7 +87,7 @@ class Core:
         """A request that arrives now. It is PREPARING until :meth:`submit`."""
         return Request.preparing(
             params,
-            arrival=self._clock(),
+            arrival=self.clock(),
             priority=options.priority,
             namespace=options.cache_salt or "",
             routing_key=options.routing_key,
@@ -228,7 +223,7 @@ class Core:
             return None  # the step in flight takes long: requests that arrive meanwhile join the next one
         step = self.scheduler.plan()
         if step is not None:
-            now = self._clock()
+            now = self.clock()
             # A request that was retracted is announced again: not all of these are new.
             self.admitted = [request for request in step.new_requests if request.admitted_at is None]
             for request in self.admitted:
@@ -237,7 +232,7 @@ class Core:
 
     def resolve(self, step: Step, result: StepResult) -> list[Request]:
         """Commit a step: tokens, text, stops. Returns the updated requests, finished ones included."""
-        now = self._clock()
+        now = self.clock()
         advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
             _record_logprobs(step, result)
@@ -267,7 +262,7 @@ class Core:
             failed = self.scheduler.fail(step, error)
         for request in failed:
             request.error = _step_failed(error)
-            self._close_text(request, self._clock())
+            self._close_text(request, self.clock())
         return failed
 
     def abort(self, request: Request, error: BaseException | None = None) -> bool:
@@ -277,7 +272,7 @@ class Core:
             return True
         if not self.scheduler.finish(request, "abort", error):
             return False
-        self._close_text(request, self._clock())
+        self._close_text(request, self.clock())
         return True
 
     def _append_text(self, request: Request, now: float) -> None:

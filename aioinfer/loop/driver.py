@@ -52,6 +52,7 @@ class Driver:
     """
 
     __slots__ = (
+        "_clock",
         "_context",
         "_core",
         "_due",
@@ -83,6 +84,7 @@ class Driver:
         pace: Pace | None = None,
     ) -> None:
         self._core = core
+        self._clock = core.clock
         self._launcher = launcher
         self._overlap_steps = overlap_steps
         self._events = events
@@ -105,8 +107,8 @@ class Driver:
         self._quiet: asyncio.Future[None] | None = None
         #: idle checks that found pages or slots still held
         self.failed_checks = 0
-        #: when a step last resolved, or when work arrived at an idle engine; loop time
-        self._last_progress = self._loop.time()
+        #: when a step last resolved, or when work arrived at an idle engine
+        self._last_progress = self._clock()
 
     def wake(self) -> None:
         """Schedule a turn, since a plan may be possible now. On the loop's thread only."""
@@ -127,7 +129,7 @@ class Driver:
     def work_arrives(self) -> None:
         """Call before a request is submitted, and :meth:`wake` after."""
         if not (self._flights or self._core.scheduler.queues.has_work):
-            self._last_progress = self._loop.time()
+            self._last_progress = self._clock()
 
     def stop(self) -> None:
         """Launch and resolve nothing more."""
@@ -150,7 +152,7 @@ class Driver:
     def resume(self) -> None:
         """Go on after :meth:`pause`. Idempotent."""
         self.paused = False
-        self._last_progress = self._loop.time()
+        self._last_progress = self._clock()
         self._set_quiet()
         self.wake()
 
@@ -162,7 +164,7 @@ class Driver:
     def stalled(self) -> float:
         """Seconds since a step last resolved; 0 while there is nothing to compute."""
         working = self._flights or (self._core.scheduler.queues.has_work and not self.paused)
-        return self._loop.time() - self._last_progress if working else 0.0
+        return self._clock() - self._last_progress if working else 0.0
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class Driver:
         oldest = self._flights[0]
         spare = 0.0
         if not oldest.done:
-            spare = self._pace.spare(oldest.step, oldest.launched_at, self._loop.time())
+            spare = self._pace.spare(oldest.step, oldest.launched_at, self._clock())
         if spare > 0.0 and self._timer is None:
             self._timer = self._loop.call_later(spare, self._put_off_no_longer, context=self._context)
         return spare > 0.0
@@ -243,7 +245,7 @@ class Driver:
         start = now()
         flight = self._launcher.launch(step, self._landed)
         self._timeline.loop.add("pack", step.id, start, now())
-        flight.launched_at = self._loop.time()
+        flight.launched_at = self._clock()
         self._flights.append(flight)
         if self._garbage is not None:
             self._garbage.launched()
@@ -252,7 +254,7 @@ class Driver:
 
     def _resolve(self, flight: StepHandle) -> None:
         """Commit a flight that has landed and report the requests that it updated."""
-        self._last_progress = self._loop.time()
+        self._last_progress = self._clock()
         self._cancel_timer()
         start = now()
         step, error, result, what = flight.step, flight.error, flight.result, "resolve"

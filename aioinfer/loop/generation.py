@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from aioinfer import plugins
+from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.memory import Memory
@@ -46,7 +46,7 @@ class Generation(Protocol):
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         """What makes the cursor of a request; None: the default one."""
 
-    def batch(self, memory: Memory, limits: Limits) -> RunningBatch:
+    def batch(self, memory: Memory, config: EngineConfig) -> RunningBatch:
         """A new batch for a scheduler."""
 
 
@@ -63,8 +63,8 @@ class TokenGeneration:
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         return None
 
-    def batch(self, memory: Memory, limits: Limits) -> RunningBatch:
-        return TokenBatch(limits.max_running_requests, memory.pages.page_size)
+    def batch(self, memory: Memory, config: EngineConfig) -> RunningBatch:
+        return TokenBatch(config.max_running_requests, memory.pages.page_size)
 
 
 class BlockGeneration:
@@ -105,8 +105,8 @@ class BlockGeneration:
             drafts=diffusion.draft,
         )
 
-    def batch(self, memory: Memory, limits: Limits) -> RunningBatch:
-        return BlockBatch(memory, limits, self._block_size)
+    def batch(self, memory: Memory, config: EngineConfig) -> RunningBatch:
+        return BlockBatch(memory, config, self._block_size)
 
 
 def generation(block_size: int | None) -> Generation:

@@ -30,7 +30,7 @@ _FORGET = 0.95
 class Pace:
     """Learns how long steps take, by their size, and how late the loop reads their results.
 
-    All times are on the loop's clock, in seconds.
+    All times are on the engine's clock, in seconds.
     """
 
     __slots__ = ("_delay", "_done", "_seconds")

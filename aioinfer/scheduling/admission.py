@@ -1,44 +1,20 @@
-"""Admission: which waiting requests get a slot, with how many tokens, and which pages are kept back."""
+"""Admission: which waiting requests get a slot next, and with how many tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
+from typing import TYPE_CHECKING
 
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.reserve import Outlook
 
-__all__ = ["Admitter", "Limits", "NewTokenRatio", "PrefixLeaders", "StepBudget"]
+if TYPE_CHECKING:
+    from aioinfer.config import EngineConfig
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds and switches of the scheduler; :class:`~aioinfer.EngineConfig` explains each."""
-
-    max_running_requests: int
-    max_step_tokens: int
-    chunk_size: int
-    max_prefill_tokens: int | None = None
-    max_decode_rows: int | None = None
-    mixed: bool = True
-    step_priority: Literal["decode", "prefill"] = "decode"
-    admission: Literal["fifo", "pack"] = "fifo"
-    lookahead: int = 64
-    force_fifo_every: int = 8
-    max_passed_over: int = 16
-    share_prefix_tokens: int = 64
-    preemption: bool = False
-    clip_new_tokens: int = 4096
-    new_token_ratio: float = 0.4
-    min_new_token_ratio: float = 0.1
-    new_token_ratio_decay: float = 0.002
-    #: of diffusion models
-    diffusion_mode: Literal["fdfo", "sync"] = "fdfo"
-    fused_commit: bool = True
-    max_rounds: int = 1
+__all__ = ["Admitter", "PrefixLeaders", "StepBudget"]
 
 
 class StepBudget:
@@ -50,18 +26,18 @@ class StepBudget:
 
     __slots__ = ("_chunk_size", "_on_top", "_page_size", "_unit", "_untouched", "prefill", "tokens")
 
-    def __init__(self, limits: Limits, page_size: int, tokens: int, unit: int = 1) -> None:
+    def __init__(self, config: EngineConfig, page_size: int, tokens: int, unit: int = 1) -> None:
         """``unit``: what tokens come in, positions of a block for diffusion models."""
         self.tokens = tokens
         self._unit = unit
         #: of these, tokens for prefill
         self.prefill = tokens
-        if limits.max_prefill_tokens is not None:
-            self.prefill = min(self.prefill, limits.max_prefill_tokens)
+        if config.max_prefill_tokens is not None:
+            self.prefill = min(self.prefill, config.max_prefill_tokens)
         # A chunk size below the unit is taken for one.
-        self._chunk_size = max(limits.chunk_size, unit)
+        self._chunk_size = max(config.chunk_size, unit)
         self._page_size = page_size
-        self._on_top = limits.admission == "pack"
+        self._on_top = config.admission == "pack"
         self._untouched = True
 
     def room(self) -> int:
@@ -72,6 +48,18 @@ class StepBudget:
     def whole(self, tokens: int) -> int:
         """Of so many tokens, those that make whole units."""
         return tokens - tokens % self._unit
+
+    def share(self, cost: int) -> int:
+        """Of the tokens that a request has to compute, those that one chunk may have."""
+        return min(cost, self._chunk_size)
+
+    def most(self) -> int:
+        """Tokens that the prefill chunks of the step may have together, the first one included."""
+        return max(self.room(), min(self.tokens, self.prefill))
+
+    def holds(self, costs: Iterable[int]) -> bool:
+        """Whether the step has room for a chunk of each of these requests."""
+        return sum(min(cost, self._chunk_size) for cost in costs) <= min(self.tokens, self.prefill)
 
     def chunk(self, start: int, remaining: int, most: int | None = None) -> int:
         """Length of a prefill chunk from position ``start`` on. It ends at a page boundary, so that its
@@ -90,27 +78,6 @@ class StepBudget:
     def spend_decodes(self, tokens: int) -> None:
         self.tokens -= tokens
         self.prefill = min(self.prefill, self.tokens)
-
-
-class NewTokenRatio:
-    """Which share of the tokens they may still generate running requests are expected to use.
-
-    Pages for that share are kept free at admission. A retraction shows that it was too small: it then
-    rises half-way to one, and decays from there step by step. (The idea is SGLang's.)
-    """
-
-    __slots__ = ("_decay", "_least", "value")
-
-    def __init__(self, limits: Limits) -> None:
-        self.value = max(limits.new_token_ratio, limits.min_new_token_ratio)
-        self._least = limits.min_new_token_ratio
-        self._decay = limits.new_token_ratio_decay
-
-    def decay(self) -> None:
-        self.value = max(self._least, self.value - self._decay)
-
-    def rise(self) -> None:
-        self.value += (1 - self.value) / 2
 
 
 class PrefixLeaders:
@@ -157,22 +124,32 @@ class PrefixLeaders:
         if mark is not None:
             del self._leaders[mark]
 
-    def __contains__(self, mark: object) -> bool:
-        return mark in self._leaders
+    def get(self, mark: object) -> Request | None:
+        """The running request that computes this; None if there is none."""
+        return self._leaders.get(mark)
+
+    def holds_back(self, request: Request) -> bool:
+        """Whether a waiting request is better off waiting for a running one's prefix."""
+        mark = self.mark(request)
+        return mark is not None and mark in self._leaders
 
 
 class Admitter:
-    """Chooses from the queue; knows nothing of slots and pages.
+    """Chooses from the queue which requests are admitted next, and with how many tokens each.
 
-    ``fifo`` takes requests in the policy's order until the step is full. ``pack`` looks ahead: those that
-    fit whole go in beside each other, cheapest first, and the first in order gets what is left. Every
-    ``force_fifo_every`` rounds, and when the eldest was passed over ``max_passed_over`` times, it is
-    fifo's turn, so no request starves.
+    ``fifo`` takes requests in the policy's order until the step is full. ``pack`` differs where the tokens of
+    the step are what is short, and only among requests that have equal rank and would all find a slot and
+    pages: those that fit whole go in beside each other, cheapest first, and the first in order that does not
+    gets what is left. So no request loses its place to another one.
+
+    Two bounds keep requests from waiting for ever. Of the rounds that would pack, every
+    ``force_fifo_every``-th is fifo. And when the eldest was passed over ``max_passed_over`` times, under
+    either admission, it goes first.
     """
 
     __slots__ = (
+        "_config",
         "_leaders",
-        "_limits",
         "_memory",
         "_policy",
         "_round",
@@ -181,11 +158,11 @@ class Admitter:
         "packed_rounds",
     )
 
-    def __init__(self, policy: Policy, memory: Memory, leaders: PrefixLeaders, limits: Limits) -> None:
+    def __init__(self, policy: Policy, memory: Memory, leaders: PrefixLeaders, config: EngineConfig) -> None:
         self._policy = policy
         self._memory = memory
         self._leaders = leaders
-        self._limits = limits
+        self._config = config
         self._round = 0
         #: rounds that packed, and rounds that would have but for the bounds
         self.packed_rounds = 0
@@ -193,74 +170,134 @@ class Admitter:
         #: times a request was held back for another's prefix
         self.held = 0
 
-    def choose(
-        self, budget: StepBudget, room: int, urgent: Request | None = None
-    ) -> tuple[list[tuple[Request, int]], bool]:
-        """Up to ``room`` requests in the order of the policy, each with the tokens it may have; and
-        whether a request that cannot be admitted holds up those behind it. An ``urgent`` one goes alone."""
-        limits = self._limits
-        self._round += 1
-        if urgent is not None:
-            return ([] if urgent.pending else [(urgent, self._memory.uncached(urgent))]), True
-        eldest, overdue = self._policy.eldest(), None
-        if eldest is not None and eldest.passed >= limits.max_passed_over:
-            overdue = eldest
-        candidates = self._candidates(overdue)
-        if limits.admission == "fifo":
-            return self._in_order(candidates, budget, room), True
-        if overdue or (limits.force_fifo_every and self._round % limits.force_fifo_every == 0):
-            self.forced_rounds += 1
-            return self._in_order(candidates, budget, room), True
-        self.packed_rounds += 1
-        return self._packed(list(islice(candidates, limits.lookahead)), budget, room), False
+    def head(self) -> Request | None:
+        """The waiting request that goes first; None if none waits."""
+        overdue = self._overdue()
+        return next(self._policy.order(), None) if overdue is None else overdue
 
-    def _candidates(self, first: Request | None) -> Iterator[Request]:
-        """Waiting requests in order, without those that are better off waiting for a prefix."""
-        marks: set[object] = set()
+    def choose(
+        self, budget: StepBudget, room: int, outlook: Outlook, urgent: Request | None = None
+    ) -> list[tuple[Request, int]]:
+        """Up to ``room`` requests in the order in which they are admitted, each with the tokens it may have.
+        One that cannot be admitted holds up those behind it. An ``urgent`` one goes alone."""
+        if urgent is not None:
+            return [] if urgent.pending else [(urgent, self._memory.uncached(urgent))]
+        config, overdue = self._config, self._overdue()
+        look = _Look(self._candidates(overdue), self._memory, outlook, room)
+        if config.admission == "fifo":
+            return self._in_order(look, budget)
+        while len(look.found) < config.lookahead and look.advance():
+            pass
+        if len(look.found) < 2 or budget.holds(cost for _, cost in look.found):
+            return self._in_order(look, budget)  # tokens are not what is short
+        self._round += 1
+        if overdue or (config.force_fifo_every and self._round % config.force_fifo_every == 0):
+            self.forced_rounds += 1
+            return self._in_order(look, budget)
+        self.packed_rounds += 1
+        return self._packed(look.found, budget)
+
+    def _overdue(self) -> Request | None:
+        eldest = self._policy.eldest()
+        return eldest if eldest is not None and eldest.passed >= self._config.max_passed_over else None
+
+    def _candidates(self, first: Request | None) -> Iterator[tuple[Request, Request | None]]:
+        """Waiting requests in order; with each one that is better off waiting for a prefix, the request that
+        computes it or is about to."""
+        marks: dict[object, Request] = {}
         held = 0
         order = self._policy.order()
         for request in order if first is None else chain((first,), (r for r in order if r is not first)):
             if request.pending:
                 return  # just retracted, its newest tokens still to be read: memory is short
             mark = self._leaders.mark(request)
-            if mark is None or not (mark in self._leaders or mark in marks):
-                marks.add(mark)
-                yield request
+            leader = None if mark is None else self._leaders.get(mark) or marks.setdefault(mark, request)
+            if leader is None or leader is request:
+                yield request, None
                 continue
             held += 1
             self.held += 1
-            if held > self._limits.lookahead:
+            if held > self._config.lookahead:
                 return
+            yield request, leader
 
-    def _in_order(
-        self, candidates: Iterator[Request], budget: StepBudget, room: int
-    ) -> list[tuple[Request, int]]:
-        left = max(budget.room(), min(budget.tokens, budget.prefill))
+    def _in_order(self, look: _Look, budget: StepBudget) -> list[tuple[Request, int]]:
+        left = budget.most()
         chosen: list[tuple[Request, int]] = []
-        while left > 0 and len(chosen) < room and (request := next(candidates, None)) is not None:
-            cost = self._memory.uncached(request)
-            chosen.append((request, cost))
-            left -= min(cost, self._limits.chunk_size)
+        while left > 0 and (len(chosen) < len(look.found) or look.advance()):
+            chosen.append(look.found[len(chosen)])
+            left -= budget.share(chosen[-1][1])
+        if left > 0 and look.blocked is not None:
+            chosen.append(look.blocked)
         return chosen
 
-    def _packed(self, window: list[Request], budget: StepBudget, room: int) -> list[tuple[Request, int]]:
-        costs = [self._memory.uncached(request) for request in window]
+    def _packed(self, window: list[tuple[Request, int]], budget: StepBudget) -> list[tuple[Request, int]]:
         left = budget.whole(min(budget.tokens, budget.prefill))
-        fits: set[int] = set()
-        if window and costs[0] > left and budget.room() > left:
+        given: dict[int, int] = {}
+        first = budget.share(window[0][1])
+        if first > left and budget.room() > left:
             # The first in order is too long for the budget, and may have its chunk all the same.
-            fits.add(0)
-            left = budget.whole(min(left, budget.tokens - min(costs[0], budget.room())))
-        for at in sorted(range(len(window)), key=lambda at: (costs[at], at)):
-            if at in fits:
-                continue
-            if costs[at] > left or len(fits) == room:
+            given[0] = window[0][1]
+            left = budget.whole(min(left, budget.tokens - min(first, budget.room())))
+        for _, group in groupby(range(len(window)), lambda at: self._policy.rank(window[at][0])):
+            equals = [at for at in group if at not in given]
+            for at in sorted(equals, key=lambda at: (window[at][1], at)):
+                cost = budget.share(window[at][1])
+                if cost > left:
+                    break
+                given[at] = window[at][1]
+                left -= cost
+            # Nothing of the step is wasted: what is left goes to the first in order that did not fit.
+            rest = next((at for at in equals if at not in given), None)
+            if rest is not None:
+                if left > 0:
+                    given[rest] = left
                 break
-            fits.add(at)
-            left -= costs[at]
-        # Nothing of the step is wasted: what is left goes to the first in order that did not fit.
-        first = next((at for at in range(len(window)) if at not in fits), None)
-        if first is not None and len(fits) < room and (left > 0 or not fits):
-            costs[first] = left if fits else costs[first]
-            fits.add(first)
-        return [(window[at], costs[at]) for at in sorted(fits)]
+        return [(window[at][0], given[at]) for at in sorted(given)]
+
+
+class _Look:
+    """A look into the queue in its order, as far as slots and pages go.
+
+    Requests that are held back for a prefix are not found, but keep their slot and pages: those behind them
+    find what these leave.
+    """
+
+    __slots__ = ("_candidates", "_claimed", "_memory", "_outlook", "_room", "blocked", "found")
+
+    def __init__(
+        self,
+        candidates: Iterator[tuple[Request, Request | None]],
+        memory: Memory,
+        outlook: Outlook,
+        room: int,
+    ) -> None:
+        self._candidates = candidates
+        self._memory = memory
+        self._outlook = outlook
+        self._room = room
+        self._claimed = False
+        #: requests with the tokens that each would have to compute
+        self.found: list[tuple[Request, int]] = []
+        #: the first one behind them, for which there may be no pages
+        self.blocked: tuple[Request, int] | None = None
+
+    def advance(self) -> bool:
+        """Find one more request; False if there is none, no slot for it, or no pages."""
+        while self._room > 0:
+            request, leader = next(self._candidates, (None, None))
+            if request is None:
+                break
+            self._room -= 1
+            if leader is not None:
+                self._outlook.claim(request, leader)
+                self._claimed = True
+                continue
+            found = (request, self._memory.uncached(request))
+            if self._outlook.admits(request):
+                self.found.append(found)
+                return True
+            self._room = 0
+            # Parked requests may still give it their pages.
+            self.blocked = None if self._claimed else found
+        return False

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.block_cursor import BlockCursor, RowInFlight
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
@@ -34,6 +33,7 @@ from aioinfer.scheduling.step import (
 )
 
 if TYPE_CHECKING:
+    from aioinfer.config import EngineConfig
     from aioinfer.diffusion.state import BlockState
     from aioinfer.scheduling.queues import RequestQueues
 
@@ -50,11 +50,22 @@ class BlockBatch:
     """Requests whose known blocks are computed, or in a row of the step that is being planned. See
     :class:`~aioinfer.scheduling.queues.RunningBatch`."""
 
-    __slots__ = ("_limits", "_memory", "_turn", "computed", "last_step", "pace", "requests", "unit")
+    __slots__ = (
+        "_config",
+        "_max_rounds",
+        "_memory",
+        "_turn",
+        "computed",
+        "last_step",
+        "pace",
+        "requests",
+        "unit",
+    )
 
-    def __init__(self, memory: Memory, limits: Limits, block_size: int) -> None:
+    def __init__(self, memory: Memory, config: EngineConfig, block_size: int) -> None:
         self._memory = memory
-        self._limits = limits
+        self._config = config
+        self._max_rounds = config.max_rounds or 1
         #: positions of a block
         self.unit = block_size
         self.requests: list[Request] = []
@@ -91,13 +102,13 @@ class BlockBatch:
     ) -> MultiStepBudget | None:
         queues.counters.rounds += len(generating) + sum(row.blocks > 0 for row in prefilling)
         # Rounds may follow each other on the device while they are all that there is to do.
-        if self._limits.max_rounds == 1 or queues.waiting or queues.prefilling:
+        if self._max_rounds == 1 or queues.waiting or queues.prefilling:
             return None
         if any(cursor.drafts for cursor in self._cursors):
             return None
         single = generating.lengths is None or bool((generating.lengths == self.unit).all())
         alike = single and all(row.blocks == 1 and not row.ids for row in prefilling)
-        return MultiStepBudget(self._limits.max_rounds) if alike else None
+        return MultiStepBudget(self._max_rounds) if alike else None
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -115,11 +126,11 @@ class BlockBatch:
     # -- plan -----------------------------------------------------------------------------------
 
     def may_plan(self, *, in_flight: bool) -> bool:
-        return not in_flight or self._limits.diffusion_mode != "sync"
+        return not in_flight or self._config.diffusion_mode != "sync"
 
     @property
     def locked(self) -> bool:
-        return self._limits.diffusion_mode == "sync" and any(cursor.mid_block for cursor in self._cursors)
+        return self._config.diffusion_mode == "sync" and any(cursor.mid_block for cursor in self._cursors)
 
     @property
     def _cursors(self) -> Iterable[BlockCursor]:
@@ -128,9 +139,9 @@ class BlockBatch:
     @property
     def _held(self) -> bool:
         """In lock-step, and some block is not done or not committed."""
-        if self._limits.diffusion_mode != "sync":
+        if self._config.diffusion_mode != "sync":
             return False
-        owed = not self._limits.fused_commit and any(cursor.uncommitted for cursor in self._cursors)
+        owed = not self._config.fused_commit and any(cursor.uncommitted for cursor in self._cursors)
         return owed or self.locked
 
     def longest_chunk(self, request: Request) -> int | None:
@@ -190,7 +201,7 @@ class BlockBatch:
     ) -> tuple[int, int] | None:
         """Start and length of a request's next row of at most ``most`` positions, if it is to have one."""
         size = self.unit
-        chosen = cursor.next_round(fused=self._limits.fused_commit, hold=hold, pace=self.pace)
+        chosen = cursor.next_round(fused=self._config.fused_commit, hold=hold, pace=self.pace)
         if chosen is None:
             return None
         start, blocks = chosen

@@ -67,6 +67,11 @@ class Policy:
         """The order of admission; lazy, and void once the queue changes."""
         return iter(self._arrivals.values())
 
+    def rank(self, request: Request) -> Any:
+        """Requests of equal rank follow each other, and packing may change their order. A policy that does
+        not say which are equal is obeyed to the letter."""
+        return request.key
+
     def eldest(self) -> Request | None:
         """The request that has waited longest; it goes first once it was passed over too often."""
         return self._arrivals.peekitem(0)[1] if self._arrivals else None
@@ -92,7 +97,7 @@ class Ranked(Policy):
         self._ranks: dict[int, Any] = {}
 
     def rank(self, request: Request) -> Any:
-        """Smaller goes first."""
+        """Smaller goes first; equals in the order of arrival."""
         raise NotImplementedError
 
     def add(self, request: Request) -> None:
@@ -116,6 +121,7 @@ class CacheAware(Policy):
         self._sorted: list[Request] = []
         self._sorted_for: tuple[int, int] | None = None
         self._changes = 0
+        self._by_arrival = False
 
     def add(self, request: Request) -> None:
         super().add(request)
@@ -126,7 +132,8 @@ class CacheAware(Policy):
         self._changes += 1
 
     def order(self) -> Iterator[Request]:
-        if len(self) > SORT_LIMIT:
+        self._by_arrival = len(self) > SORT_LIMIT
+        if self._by_arrival:
             self.fallbacks += 1
             return iter(self)
         tree = self._memory.tree
@@ -134,6 +141,13 @@ class CacheAware(Policy):
         if self._sorted_for != now:
             self._sorted, self._sorted_for = self.arrange(), now
         return iter(self._sorted)
+
+    def rank(self, request: Request) -> Any:
+        return None if self._by_arrival else self.match(request)
+
+    def match(self, request: Request) -> Any:
+        """What is equal for requests of equal rank. All are equal that are not sorted."""
+        return request.key
 
     def arrange(self) -> list[Request]:
         """All waiting requests in the order of admission."""

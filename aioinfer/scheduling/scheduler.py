@@ -9,18 +9,22 @@ differ in the batch (:class:`~aioinfer.scheduling.queues.RunningBatch`) and in t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from aioinfer.outputs import FinishReason
-from aioinfer.scheduling.admission import Admitter, Limits, NewTokenRatio, PrefixLeaders, StepBudget
+from aioinfer.scheduling.admission import Admitter, PrefixLeaders, StepBudget
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policies.fcfs import Fcfs
-from aioinfer.scheduling.policy import Policy
+from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.queues import RequestQueues, RunningBatch
 from aioinfer.scheduling.recovery import StepCap, struck
 from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.reserve import NewTokenRatio, Outlook, Reserve
 from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, new_request_data
 from aioinfer.scheduling.token_batch import TokenBatch
+
+if TYPE_CHECKING:
+    from aioinfer.config import EngineConfig
 
 __all__ = ["Scheduler"]
 
@@ -32,24 +36,24 @@ class Scheduler:
     each by exactly one call of :meth:`resolve`, :meth:`fail` or :meth:`run_out`.
     """
 
-    __slots__ = ("_prefilled_last", "_short", "_urgent", "admitter", "cap", "limits", "queues", "ratio")
+    __slots__ = ("_prefilled_last", "_short", "_urgent", "admitter", "cap", "config", "queues", "ratio")
 
     def __init__(
         self,
         memory: Memory,
-        limits: Limits,
-        policy: Policy | None = None,
+        config: EngineConfig,
         batch: RunningBatch | None = None,
     ) -> None:
-        """``policy``: by default first come, first served. ``batch``: by default of tokens."""
+        """``config`` leaves nothing open that concerns scheduling. ``batch``: by default of tokens."""
         if batch is None:
-            batch = TokenBatch(limits.max_running_requests, memory.pages.page_size)
-        leaders = PrefixLeaders(memory, limits.share_prefix_tokens)
-        self.limits = limits
-        self.queues = RequestQueues(memory, Fcfs(memory) if policy is None else policy, batch, leaders)
-        self.admitter = Admitter(self.queues.waiting, memory, leaders, limits)
-        self.ratio = NewTokenRatio(limits)
-        self.cap = StepCap(limits.max_step_tokens, least=batch.unit)
+            batch = TokenBatch(config.max_running_requests, memory.pages.page_size)
+        policy = policy_class(config.policy)(memory, config.seed or 0)
+        leaders = PrefixLeaders(memory, config.share_prefix_tokens)
+        self.config = config
+        self.queues = RequestQueues(memory, policy, batch, leaders)
+        self.admitter = Admitter(self.queues.waiting, memory, leaders, config)
+        self.ratio = NewTokenRatio(config)
+        self.cap = StepCap(config.max_step_tokens, least=batch.unit)
         self._prefilled_last = False
         #: a request lost pages while the current step was planned
         self._short = False
@@ -64,6 +68,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
+        self._begin_anew()
         self.queues.submit(request)
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
@@ -74,10 +79,10 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """The next step, or None if nothing can be computed before a launched step resolves."""
-        limits, queues, memory = self.limits, self.queues, self.queues.memory
+        config, queues, memory = self.config, self.queues, self.queues.memory
         if not queues.batch.may_plan(in_flight=queues.last_step > memory.pages.last_resolved):
             return None
-        budget = StepBudget(limits, memory.pages.page_size, self.cap.tokens, queues.batch.unit)
+        budget = StepBudget(config, memory.pages.page_size, self.cap.tokens, queues.batch.unit)
         self._short = False
         self._preempt()
         starved = self._grow()
@@ -86,16 +91,17 @@ class Scheduler:
             generating = self._generate(budget, starved)
         else:
             # Generating and prefilling rows share a step if they may mix. If not, they take turns.
-            if limits.step_priority == "decode" and (limits.mixed or self._prefilled_last):
+            if config.step_priority == "decode" and (config.mixed or self._prefilled_last):
                 generating = self._generate(budget, starved)
-            if limits.mixed or not generating:
+            if config.mixed or not generating:
                 prefilling = self._prefill(budget)
-            if not generating and (limits.mixed or not prefilling):
+            if not generating and (config.mixed or not prefilling):
                 generating = self._generate(budget, starved)
         return self._step(generating, prefilling, self.cap.tokens - budget.tokens)
 
     def _step(self, generating: Generating, prefilling: list[Row], num_tokens: int) -> Step | None:
         if not (generating or prefilling):
+            self._begin_anew()
             return None
         queues = self.queues
         queues.last_step += 1
@@ -112,8 +118,8 @@ class Scheduler:
     def _generate(self, budget: StepBudget, starved: list[Request]) -> Generating:
         """A token or block for every request in the batch, as far as the step holds them."""
         batch, most = self.queues.batch, budget.tokens
-        if self.limits.max_decode_rows is not None:
-            most = min(most, self.limits.max_decode_rows * batch.unit)
+        if self.config.max_decode_rows is not None:
+            most = min(most, self.config.max_decode_rows * batch.unit)
         generating = batch.launch(self.queues.last_step + 1, starved, most)
         budget.spend_decodes(generating.num_tokens)
         return generating
@@ -123,56 +129,52 @@ class Scheduler:
         queues = self.queues
         rows: list[Row] = []
         # Before the chunks: a request whose prompt ends in one is in neither place until the step is planned.
-        running = len(queues.batch) + len(queues.prefilling)
-        reserve = self._expected_tokens() if self._may_admit else 0
+        reserve = self._reserve() if self._may_admit else None
         for request in list(queues.prefilling.values()):
             if budget.room() <= 0:
                 return rows
             if request.key not in queues.growing:
                 rows += self._chunk(request, budget)
-        if not self._short:
-            rows += self._admissions(budget, running, reserve)
+        if reserve is not None and not self._short:
+            rows += self._admissions(budget, reserve)
         return rows
 
     @property
     def _may_admit(self) -> bool:
         queues = self.queues
-        full = len(queues.running) >= self.limits.max_running_requests and not queues.counters.parkings
+        full = len(queues.running) >= self.config.max_running_requests and not queues.counters.parkings
         return bool(queues.waiting) and not full
 
-    def _admissions(self, budget: StepBudget, running: int, reserve: int) -> Iterator[Row]:
+    def _admissions(self, budget: StepBudget, reserve: Reserve) -> Iterator[Row]:
         queues, memory = self.queues, self.queues.memory
         parked = sum(each.parked for each in queues.running.values()) if queues.counters.parkings else 0
-        room = self.limits.max_running_requests - len(queues.running) + parked
-        if room <= 0 or budget.room() <= 0 or not self._may_admit:
+        room = self.config.max_running_requests - len(queues.running) + parked
+        if room <= 0 or budget.room() <= 0:
             return
-        if not parked and memory.available <= self._pages_to_spare(running, reserve):
+        if not parked and memory.available <= reserve.pages():
             return  # not one page to give: no need to look into the queue
         eldest, admitted = queues.waiting.eldest(), False
-        chosen, strict = self.admitter.choose(budget, room, self._urgent)
-        for request, most in chosen:
-            if budget.room() <= 0:
+        for request, most in self.admitter.choose(budget, room, Outlook(memory, reserve), self._urgent):
+            if budget.room() <= 0 or not self._admit(request, reserve):
                 break
-            if self._admit(request, running, reserve):
-                admitted = True
-                running += 1
-                reserve += self._may_generate(request)
-                yield from self._chunk(request, budget, most)
-            elif strict:
-                break
-        if admitted and eldest is not None and eldest in queues.waiting:
+            admitted = True
+            reserve.add(request)
+            yield from self._chunk(request, budget, most)
+        if not admitted or eldest is None or eldest not in queues.waiting:
+            return
+        if not queues.leaders.holds_back(eldest):
             eldest.passed += 1
 
-    def _admit(self, request: Request, running: int, reserve: int) -> bool:
+    def _admit(self, request: Request, reserve: Reserve) -> bool:
         """Give a waiting request slot and pages, at the cost of parked requests if need be."""
         queues = self.queues
-        spare = self._pages_to_spare(running, reserve + self._may_generate(request))
+        spare = reserve.pages(request)
         while True:
-            free = len(queues.running) < self.limits.max_running_requests
+            free = len(queues.running) < self.config.max_running_requests
             if free and queues.memory.admit(request, spare):
                 break
-            victim = next((each for each in queues.running.values() if each.parked), None)
-            if victim is None:
+            victim = next(victims(queues.running.values()), None) if queues.counters.parkings else None
+            if victim is None or not victim.parked:
                 return False
             queues.retract(victim)
         queues.admitted(request)
@@ -184,7 +186,7 @@ class Scheduler:
         longest = queues.batch.longest_chunk(request)
         if longest is not None:
             most = longest if most is None else min(most, longest)
-        start, stop = cursor.computed, cursor.prefill_stop(mixed=self.limits.mixed)
+        start, stop = cursor.computed, cursor.prefill_stop(mixed=self.config.mixed)
         length = budget.chunk(start, stop - start, most) if start < stop else 0
         rows: list[Row] = []
         if length:
@@ -208,21 +210,13 @@ class Scheduler:
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def _expected_tokens(self) -> int:
-        """Tokens that the running requests may still generate, each one's clipped."""
-        queues = self.queues
-        return queues.batch.expected_tokens(self.limits.clip_new_tokens) + sum(
-            self._may_generate(request) for request in queues.prefilling.values()
-        )
-
-    def _may_generate(self, request: Request) -> int:
-        return max(0, min(request.cursor.remaining, self.limits.clip_new_tokens))
-
-    def _pages_to_spare(self, running: int, tokens: int) -> int:
-        """Pages that an admission leaves to the growth of all. An empty engine admits whatever fits."""
-        if not running:
-            return 0
-        return max(running, self.memory.pages.pages_for(int(tokens * self.ratio.value)))
+    def _reserve(self) -> Reserve:
+        """What is kept back for the running requests."""
+        batch, clip = self.queues.batch, self.config.clip_new_tokens
+        reserve = Reserve(self.memory, self.ratio.value, clip, len(batch), batch.expected_tokens(clip))
+        for request in self.queues.prefilling.values():
+            reserve.add(request)
+        return reserve
 
     def _grow(self) -> list[Request]:
         """Give all requests the pages of their next positions; returns those that have to skip a step.
@@ -257,6 +251,11 @@ class Scheduler:
                     queues.batch.changed_pages(request)
         return [request for request in starved if request.cursor.batch is not None]
 
+    def _begin_anew(self) -> None:
+        """Forget the load that is gone, if nothing runs and nothing waits."""
+        if not self.queues.has_unfinished:
+            self.ratio.reset()
+
     def _victim(self) -> Request | None:
         return next(victims(self.queues.running.values()), None)
 
@@ -269,12 +268,13 @@ class Scheduler:
         """
         queues = self.queues
         urgent, self._urgent = self._urgent, None
-        if not self.limits.preemption or not queues.waiting:
+        if not self.config.preemption or not queues.waiting:
             return
-        first = next(queues.waiting.order())
+        first = self.admitter.head()
+        assert first is not None
         if urgent is not None and urgent in queues.waiting and urgent.priority >= first.priority:
             self._urgent = first = urgent
-        if queues.leaders.mark(first) in queues.leaders:
+        if queues.leaders.holds_back(first):
             return  # it waits for another request's prefix
         if first.pending:
             return
@@ -286,12 +286,11 @@ class Scheduler:
     def _make_room(self, first: Request) -> list[Request]:
         """The requests to retract so that ``first`` has its place."""
         queues, memory = self.queues, self.queues.memory
-        running = len(queues.batch) + len(queues.prefilling)
-        tokens = self._expected_tokens() + self._may_generate(first)
+        reserve = self._reserve()
         chosen: list[Request] = []
         order, gained = victims(queues.running.values()), 0
-        while len(queues.running) - len(chosen) >= self.limits.max_running_requests or not memory.fits(
-            first, self._pages_to_spare(running, tokens) - gained
+        while len(queues.running) - len(chosen) >= self.config.max_running_requests or not memory.fits(
+            first, reserve.pages(first) - gained
         ):
             victim = next(order, None)
             if victim is None or victim.priority >= first.priority:
@@ -299,8 +298,7 @@ class Scheduler:
             chosen.append(victim)
             gained += len(victim.kv.pages)
             if victim.cursor.batch is not None or victim.key in queues.prefilling:
-                running -= 1
-                tokens -= self._may_generate(victim)
+                reserve.discount(victim)
         return chosen
 
     # -- resolve --------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ budget as a whole (as there), or ``mixed`` with decodes; ``chunked`` cuts prompt
 virtual time with a cost model (``--step-ms`` per step, ``--token-us`` per token, which gives fifo the times
 measured there) and for real on the bundled model. Rows with ``against`` hold multiples; ``long_ttft`` is
 the worst of a long prompt's first token. ``prefill only`` asks for one token each: the time that no order
-can beat.
+can beat. ``submit_ms`` is the time in which all requests were submitted, ``generate_us`` that of one call;
+both are real times, in virtual runs too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from aioinfer.config import EngineConfig
@@ -66,14 +69,25 @@ def settings(options: argparse.Namespace, way: str) -> dict[str, Any]:
     }
 
 
-async def ask_all(engine: Engine, options: argparse.Namespace, way: str) -> list[Result]:
+@dataclass(frozen=True)
+class Answers:
+    results: list[Result]
+    #: seconds of each call of ``generate``
+    calls: list[float]
+
+
+async def ask_all(engine: Engine, options: argparse.Namespace, way: str) -> Answers:
     tokens = 1 if way == PREFILL_ONLY else options.new_tokens
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    streams = [engine.generate(prompt, params) for prompt in make_prompts(options.requests)]
-    return [await stream for stream in streams]
+    streams, calls = [], []
+    for prompt in make_prompts(options.requests):
+        start = time.perf_counter()
+        streams.append(engine.generate(prompt, params))
+        calls.append(time.perf_counter() - start)
+    return Answers([await stream for stream in streams], calls)
 
 
-async def run_real(options: argparse.Namespace, way: str) -> list[Result]:
+async def run_real(options: argparse.Namespace, way: str) -> Answers:
     config = EngineConfig(
         model=options.model,
         threads=options.threads,
@@ -91,7 +105,7 @@ async def _result(engine: Engine, prompt: list[int], params: SamplingParams) -> 
     return await engine.generate(prompt, params)
 
 
-async def run_virtual(options: argparse.Namespace, way: str) -> list[Result]:
+async def run_virtual(options: argparse.Namespace, way: str) -> Answers:
     from aioinfer.scheduling.step import Step
     from aioinfer.testing import TimedLauncher, ToyDevice
 
@@ -110,11 +124,13 @@ async def run_virtual(options: argparse.Namespace, way: str) -> list[Result]:
         return await ask_all(engine, options, way)
 
 
-def summarise(results: list[Result]) -> dict[str, Any]:
+def summarise(answers: Answers) -> dict[str, Any]:
     """Figures of one run; times in milliseconds."""
+    results = answers.results
     times = [(result.metrics.arrival, result.metrics.token_times) for result in results if result.metrics]
     ttft = [1e3 * (tokens[0] - arrival) for arrival, tokens in times]
     itl = [1e3 * (after - before) for _, tokens in times for before, after in itertools.pairwise(tokens)]
+    tpot = [1e3 * (tokens[-1] - tokens[0]) / (len(tokens) - 1) for _, tokens in times if len(tokens) > 1]
     start = min(arrival for arrival, _ in times)
     seconds = max(tokens[-1] for _, tokens in times) - start
     return {
@@ -122,6 +138,9 @@ def summarise(results: list[Result]) -> dict[str, Any]:
         "ttft_ms": percentiles(ttft),
         "short_ttft_ms": percentiles([value for at, value in enumerate(ttft) if at % len(WORDS)]),
         "itl_ms": percentiles(itl),
+        "tpot_ms": percentiles(tpot),
+        "submit_ms": 1e3 * sum(answers.calls),
+        "generate_us": percentiles([1e6 * seconds for seconds in answers.calls]),
         "latency_ms": percentiles([1e3 * (tokens[-1] - arrival) for arrival, tokens in times]),
         "long_ttft_ms": ttft[:: len(WORDS)],
     }
@@ -140,6 +159,11 @@ def tell(report: Report, clock: str, lines: dict[str, dict[str, Any]]) -> None:
             short_ttft_ms_p99=line["short_ttft_ms"]["p99"],
             itl_ms_p50=itl.get("p50"),
             itl_ms_p99=itl.get("p99"),
+            tpot_ms_p50=line["tpot_ms"].get("p50"),
+            tpot_ms_p99=line["tpot_ms"].get("p99"),
+            submit_ms=line["submit_ms"],
+            generate_us_p50=line["generate_us"]["p50"],
+            generate_us_p99=line["generate_us"]["p99"],
         )
     first = next(iter(lines))
     for way, line in lines.items():
@@ -190,7 +214,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
         report.add(real=real)
 
 
-def _virtual(options: argparse.Namespace, way: str) -> list[Result]:
+def _virtual(options: argparse.Namespace, way: str) -> Answers:
     from aioinfer.testing import VirtualLoop
 
     return _run(lambda: VirtualLoop(0), run_virtual, options, way)
@@ -211,7 +235,7 @@ def _real(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def _run(
     factory: Callable[[], asyncio.AbstractEventLoop], what: Any, options: argparse.Namespace, way: str
-) -> list[Result]:
+) -> Answers:
     with asyncio.Runner(loop_factory=factory) as runner:
-        results: list[Result] = runner.run(what(options, way))
-        return results
+        answers: Answers = runner.run(what(options, way))
+        return answers

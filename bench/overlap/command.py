@@ -30,7 +30,6 @@ from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
@@ -126,10 +125,7 @@ class Floor:
         self._lane = self._device.lane = SharedLane()
         self._info = info = self._device.open()
         memory = Memory(PageAllocator(info.num_pages, 16), SlotPool(config.num_slots), prefix_cache=False)
-        limits = Limits(
-            max_running_requests=batch, max_step_tokens=config.max_step_tokens, chunk_size=config.chunk_size
-        )
-        scheduler = Scheduler(memory, limits)
+        scheduler = Scheduler(memory, config)
         params = SamplingParams(temperature=0, max_tokens=options.output, ignore_eos=True)
         for number, ids in enumerate(prompts(options, batch), 1):
             length = len(ids) + options.output

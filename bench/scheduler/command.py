@@ -14,11 +14,9 @@ import time
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
-from aioinfer.config import policy_names
+from aioinfer.config import EngineConfig, policy_names
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome
@@ -35,15 +33,16 @@ def make_scheduler(
     rng = random.Random(1)
     pages = cached_pages + running * ((PROMPT + OUTPUT) // PAGE_SIZE + 1)
     memory = Memory(PageAllocator(pages, PAGE_SIZE), SlotPool(3 * running + 3))
-    limits = Limits(
+    config = EngineConfig(
         max_running_requests=running + (short == "pages"),
         max_step_tokens=max(2048, 40 * running),
         chunk_size=512,
+        policy=options.policy,
         admission=options.admission,
         new_token_ratio=1.0,
         min_new_token_ratio=1.0,
     )
-    scheduler = Scheduler(memory, limits, policy_class(options.policy)(memory))
+    scheduler = Scheduler(memory, config)
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     stop_ids: frozenset[int] = frozenset({2})
 

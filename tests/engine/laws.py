@@ -48,7 +48,7 @@ class LawChecker:
         assert step.id == self.launched + 1
         self.launched = step.id
         rows = step.rows
-        assert sum(row.length for row in rows) == step.num_tokens <= self.scheduler.limits.max_step_tokens
+        assert sum(row.length for row in rows) == step.num_tokens <= self.scheduler.config.max_step_tokens
         assert step.num_tokens <= self.scheduler.cap.tokens
         assert len({row.slot for row in rows}) == len(rows) == step.num_rows, (
             "a slot has two rows in one step"
@@ -59,15 +59,15 @@ class LawChecker:
         return step
 
     def check_limits(self, step: Step) -> None:
-        limits = self.scheduler.limits
+        config = self.scheduler.config
         chunks = [row.length for row in step.prefilling]
-        assert max(chunks, default=0) <= limits.chunk_size
-        most = limits.max_prefill_tokens
+        assert max(chunks, default=0) <= config.chunk_size
+        most = config.max_prefill_tokens
         if most is not None and sum(chunks) > most:
             assert chunks[0] > most, "only the first chunk may be longer than the budget"
-            assert sum(chunks[1:]) <= (most if limits.admission == "pack" else 0)
-        assert step.num_generating <= (limits.max_decode_rows or step.num_generating)
-        assert limits.mixed or not (step.num_generating and chunks), "a mixed step, and mixing is off"
+            assert sum(chunks[1:]) <= (most if config.admission == "pack" else 0)
+        assert step.num_generating <= (config.max_decode_rows or step.num_generating)
+        assert config.mixed or not (step.num_generating and chunks), "a mixed step, and mixing is off"
 
     def check_row(self, step: Step, row: Row) -> None:
         request, size = row.request, self.scheduler.memory.pages.page_size
@@ -178,22 +178,22 @@ class BlockLaws(LawChecker):
         return -(-request.max_length // self.size) * self.size
 
     def check_limits(self, step: Step) -> None:
-        limits = self.scheduler.limits
+        config = self.scheduler.config
         chunks = [row for row in step.rows if row.ids]
         rounds = [row for row in step.rows if not row.ids]
         lengths = [row.length for row in chunks]
         generating = step.generating
         assert not generating or (generating.lengths is not None and generating.unit == self.size)
-        assert max(lengths, default=0) <= max(limits.chunk_size, self.size)
-        most = limits.max_prefill_tokens
+        assert max(lengths, default=0) <= max(config.chunk_size, self.size)
+        most = config.max_prefill_tokens
         if most is not None and sum(lengths) > most:
             assert lengths[0] > most, "only the first chunk may be longer than the budget"
-            assert sum(lengths[1:]) <= (most if limits.admission == "pack" else 0)
-        if limits.max_decode_rows is not None and limits.mixed:
+            assert sum(lengths[1:]) <= (most if config.admission == "pack" else 0)
+        if config.max_decode_rows is not None and config.mixed:
             blocks = sum(row.blocks for row in rounds if row.request.key in self.decoding)
-            assert blocks <= limits.max_decode_rows
-        assert limits.mixed or not (rounds and chunks), "a mixed step, and mixing is off"
-        if limits.diffusion_mode == "sync":
+            assert blocks <= config.max_decode_rows
+        assert config.mixed or not (rounds and chunks), "a mixed step, and mixing is off"
+        if config.diffusion_mode == "sync":
             assert self.launched == self.resolved + 1, "lock-step is one step after the other"
             decoding = [row for row in step.rows if row.request.key in self.decoding]
             if any(self.goes_on(row) for row in decoding):

@@ -204,7 +204,7 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
 
 
 async def settle(engine: Engine) -> None:
-    """Everything is given back within two resolved steps of the last stream's end."""
+    """Everything is given back when the steps in flight have resolved, ``overlap_steps`` + 1 at most."""
     scheduler = engine._core.scheduler
     await asyncio.sleep(0)
     in_flight = engine.stats().steps_in_flight

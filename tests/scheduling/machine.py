@@ -17,13 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Node
 from aioinfer.cache.slots import SlotPool
-from aioinfer.config import policy_names
+from aioinfer.config import EngineConfig, policy_names
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
@@ -111,14 +109,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         size, running = config.pop("page_size"), config["max_running_requests"]
         self.num_pages = -(-14 // size) + config.pop("pages")
         self.window = config.pop("window")
-        cache, policy = config.pop("prefix_cache"), config.pop("policy")
+        cache = config.pop("prefix_cache")
         config["max_step_tokens"] = running + config.pop("more_tokens")
         least = min(0.1, config["new_token_ratio"])
         num_slots = running * (self.window + 1)
         memory = Memory(PageAllocator(self.num_pages, size), SlotPool(num_slots), prefix_cache=cache)
-        limits = Limits(**config, min_new_token_ratio=least)
+        settings = EngineConfig(**config, min_new_token_ratio=least)
         self.memory, self.capacity = memory, self.num_pages * size
-        self.scheduler = LawChecker(watched(self, Scheduler(memory, limits, policy_class(policy)(memory))))
+        self.scheduler = LawChecker(watched(self, Scheduler(memory, settings)))
         self.device = NaiveDevice(self.num_pages, size, num_slots)
 
     def _pick(self, among: list[Request], pick: int) -> Request:

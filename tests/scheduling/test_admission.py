@@ -1,94 +1,17 @@
-"""Who is let in and when: sharing within a batch, preemption, what is kept back, bounds on waiting."""
+"""Who is let in and when: sharing within a batch, preemption, and what is kept back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from aioinfer.cache.pages import PageAllocator
-from aioinfer.cache.slots import SlotPool
-from aioinfer.config import policy_names
-from aioinfer.params import SamplingParams
+from aioinfer.config import EngineConfig, policy_names
 from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
-from aioinfer.scheduling.admission import Limits, NewTokenRatio
 from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import policy_class
-from aioinfer.scheduling.request import Request
-from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.step import Outcome, Step
-
-PAGE = 4
-
-
-class Desk:
-    """A scheduler with a prefix cache, driven one step at a time; every token is 42."""
-
-    def __init__(
-        self,
-        policy: str = "fcfs",
-        *,
-        pages: int = 64,
-        running: int = 4,
-        prefix_cache: bool = True,
-        **limits: Any,
-    ) -> None:
-        options: dict[str, Any] = {
-            "max_running_requests": running,
-            "max_step_tokens": 64,
-            "chunk_size": 64,
-            "new_token_ratio": 0.0,
-            "min_new_token_ratio": 0.0,
-            "share_prefix_tokens": 8,
-        }
-        self.memory = Memory(PageAllocator(pages, PAGE), SlotPool(3 * running), prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(
-            self.memory, Limits(**{**options, **limits}), policy_class(policy)(self.memory)
-        )
-        self.flights: list[Step] = []
-        self._key = 0
-
-    def submit(self, prompt: int | Sequence[int], max_tokens: int = 4, **options: Any) -> Request:
-        self._key += 1
-        ids = [1000 * self._key + at for at in range(prompt)] if isinstance(prompt, int) else prompt
-        params = SamplingParams(max_tokens=max_tokens)
-        request = Request(
-            self._key, ids, params, seed=0, stop_ids=frozenset(), max_length=len(ids) + max_tokens, **options
-        )
-        self.scheduler.submit(request)
-        return request
-
-    def plan(self) -> list[Request]:
-        """Launch a step; who has a row in it."""
-        step = self.scheduler.plan()
-        audit(self.scheduler)
-        if step is None:
-            return []
-        self.flights.append(step)
-        return [row.request for row in step.rows]
-
-    def resolve(self) -> None:
-        while self.flights:
-            step = self.flights.pop(0)
-            self.scheduler.resolve(step, Outcome([42 if row.samples else NO_TOKEN for row in step.rows]))
-        audit(self.scheduler)
-
-    def round(self) -> list[Request]:
-        """One step from plan to resolve."""
-        rows = self.plan()
-        self.resolve()
-        return rows
-
-    def finish(self, most: int = 300) -> int:
-        """Run to the end; how many steps it took."""
-        for steps in range(most):
-            if not self.scheduler.queues.has_work:
-                return steps
-            assert self.round(), "nothing is in flight, nothing is planned, and somebody waits"
-        raise AssertionError("the requests keep each other from ending")
-
+from aioinfer.scheduling.reserve import NewTokenRatio
+from aioinfer.scheduling.step import Outcome
+from tests.scheduling.desk import Desk
 
 # -- sharing within a batch --------------------------------------------------------------------------
 
@@ -300,7 +223,7 @@ def test_the_ratio_rises_with_a_retraction_and_decays_from_there() -> None:
 
 def test_the_ratio_never_leaves_its_bounds() -> None:
     ratio = NewTokenRatio(
-        Limits(
+        EngineConfig(
             max_running_requests=1, max_step_tokens=1, chunk_size=1, new_token_ratio=0.3,
             min_new_token_ratio=0.25, new_token_ratio_decay=0.02,
         )
@@ -313,6 +236,35 @@ def test_the_ratio_never_leaves_its_bounds() -> None:
     assert ratio.value <= 1
 
 
+@pytest.mark.parametrize("asked", ["at rest", "by the next request"])
+def test_an_idle_engine_forgets_what_it_learned_of_the_ratio(asked: str) -> None:
+    desk = Desk(pages=6, new_token_ratio=0.2, min_new_token_ratio=0.1, prefix_cache=False)
+    ratio = desk.scheduler.ratio
+    for _ in range(2):
+        desk.submit(7, 17)
+    while not desk.scheduler.queues.counters.retractions:
+        desk.round()
+    while desk.scheduler.queues.has_unfinished:
+        assert ratio.value != 0.2, "it was forgotten while requests run or wait"
+        desk.round()
+    if asked == "at rest":
+        assert desk.scheduler.plan() is None
+    else:
+        desk.submit(7, 1)
+    assert ratio.value == 0.2
+
+
+def test_parked_requests_keep_the_ratio() -> None:
+    desk = Desk(new_token_ratio=0.4, min_new_token_ratio=0.1)
+    request = desk.submit(7, 9)
+    desk.round()
+    desk.scheduler.queues.park(request)
+    assert desk.round() == []
+    assert desk.scheduler.ratio.value < 0.4
+    desk.scheduler.queues.unpark(request)
+    desk.finish()
+
+
 def test_pages_for_tokens_to_come_are_kept_back() -> None:
     """Two whose outputs would not fit together run one after the other, and nobody is retracted."""
     desk = Desk(pages=8, new_token_ratio=1.0, min_new_token_ratio=1.0, prefix_cache=False)
@@ -323,73 +275,7 @@ def test_pages_for_tokens_to_come_are_kept_back() -> None:
     assert desk.scheduler.queues.counters.retractions == 0
 
 
-# -- bounds on waiting -------------------------------------------------------------------------------
-
-
-def stream_of_short_ones(desk: Desk, rounds: int, victim: Request, **options: Any) -> int:
-    """In which round the victim is admitted while short ones keep coming."""
-    for number in range(rounds):
-        for _ in range(3):
-            desk.submit(2, 2, **options)
-        if victim in desk.round():
-            return number
-    raise AssertionError("it never got in")
-
-
-@pytest.mark.parametrize("policy", [name for name in policy_names() if name != "priority"])
-def test_a_long_prompt_gets_in_while_short_ones_keep_coming(policy: str) -> None:
-    desk = Desk(policy, running=3, max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=0,
-                max_passed_over=5)  # fmt: skip
-    for _ in range(3):
-        desk.submit(2, 2, routing_key="hot")
-    long = desk.submit(60, 1)
-    stream_of_short_ones(desk, 60, long, routing_key="hot")
-    assert long.passed <= 5
-
-
-@pytest.mark.parametrize("policy", policy_names())
-@pytest.mark.parametrize("preemption", [False, True])
-def test_one_that_needs_many_pages_gets_in_while_small_ones_keep_coming(
-    policy: str, preemption: bool
-) -> None:
-    """It fits into a step, but its pages never come free at once while small ones take them."""
-    desk = Desk(policy, pages=16, running=8, admission="pack", max_passed_over=4, preemption=preemption,
-                prefix_cache=False)  # fmt: skip
-    for _ in range(8):
-        desk.submit(6, 6)
-    desk.round()
-    large = desk.submit(44, 6, priority=1)
-    for _ in range(200):
-        desk.submit(6, 6)
-        if large in desk.round():
-            return
-    raise AssertionError("it never got in")
-
-
-def test_every_so_many_rounds_are_first_come_first_served() -> None:
-    desk = Desk(running=3, max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=4,
-                max_passed_over=1000)  # fmt: skip
-    for _ in range(3):
-        desk.submit(2, 2)
-    long = desk.submit(60, 1)
-    assert stream_of_short_ones(desk, 40, long) <= 8
-    assert desk.scheduler.admitter.forced_rounds
-
-
-def test_packing_lets_in_what_fits_whole_and_gives_the_rest_to_the_first() -> None:
-    desk = Desk(max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=0)
-    long, *short = desk.submit(40), desk.submit(5), desk.submit(3)
-    step = desk.scheduler.plan()
-    assert step is not None
-    assert [(row.request, row.length) for row in step.prefilling] == [
-        (long, 8), (short[0], 5), (short[1], 3)
-    ]  # fmt: skip
-
-
-def test_in_order_the_first_takes_the_whole_step() -> None:
-    desk = Desk(max_step_tokens=16, chunk_size=16, admission="fifo")
-    long, _ = desk.submit(40), desk.submit(5)
-    assert desk.round() == [long]
+# -- more of preemption ------------------------------------------------------------------------------
 
 
 def test_a_still_more_important_request_overtakes_the_one_that_waits_for_its_place() -> None:

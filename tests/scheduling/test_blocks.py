@@ -11,15 +11,13 @@ import pytest
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
-from aioinfer.config import policy_names
+from aioinfer.config import EngineConfig, policy_names
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome, Step
@@ -46,11 +44,12 @@ class World:
         page_size = script.size if page_size is None else page_size
         options = {"max_running_requests": 4, "max_step_tokens": 64, "chunk_size": 32, "max_rounds": 1}
         options.update(limits)
+        options["max_step_tokens"] = max(options["max_step_tokens"], options["max_running_requests"])
         slots = options["max_running_requests"] * 3
         memory = Memory(PageAllocator(num_pages, page_size), SlotPool(slots), prefix_cache=prefix_cache)
-        limits = Limits(**options)
-        batch = BlockBatch(memory, limits, script.size)
-        self.scheduler = Scheduler(memory, limits, policy_class(policy)(memory, 0), batch)
+        config = EngineConfig(policy=policy, **options)
+        batch = BlockBatch(memory, config, script.size)
+        self.scheduler = Scheduler(memory, config, batch)
         self.device = PaperDevice(script, num_pages=num_pages, page_size=page_size, num_slots=slots)
         self.script = script
         self.window = window

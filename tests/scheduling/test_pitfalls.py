@@ -10,12 +10,12 @@ import pytest
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
+from aioinfer.config import EngineConfig
 from aioinfer.execution.decoding.tokens import TokenPacker
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
-from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
@@ -45,7 +45,7 @@ class Bench:
         ratio = {"new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
         options = {"max_running_requests": running, "max_step_tokens": budget, "chunk_size": chunk}
         self.memory = Memory(PageAllocator(pages, PAGE), SlotPool(3 * running), prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(self.memory, Limits(**{**ratio, **options, **limits}))
+        self.scheduler = Scheduler(self.memory, EngineConfig(**{**ratio, **options, **limits}))
         self.packer = Packer(TokenPacker(3 * running), 3 * running, pages, PAGE)
         self._key = 0
 

@@ -1,8 +1,9 @@
-"""Each policy on a small example, and that none of them lets anybody wait for ever."""
+"""Each policy on a small example, and which requests each takes for equals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import pytest
 
@@ -137,6 +138,38 @@ def test_a_long_queue_is_not_sorted(policy: str) -> None:
         queue.policy.remove(request)
     assert last.key in (queue.keys[0], queue.keys[-1])
     assert len(queue.keys) == SORT_LIMIT
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_requests_of_equal_rank_follow_each_other(policy: str) -> None:
+    queue = Queue(policy)
+    queue.cache([1, 2, 3, 4])
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4]]
+    requests = [
+        queue.add(key, prompts[key % 4], 1 + key % 5, routing_key="ab"[key % 2], priority=key % 3)
+        for key in range(1, 25)
+    ]
+    for request in requests[:3]:
+        queue.policy.remove(request)
+        queue.policy.started(request)
+    ranks = [queue.policy.rank(request) for request in queue.policy.order()]
+    groups = [rank for rank, _ in groupby(ranks)]
+    assert len(groups) == len(set(groups)), "two of equal rank have another one between them"
+    expected = {"fcfs": 1, "random": 21, "priority": 3, "routing-key": 2}
+    assert len(groups) == expected.get(policy, len(groups))
+    assert policy == "fcfs" or len(groups) > 1
+
+
+def test_a_policy_that_names_no_equals_is_obeyed_to_the_letter() -> None:
+    class NewestFirst(Policy):
+        def order(self) -> Iterator[Request]:
+            return reversed(self._arrivals.values())
+
+    queue = Queue("fcfs")
+    queue.policy = NewestFirst(queue.memory)
+    requests = [queue.add(key) for key in range(1, 5)]
+    assert queue.keys == [4, 3, 2, 1]
+    assert len({queue.policy.rank(request) for request in requests}) == 4
 
 
 @pytest.mark.parametrize("policy", policy_names())

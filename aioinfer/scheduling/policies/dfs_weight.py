@@ -20,7 +20,7 @@ class DfsWeight(CacheAware):
         weight: Counter[Node] = Counter()
         below: dict[Node | None, dict[Node, None]] = {}
         for request in self:
-            node = self._memory.lookup(request)[1]
+            node = self.match(request)
             at.setdefault(node, []).append(request)
             while node is not None:
                 weight[node] += 1
@@ -36,3 +36,6 @@ class DfsWeight(CacheAware):
             branches.sort(key=weight.__getitem__)
             stack += branches
         return arranged
+
+    def match(self, request: Request) -> Node | None:
+        return self._memory.lookup(request)[1]

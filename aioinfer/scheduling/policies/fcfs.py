@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from aioinfer.scheduling.policy import Policy
+from aioinfer.scheduling.request import Request
 
 __all__ = ["Fcfs"]
 
 
 class Fcfs(Policy):
-    """First come, first served."""
+    """First come, first served. All are of one rank: packing may let short ones go before long ones."""
+
+    def rank(self, request: Request) -> None:
+        return None

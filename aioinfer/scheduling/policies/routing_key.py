@@ -46,6 +46,9 @@ class RoutingKey(Policy):
             if not self._running[request.routing_key]:
                 del self._running[request.routing_key]
 
+    def rank(self, request: Request) -> str | None:
+        return request.routing_key if request.routing_key in self._running else None
+
     def order(self) -> Iterator[Request]:
         waiting = [(-count, key) for key, count in self._running.items() if key in self._groups]
         favoured = {key for _, key in waiting}
