@@ -174,7 +174,8 @@ class LLM:
         3, if there are several. Whatever is raised, no request of this call is left.
         """
         self._opened()
-        batch: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        given: Any = prompts
+        batch = [given] if _is_one(given) else list(given)
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(each)} params for {len(batch)} prompts")

@@ -111,8 +111,9 @@ class Runtime:
             self._submit(request, Prepared(prompt.ids, None))
         else:
             prepared = functools.partial(self._prepared, request)
-            self._preparing[request] = self._intake.prepare(self.core, prompt, params, prepared)
-            self._preparing_tokens += prompt.least_tokens
+            preparation = self._intake.prepare(self.core, prompt, params, prepared)
+            self._preparing[request] = preparation
+            self._preparing_tokens += preparation.least_tokens
         self._open[request] = None
         if options.waiting_timeout is not None:
             self._set_timer(request, "waiting", options.waiting_timeout)

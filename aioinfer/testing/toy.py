@@ -353,7 +353,7 @@ class ToyTokenizer:
         self.added_tokens: Mapping[str, int] = {}
         self.special_tokens: frozenset[str] = frozenset()
         #: a token for each character
-        self.longest_token = 4
+        self.longest_token: int | None = 4
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
 
     def encode(self, text: str) -> list[int]:
