@@ -144,7 +144,7 @@ class Engine:
         """An engine that outlived its loop is closed."""
         if self._loop is not None and self._loop.is_closed():
             if self._runtime is not None:
-                self._runtime.tuning.undo()
+                self._runtime.outlive_loop()
             self._reset(EngineState.CLOSED)
 
     # -- requests -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from aioinfer.errors import InvalidRequest
 
-__all__ = ["check_ids", "check_range", "copy_data"]
+__all__ = ["check_ids", "check_range", "freeze", "thaw"]
 
 _MAX_DEPTH = 200
 _MAX_PARTS = 200_000
@@ -32,16 +32,22 @@ def check_range(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(field, f"{shown} is not a token id; the model has {vocab_size}")
 
 
-def copy_data(field: str, value: Any) -> Any:
-    """A deep copy of plain data: text, numbers, lists, tuples, mappings and None; callables stay as they are.
+def freeze(field: str, value: list[Any] | dict[str, Any]) -> Any:
+    """A deep copy of plain data (text, numbers, lists, tuples, mappings, None), for :func:`thaw`; callables
+    stay as they are.
 
     Raises InvalidRequest for other types and for data that is nested too deeply.
     """
     try:
         # Without running any Python, so that no other thread can change the data meanwhile.
-        return marshal.loads(marshal.dumps(value))
+        return marshal.dumps(value)
     except ValueError:
         return _Copier(field).copy(value, 0)  # other mappings, callables, or too deep
+
+
+def thaw(frozen: Any) -> Any:
+    """What was given to :func:`freeze`."""
+    return marshal.loads(frozen) if isinstance(frozen, bytes) else frozen
 
 
 class _Copier:

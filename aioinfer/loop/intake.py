@@ -31,8 +31,8 @@ class Intake:
     """Two thread pools: one for tokenizing, one for requests that need a grammar.
 
     They are separate so that a grammar, however large, never delays plain prompts. Of the two threads that
-    tokenize, long prompts use one at a time, so a short prompt waits for short ones only, and for one long
-    prompt at most if that took the thread first. What waits can be withdrawn, and leaves nothing behind.
+    tokenize, long prompts use one at a time, so a short prompt waits for short ones only. What waits can be
+    withdrawn, and leaves nothing behind.
     """
 
     __slots__ = ("_compilers", "_encodings", "_grammars", "_long", "_short", "_workers", "loop")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.loop.copies import check_ids, copy_data
+from aioinfer.loop.copies import check_ids, freeze, thaw
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _MAX_LABEL = 256
 #: templates omit the reasoning of earlier answers, for example
 _CHAT_FACTOR = 4
 _CHAT_ROOM = 1 << 20
+#: parameters of a tokenizer's methods
+_NOT_VARIABLES = ("self", "messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class PromptSource:
         self._info = info
         self._ids: list[int] | None = None
         self._prompt: Any = None
-        self._template_kwargs: dict[str, Any] = {}
+        self._template_kwargs: Any = {}
         #: characters, roughly, that have to be tokenized
         self.size = 0
         given: Any = prompt
@@ -123,18 +125,22 @@ class PromptSource:
     def _take_chat(self, messages: list[Any], template_kwargs: Mapping[str, Any] | None) -> None:
         self._require_tokenizer()
         self._check_count(len(messages), "messages")
-        self._prompt = copy_data("messages", messages)
-        self.size = sum(map(_content_length, self._prompt))
+        self.size = sum(map(_content_length, messages))
         # A template can omit parts of messages: their lengths alone show only what is far too long.
         if self.size > _CHAT_FACTOR * self._most_bytes + _CHAT_ROOM:
             raise self._too_long(f"the messages have {self.size} characters")
+        self._prompt = freeze("messages", messages)
         if template_kwargs is None:
             return
         given: Any = template_kwargs
         if not isinstance(given, Mapping):
             kind = type(given).__name__
             raise InvalidRequest("chat_template_kwargs", f"must be a mapping, got {kind}")
-        self._template_kwargs = copy_data("chat_template_kwargs", dict(template_kwargs))
+        kwargs = dict(given)
+        for name in kwargs:
+            if not isinstance(name, str) or name in _NOT_VARIABLES:
+                raise InvalidRequest("chat_template_kwargs", f"{str(name)[:80]!r} cannot be set")
+        self._template_kwargs = freeze("chat_template_kwargs", kwargs)
 
     def _require_tokenizer(self) -> None:
         if self._tokenizer is None:
@@ -177,10 +183,11 @@ class PromptSource:
         return self._ids
 
     def _encode_chat(self, tokenizer: Tokenizer) -> list[int]:
+        messages, kwargs = thaw(self._prompt), thaw(self._template_kwargs)
         render = getattr(tokenizer, "render_chat", None)
         if render is None:
-            return tokenizer.encode_chat(self._prompt, **self._template_kwargs)
-        text = render(self._prompt, **self._template_kwargs)
+            return tokenizer.encode_chat(messages, **kwargs)
+        text = render(messages, **kwargs)
         self._check_text(text)
         return tokenizer.encode_part(text)
 
@@ -233,10 +240,17 @@ def _elements(array: Any) -> list[Any]:
 
 def _content_length(message: Any) -> int:
     """Characters of a message's content; its form is checked later."""
-    content = message.get("content") if isinstance(message, dict) else None
-    parts = content if isinstance(content, list) else [content]
-    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    content = message.get("content") if _is_mapping(message) else None
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, (list, tuple)) else ()
+    texts = (part.get("text") if _is_mapping(part) else part for part in parts)
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _is_mapping(value: Any) -> bool:
+    # The check against an abstract class takes ten times as long.
+    return type(value) is dict or isinstance(value, Mapping)
 
 
 def _check_timeout(field: str, value: float | None) -> None:

@@ -273,6 +273,17 @@ class Runtime:
         self._intake.close()
         self.state = EngineState.CLOSED
 
+    def outlive_loop(self) -> None:
+        """The loop was closed before the engine: end what is left. A stream that is kept does not keep the
+        device, and with it the model."""
+        self.state = EngineState.CLOSED
+        self.tuning.undo()
+        self._intake.close()
+        for request in self._open:
+            request.refuse(EngineClosed("the event loop of the engine was closed"))
+        self._open, self._preparing = {}, {}
+        del self.core, self.driver, self.launcher
+
     @property
     def _busy(self) -> bool:
         return bool(self._preparing) or self.core.scheduler.queues.has_unfinished

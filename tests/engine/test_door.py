@@ -303,8 +303,9 @@ async def test_messages_may_be_any_mappings_and_variables_of_the_template_functi
             deep = [deep]
         with pytest.raises(errors.InvalidRequest, match="nested too deeply"):
             engine.generate([{"role": "user", "content": deep}])
-        with pytest.raises(errors.InvalidRequest, match="chat_template_kwargs"):
-            engine.generate([{"role": "user", "content": "x"}], chat_template_kwargs={"a": object()})
+        for kwargs in ({"a": object()}, {"messages": []}, {"self": 1}, {5: 1}, [("a", 1)]):
+            with pytest.raises(errors.InvalidRequest, match="chat_template_kwargs"):
+                engine.generate([{"role": "user", "content": "x"}], chat_template_kwargs=kwargs)
 
 
 def test_parameters_hold_nothing() -> None:

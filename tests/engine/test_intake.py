@@ -4,7 +4,9 @@ for more than one long prompt."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
+from aioinfer.stream import Stream
 from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
@@ -193,3 +196,30 @@ async def test_the_result_of_a_refused_request_is_its_error(make_engine: MakeEng
             closed.result()
         engine.resume()
         assert (await taking_the_place).usage.prompt_tokens == 2
+
+
+def test_a_stream_that_outlives_its_loop_keeps_no_device(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    async def ask() -> Stream:
+        await engine.start()
+        stream = engine.generate([1, 2, 3], SamplingParams(ignore_eos=True))
+        await anext(stream)
+        return stream
+
+    async def close() -> None:
+        await engine.aclose()
+
+    stream = asyncio.run(ask())
+    launcher = weakref.ref(engine._started().launcher)
+    asyncio.run(close())
+    gc.collect()
+    assert launcher() is None
+    with pytest.raises(errors.EngineClosed):
+        asyncio.run(_read(stream))
+    stream.close()
+
+
+async def _read(stream: Stream) -> None:
+    async for _ in stream:
+        pass
