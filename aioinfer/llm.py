@@ -328,13 +328,18 @@ class LLM:
         else:
             updated = self._core.fail(step, error)
         lost = error is not None and not isinstance(error, StepOutOfMemory)
+        ended = self._take_ended(updated, returned=not lost)
+        return ended, error if lost else None
+
+    def _take_ended(self, updated: Iterable[Request], *, returned: bool) -> list[Request]:
+        """Those of the requests that have ended; if they are ``returned``, step() has results or errors."""
         ended = [request for request in updated if request.finished]
         for request in ended:
-            if request.key in self._returned and not lost:
+            if returned and request.key in self._returned:
                 self._ended[request.key] = request
             self._returned.discard(request.key)
             self._latest[request.key] = self._open.pop(request.key)
-        return ended, error if lost else None
+        return ended
 
     def _end(self, request: Request) -> None:
         """Abort a request if it is queued or runs."""
