@@ -166,7 +166,11 @@ async def test_a_result_can_be_changed_by_its_reader(make_engine: MakeEngine) ->
     """The lists of a result are not those of the request, which may still run."""
     async with make_engine() as engine:
         long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        await engine.pause()
         stream = engine.generate([1, 2, 3], long)
+        early: Any = stream.result().prompt_token_ids
+        early[:] = [10**9] * 50
+        engine.resume()
         first = await anext(stream)
         for value in (stream.result().prompt_token_ids, stream.result().token_ids, first.token_ids):
             assert isinstance(value, list)
