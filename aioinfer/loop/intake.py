@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 Prepare = Callable[[Prepared | None, BaseException | None], None]
 
 _THREADS = 2
-#: characters of a prompt that takes some 10 ms to tokenize
+#: characters of a prompt that takes 10 to 50 ms to tokenize
 _LONG = 1 << 15
 
 
