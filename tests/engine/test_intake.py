@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -213,7 +214,11 @@ def test_a_stream_that_outlives_its_loop_keeps_no_device(make_engine: MakeEngine
     stream = asyncio.run(ask())
     launcher = weakref.ref(engine._started().launcher)
     asyncio.run(close())
-    gc.collect()
+    # The launch thread lets go of the step that was in flight.
+    deadline = time.monotonic() + 20
+    while launcher() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.001)
     assert launcher() is None
     with pytest.raises(errors.EngineClosed):
         asyncio.run(_read(stream))
