@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.config import EngineConfig
-from aioinfer.errors import EngineClosed, EngineError, InvalidRequest
+from aioinfer.errors import EngineClosed, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.loop import factory
 from aioinfer.loop.clock import clock_of
@@ -20,7 +20,7 @@ from aioinfer.loop.options import Prompt, PromptSource, RequestOptions
 from aioinfer.loop.runtime import EngineState, Runtime, require_loop
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
-from aioinfer.params import SamplingParams
+from aioinfer.params import SamplingParams, inherited
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Engine:
         """An engine that outlived its loop is closed."""
         if self._loop is not None and self._loop.is_closed():
             if self._runtime is not None:
-                self._runtime.tuning.undo()
+                self._runtime.outlive_loop()
             self._reset(EngineState.CLOSED)
 
     # -- requests -------------------------------------------------------------------------------
@@ -181,9 +181,13 @@ class Engine:
     ) -> Stream:
         """Queue a generation and return its :class:`~aioinfer.Stream` at once.
 
+        All arguments are copied: changing them afterwards has no effect.
+
         Args:
-            prompt: text, a list of token ids, or a list of chat messages for the chat template.
-            params: by default what the model's ``generation_config.json`` says.
+            prompt: text, a list of token ids, a list of chat messages for the chat template, or what
+                :meth:`prompt` returned. Token ids may also be an array of integers.
+            params: where a field that the model's ``generation_config.json`` recommends is not set, and for
+                None, the model's value (:attr:`default_params`) is used.
             waiting_timeout: seconds until its first step; default from the config.
             running_timeout: seconds from its first step on; default from the config.
             priority: larger goes first, with the policy ``priority``.
@@ -194,14 +198,13 @@ class Engine:
             chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
-            InvalidRequest: an argument is bad. Errors that only tokenizing can find are raised by the stream.
+            InvalidRequest: an argument is bad, or the prompt certainly too long (``code`` is then
+                "context_length_exceeded"). Errors that only tokenizing can find are raised by the stream.
             Rejected: the queue is full.
             EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
         """
         runtime = self._serving()
-        params = self.default_params if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest("params", f"must be SamplingParams, got {type(params).__name__}")
+        params = inherited(params, self.default_params)
         options = RequestOptions(
             priority=priority,
             cache_salt=cache_salt,
@@ -210,8 +213,21 @@ class Engine:
             running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
             max_lag=self.config.max_lag if max_lag is None else max_lag,
         )
-        source = PromptSource(prompt, runtime.core.tokenizer, chat_template_kwargs)
-        return runtime.generate(source, params, options)
+        return runtime.generate(runtime.core.source(prompt, chat_template_kwargs), params, options)
+
+    def prompt(
+        self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> PromptSource:
+        """A prompt for several calls of :meth:`generate`: it is copied and checked here and tokenized once.
+
+        ::
+
+            prompt = engine.prompt("Once upon a time")
+            results = await asyncio.gather(*(engine.generate(prompt) for _ in range(8)))
+
+        It can be used until the engine is closed. Raises as :meth:`generate`, except Rejected.
+        """
+        return self._serving().core.source(prompt, chat_template_kwargs)
 
     # -- pausing --------------------------------------------------------------------------------
 

@@ -51,13 +51,15 @@ class RequestError(AioInferError):
 class InvalidRequest(RequestError, ValueError):
     """An argument is invalid; raised before the request is queued.
 
-    ``field`` is the name of the argument (``"temperature"``, ``"prompt"``, ...).
+    ``field`` is the name of the argument (``"temperature"``, ``"prompt"``, ...); ``code`` is a word for
+    programs, if there is one: ``"context_length_exceeded"``.
     """
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, *, code: str | None = None) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+        self.code = code
 
 
 class Rejected(RequestError):

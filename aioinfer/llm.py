@@ -5,19 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.config import EngineConfig
-from aioinfer.errors import EngineClosed
+from aioinfer.errors import Cancelled, EngineClosed, EngineError, InvalidRequest, Rejected, RequestError
 from aioinfer.execution.device import Device, Flight, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.core import Core
-from aioinfer.loop.options import Prompt, PromptSource, RequestOptions
-from aioinfer.outputs import Result
-from aioinfer.params import SamplingParams
+from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
+from aioinfer.observe.stats import EngineStats
+from aioinfer.observe.timeline import Timeline
+from aioinfer.outputs import Chunk, Result
+from aioinfer.params import SamplingParams, inherited
+from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import Step
+from aioinfer.stream import StreamCell
 
 if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
@@ -35,8 +39,11 @@ class LLM:
                 print(result.text)
 
     :meth:`add_request`, :meth:`step` and :meth:`has_unfinished` are the loop in its parts: each ``step``
-    computes one forward pass of everything that can run and returns the requests that finished with it.
-    Everything happens on the calling thread.
+    computes one forward pass of everything that can run and returns the requests that finished with it;
+    :meth:`take_chunks` has what is new of the others. Everything happens on the calling thread.
+
+    An exception that interrupts a step half-way, such as KeyboardInterrupt, ends every request that has not
+    finished; the object can be used again.
     """
 
     def __init__(
@@ -50,6 +57,8 @@ class LLM:
         ones in tests."""
         self.config = config if config is not None else EngineConfig()
         self._device: Device | None = device(self.config)
+        self._timeline = Timeline()
+        self._device.lane = self._timeline.device
         loaded = tokenizer(self.config)
         info = factory.with_end_tokens(self._device.open(), loaded)
         self.default_params = factory.default_params(self.config, info)
@@ -57,11 +66,22 @@ class LLM:
         self._overlap_steps = decided.overlap_steps or 0
         self._core = Core(decided, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()
-        self._finished: dict[int, Result] = {}
+        #: requests that have not ended, by key
+        self._open: dict[int, StreamCell] = {}
+        #: keys of those that step() returns or raises: not those of generate() and stream()
+        self._returned: set[int] = set()
+        #: the latter that have ended and were not returned yet
+        self._ended: dict[int, Request] = {}
+        #: what ended in the latest step, for take_chunks()
+        self._latest: dict[int, StreamCell] = {}
+        #: state is being changed; if this is still set later, an exception has interrupted it
+        self._changing = False
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._core.tokenizer
+
+    # -- the loop in its parts ------------------------------------------------------------------
 
     def add_request(
         self,
@@ -75,19 +95,19 @@ class LLM:
     ) -> int:
         """Queue a prompt; returns the key of its result in :meth:`step`. Raises InvalidRequest, Rejected.
 
-        ``priority``, ``cache_salt`` and ``routing_key`` as for :meth:`aioinfer.Engine.generate`.
+        ``priority``, ``cache_salt`` and ``routing_key`` as for :meth:`aioinfer.Engine.generate`. All
+        arguments are copied.
         """
         self._opened()
         options = RequestOptions(priority=priority, cache_salt=cache_salt, routing_key=routing_key)
-        source = PromptSource(prompt, self._core.tokenizer, chat_template_kwargs)
-        params = params or self.default_params
-        request = self._core.new_request(params, options)
-        self._core.submit(request, self._core.prepare(source, params))
+        request, prepared = self._prepare(prompt, params, options, chat_template_kwargs)
+        self._submit(request, prepared, returned=True)
         return request.key
 
     def has_unfinished(self) -> bool:
         """A request has not been returned by :meth:`step` yet."""
-        return self._core.scheduler.queues.has_unfinished or bool(self._flights or self._finished)
+        self._mend()
+        return bool(self._open or self._ended or self._flights)
 
     def step(self) -> dict[int, Result]:
         """Compute one step and return the requests that finished with it, by key.
@@ -96,64 +116,276 @@ class LLM:
         what the step raised, after ending its requests. A step that ran out of memory is repeated as smaller
         ones; OutOfMemory is raised for a request that was in two of these without a token in between.
         """
-        device = self._opened()
-        while len(self._flights) <= self._overlap_steps:
-            step = self._core.plan(self._flights[-1][0] if self._flights else None)
-            if step is None:
-                break
-            self._flights.append((step, _launch(device, step)))
-        if not self._flights:
-            finished, self._finished = self._finished, {}
-            return finished
-        step, flight = self._flights.popleft()
-        try:
-            result = flight.wait()
-        except StepOutOfMemory as error:
-            updated = self._core.fail(step, error)
-        except Exception as error:
-            self._core.fail(step, error)
-            raise
-        else:
-            updated = self._core.resolve(step, result)
-        ended = [request for request in updated if request.finished]
-        self._finished.update((request.key, request.result()) for request in ended if not request.error)
-        for request in ended:
+        self._advance()
+        for key, request in self._ended.items():
             if request.error is not None:
                 # Other requests that finished in this step are returned by the next one.
+                del self._ended[key]
                 raise request.error
-        finished, self._finished = self._finished, {}
+        finished = {key: request.result() for key, request in self._ended.items()}
+        self._ended = {}
         return finished
+
+    def take_chunks(self) -> dict[int, Chunk]:
+        """What the requests have put out since the previous call, by key; also those that finished in the
+        latest :meth:`step`. The chunks of one request are like those of a :class:`~aioinfer.Stream`."""
+        self._mend()
+        latest, self._latest = self._latest, {}
+        chunks = {key: cell.take() for key, cell in {**latest, **self._open}.items()}
+        return {key: chunk for key, chunk in chunks.items() if chunk is not None}
+
+    def abort(self, key: int) -> bool:
+        """End a request; :meth:`step` does not return it. False if it is not there or has ended."""
+        self._mend()
+        cell = self._open.get(key)
+        if cell is not None:
+            self._end(cell.request)
+        return cell is not None
+
+    def stats(self) -> EngineStats:
+        """A snapshot; O(1)."""
+        return EngineStats.of(
+            self._core.scheduler,
+            output_tokens=self._core.output_tokens,
+            state="closed" if self._device is None else "running",
+            paused=False,
+            arriving=0,
+            steps_in_flight=len(self._flights),
+            failed_checks=0,
+            stalled=0.0,
+            timeline=self._timeline,
+        )
+
+    # -- whole answers --------------------------------------------------------------------------
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
     ) -> list[Result]:
         """Generate for all prompts; results in their order.
 
-        ``params`` is one for all or one for each. ``progress`` shows a bar; by default only on a
-        terminal.
+        A single prompt (text, a list of token ids, a list of messages) is a list of one. ``params`` is one
+        for all or one for each. ``progress`` shows a bar; by default only on a terminal.
+
+        Raises InvalidRequest before anything is computed, with ``field`` "prompts[3]" for the prompt at index
+        3, if there are several. Whatever is raised, no request of this call is left.
         """
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
-        results: dict[int, Result] = {}
-        keys: list[int] = []
-        shown = sys.stderr.isatty() if progress is None else progress
-        with _bar(len(prompts), shown) as bar:
-            for prompt, chosen in zip(prompts, each, strict=True):
-                keys.append(self.add_request(prompt, chosen))
-            while len(results) < len(prompts):
-                finished = self.step()
-                results.update(finished)
-                bar.update(len(finished))
-        return [results[key] for key in keys]
+        self._opened()
+        given: Any = prompts
+        batch = [given] if _is_one(given) else list(given)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(each)} params for {len(batch)} prompts")
+        entered = deque(self._prepare_all(batch, each))
+        requests = [request for request, _ in entered]
+        left = len(requests)
+        try:
+            with _bar(left, sys.stderr.isatty() if progress is None else progress) as bar:
+                own = set(requests)
+                while left:
+                    self._submit_some(entered)
+                    ended = [request for request in self._advance() if request in own]
+                    for request in ended:
+                        if request.error is not None:
+                            raise request.error
+                    left -= len(ended)
+                    bar.update(len(ended))
+            return [request.result() for request in requests]
+        except BaseException:
+            self._withdraw(requests)
+            raise
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Chunk]:
+        """The chunks of one answer, as they come; other requests advance with it.
+
+        The arguments are checked and copied at once. The request is queued when the first chunk is wanted,
+        and aborted when the iterator is closed or dropped. Raises InvalidRequest; the iterator also Rejected
+        and what a step raises.
+        """
+        self._opened()
+        return self._chunks(*self._prepare(prompt, params, RequestOptions(), chat_template_kwargs))
+
+    def _chunks(self, request: Request, prepared: Prepared) -> Iterator[Chunk]:
+        try:
+            cell = self._submit(request, prepared)
+            while True:
+                chunk = cell.take()
+                if chunk is not None:
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+                elif request.error is not None:
+                    raise request.error
+                elif request.finished:
+                    return  # aborted
+                else:
+                    self._advance()
+        finally:
+            self._withdraw([request])
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[Request, Prepared]:
+        """A request and its tokens, not queued yet. Raises InvalidRequest."""
+        params = inherited(params, self.default_params)
+        self._core.check(params)
+        prepared = self._core.prepare(self._core.source(prompt, template_kwargs), params)
+        return self._core.new_request(params, options), prepared
+
+    def _prepare_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]
+    ) -> list[tuple[Request, Prepared]]:
+        options, entered = RequestOptions(), []
+        for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                entered.append(self._prepare(prompt, chosen, options))
+            except InvalidRequest as error:
+                if len(prompts) == 1 or error.field != "prompt":
+                    raise
+                raise InvalidRequest(f"prompts[{index}]", error.message, code=error.code) from error
+        return entered
+
+    def _submit(self, request: Request, prepared: Prepared, *, returned: bool = False) -> StreamCell:
+        """Queue a request. Raises Rejected, EngineClosed."""
+        self._opened()
+        self._mend()
+        self._changing = True
+        try:
+            self._core.submit(request, prepared)
+        except RequestError:
+            self._changing = False  # refused before anything was changed
+            raise
+        cell = self._open[request.key] = StreamCell(request)
+        if returned:
+            self._returned.add(request.key)
+        self._changing = False
+        return cell
+
+    def _submit_some(self, entered: deque[tuple[Request, Prepared]]) -> None:
+        """Queue as many as the queue takes. Raises Rejected if that is none and nothing is under way."""
+        while entered:
+            try:
+                self._submit(*entered[0])
+            except Rejected:
+                if not self._open:
+                    raise
+                return
+            entered.popleft()
+
+    def _advance(self) -> list[Request]:
+        """Launch what may be launched and read one step; returns the requests that ended with it.
+
+        Raises what the step raised, after ending its requests.
+        """
+        device = self._opened()
+        self._mend()
+        self._latest = {}
+        self._changing = True
+        while len(self._flights) <= self._overlap_steps:
+            step = self._core.plan(self._flights[-1][0] if self._flights else None)
+            if step is None:
+                break
+            self._flights.append((step, _launch(device, step)))
+        idle = not self._flights
+        ended, error = ([], None) if idle else self._read()
+        self._changing = False
+        if idle and self._open:
+            raise EngineError("no step can be planned for the requests that are left")
+        if error is not None:
+            raise error
+        return ended
+
+    def _read(self) -> tuple[list[Request], BaseException | None]:
+        """Wait for the oldest flight and commit it; returns what ended, and what the step raised."""
+        step, flight = self._flights[0]
+        result, error = None, None
+        # An exception that interrupts the waiting loses nothing.
+        self._changing = False
+        try:
+            result = flight.wait()
+        except Exception as raised:
+            error = raised
+        self._changing = True
+        self._flights.popleft()
+        if error is None:
+            assert result is not None
+            updated = self._core.resolve(step, result)
+        else:
+            updated = self._core.fail(step, error)
+        lost = error is not None and not isinstance(error, StepOutOfMemory)
+        ended = self._take_ended(updated, returned=not lost)
+        return ended, error if lost else None
+
+    def _take_ended(self, updated: Iterable[Request], *, returned: bool) -> list[Request]:
+        """Those of the requests that have ended; if they are ``returned``, step() has results or errors."""
+        ended = [request for request in updated if request.finished]
+        for request in ended:
+            if returned and request.key in self._returned:
+                self._ended[request.key] = request
+            self._returned.discard(request.key)
+            self._latest[request.key] = self._open.pop(request.key)
+        return ended
+
+    def _end(self, request: Request) -> None:
+        """Abort a request if it is queued or runs."""
+        self._changing = True
+        if self._open.pop(request.key, None) is not None:
+            self._core.abort(request)
+        self._returned.discard(request.key)
+        self._changing = False
+
+    def _withdraw(self, requests: Iterable[Request]) -> None:
+        """End these requests and read what is in flight, so that nothing is left of them."""
+        self._mend()
+        for request in requests:
+            if request.key in self._open:
+                self._end(request)
+        if not self._open:
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._flights:
+            self._changing = True
+            self._read()
+            self._changing = False
+
+    def _mend(self) -> None:
+        """If an exception has interrupted a change, start over: all requests that have not ended do now."""
+        if not self._changing:
+            return
+        while self._flights:
+            try:
+                self._flights[0][1].wait()
+            except Exception:
+                pass  # nothing of it is used
+            self._flights.popleft()
+        for key, cell in self._open.items():
+            if key not in self._ended:
+                cell.request.refuse(Cancelled("an exception has interrupted a step"))
+        self._open, self._latest, self._returned = {}, {}, set()
+        self._core.start_over()
+        self._changing = False
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
         if self._device is not None:
+            self._changing = True
+            self._mend()  # ends all requests, and waits for what is in flight
             self._device.close()
             self._device = None
 
@@ -188,6 +420,21 @@ class _Failed:
 
     def wait(self) -> StepResult:
         raise self._error
+
+
+def _is_one(prompts: Any) -> bool:
+    """A single prompt, and not a batch of them."""
+    if isinstance(prompts, (str, PromptSource)):
+        return True
+    if hasattr(prompts, "tolist"):
+        return getattr(prompts, "ndim", 1) <= 1  # an array of ids; the rows of a matrix are prompts
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        return False
+    first = prompts[0]
+    several = isinstance(first, PromptSource) or (
+        hasattr(first, "__len__") and not isinstance(first, Mapping)
+    )
+    return not several
 
 
 def _bar(total: int, shown: bool) -> Any:

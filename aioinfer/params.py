@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +11,7 @@ from aioinfer import plugins
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
 
-__all__ = ["DiffusionParams", "Grammar", "SamplingParams"]
+__all__ = ["DiffusionParams", "Grammar", "SamplingParams", "inherited"]
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1024
@@ -26,11 +27,50 @@ _MAX_TOP_LOGPROBS = 20
 _MAX_ROUNDS = 4096
 
 
+class _OpenFloat(float):
+    """The default of a field for which a model may recommend another value.
+
+    A value of this type was not set. It equals the plain float; copies, ``dataclasses.replace`` and pickling
+    keep its type.
+    """
+
+    __slots__ = ()
+
+
+class _OpenInt(int):
+    """The same for an integer."""
+
+    __slots__ = ()
+
+
+class _FrozenBias(dict[int, float]):
+    """A dict that cannot be changed."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("logit_bias of SamplingParams cannot be changed: make a new mapping")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return _FrozenBias, (dict(self),)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling, length and stopping of one request; names as in OpenAI's API and vLLM.
 
     Every field is checked on construction; :class:`~aioinfer.errors.InvalidRequest` names an invalid one.
+    Lists and mappings are copied; an instance never changes.
+
+    Temperature, top_p, top_k, min_p and repetition_penalty, where they are not set, become those that the
+    model's ``generation_config.json`` recommends when a request is made. A value that is set is used, also if
+    it is the default named here; two instances that differ in nothing but this compare equal.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -65,10 +105,10 @@ class SamplingParams:
             output text.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float = _OpenFloat(1.0)
+    top_p: float = _OpenFloat(1.0)
+    top_k: int = _OpenInt(0)
+    min_p: float = _OpenFloat(0.0)
     top_n_sigma: float = 0.0
     seed: int | None = None
     max_tokens: int | None = None
@@ -77,7 +117,7 @@ class SamplingParams:
     stop_regex: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = _OpenFloat(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
@@ -133,6 +173,23 @@ class SamplingParams:
             self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, _MAX_STOP_IDS)
         )
 
+    def inherit(self, defaults: SamplingParams) -> SamplingParams:
+        """These parameters with the values of ``defaults`` for the fields that are not set here and set
+        there."""
+        values = {
+            name: getattr(defaults, name)
+            for name in _INHERITED
+            if type(getattr(self, name)) in _OPEN and type(getattr(defaults, name)) not in _OPEN
+        }
+        return self.changed(**values) if values else self
+
+    def changed(self, **values: Any) -> SamplingParams:
+        """A copy with other values, which must be valid: large parameters are not checked again."""
+        other = copy.copy(self)
+        for name, value in values.items():
+            object.__setattr__(other, name, value)
+        return other
+
     @property
     def greedy(self) -> bool:
         """The most likely token is always sampled."""
@@ -157,6 +214,19 @@ class SamplingParams:
     def penalised(self) -> bool:
         """At least one of the three penalties changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_OPEN = (_OpenFloat, _OpenInt)
+_INHERITED = tuple(each.name for each in fields(SamplingParams) if type(each.default) in _OPEN)
+
+
+def inherited(params: SamplingParams | None, defaults: SamplingParams) -> SamplingParams:
+    """The parameters of a request to a model with these defaults. Raises InvalidRequest."""
+    if params is None:
+        return defaults
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest("params", f"must be SamplingParams, got {type(params).__name__}")
+    return params.inherit(defaults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,26 +348,28 @@ def _token_ids(field: str, ids: Any, most: int) -> tuple[int, ...]:
 
 
 def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(words, (str, bytes, Mapping)) or not isinstance(words or (), (list, tuple)):
+    if words is not None and not isinstance(words, (list, tuple)):
         raise InvalidRequest("bad_words", "must be a list of texts or lists of token ids")
-    texts = [word for word in words or () if isinstance(word, str)]
+    words = tuple(words or ())
+    texts = [word for word in words if isinstance(word, str)]
     _texts("bad_words", texts, _MAX_BAD_WORDS, _MAX_BAD_WORD)
-    if len(words or ()) > _MAX_BAD_WORDS:
+    if len(words) > _MAX_BAD_WORDS:
         raise InvalidRequest("bad_words", f"at most {_MAX_BAD_WORDS} words, got {len(words)}")
     found: list[str | tuple[int, ...]] = []
-    for word in words or ():
+    for word in words:
         if not isinstance(word, (str, list, tuple)) or not word:
             raise InvalidRequest("bad_words", f"must be texts or lists of token ids, got {word!r}")
         found.append(word if isinstance(word, str) else _token_ids("bad_words", word, _MAX_BAD_WORD))
     return tuple(found)
 
 
-def _logit_bias(bias: Any) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise InvalidRequest("logit_bias", f"must map token ids to numbers, got {type(bias).__name__}")
-    if len(bias) > _MAX_BIASES:
-        raise InvalidRequest("logit_bias", f"at most {_MAX_BIASES} ids, got {len(bias)}")
+def _logit_bias(given: Any) -> dict[int, float]:
+    if not isinstance(given, Mapping):
+        raise InvalidRequest("logit_bias", f"must map token ids to numbers, got {type(given).__name__}")
+    if len(given) > _MAX_BIASES:
+        raise InvalidRequest("logit_bias", f"at most {_MAX_BIASES} ids, got {len(given)}")
+    bias = dict(given)
     for token, value in bias.items():
         _integer("logit_bias", token, 0, 2**31 - 1)
         _number("logit_bias", value, -100.0, 100.0)
-    return {int(token): float(value) for token, value in bias.items()}
+    return _FrozenBias({int(token): float(value) for token, value in bias.items()})

@@ -8,7 +8,7 @@ it is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from enum import Enum
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -148,11 +148,12 @@ class StreamCell:
         return chunk
 
 
-class Stream:
+class Stream(Coroutine[Any, Any, Result]):
     """One generation in progress.
 
     * ``async for chunk in stream`` yields chunks; the last one carries ``finish_reason``.
-    * ``await stream`` waits for the end and returns the :class:`~aioinfer.Result`.
+    * ``await stream`` waits for the end and returns the :class:`~aioinfer.Result`; so does a task made of it
+      with ``asyncio.create_task(stream)`` or ``TaskGroup.create_task(stream)``.
     * ``async with stream`` closes it on the way out.
 
     The request was queued when the stream was made. It is aborted, and its memory given back within two
@@ -160,12 +161,14 @@ class Stream:
     request (:class:`~aioinfer.RequestError`, :class:`~aioinfer.EngineError`) are raised where it is read.
     """
 
-    __slots__ = ("__weakref__", "_cell", "_ended", "_owner")
+    __slots__ = ("__weakref__", "_cell", "_ended", "_owner", "_running")
 
     def __init__(self, owner: StreamOwner, cell: StreamCell) -> None:
         self._owner = owner
         self._cell = cell
         self._ended = False
+        #: what a task that was made of the stream runs
+        self._running: Coroutine[Any, Any, Result] | None = None
 
     @property
     def admitted(self) -> bool:
@@ -178,8 +181,15 @@ class Stream:
         return self._cell.request.finished or self._cell.closed
 
     def result(self) -> Result:
-        """The output so far, without waiting. Raises RuntimeError before the prompt is tokenized."""
+        """The output so far, without waiting, also of a request that failed after it was queued.
+
+        Raises the error of a request that was never queued, and RuntimeError before the prompt is tokenized.
+        ``await stream`` waits for the end.
+        """
         if not self._cell.request.key:
+            self._raise_error()
+            if self.done:
+                raise Cancelled("the stream was closed before its prompt was tokenized")
             raise RuntimeError("the prompt has not been tokenized yet")
         return self._cell.request.result()
 
@@ -212,6 +222,19 @@ class Stream:
 
     def __await__(self) -> Generator[Any, None, Result]:
         return self._wait_result().__await__()
+
+    def send(self, value: Any) -> Any:
+        """With :meth:`throw`: makes a stream a coroutine, for ``TaskGroup.create_task(stream)``."""
+        if self._running is None:
+            self._running = self._wait_result()
+        return self._running.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise in the task that :meth:`send` runs in. If it has not begun, the request is aborted."""
+        if self._running is None:
+            self.close()
+            self._running = self._wait_result()
+        return self._running.throw(*error)
 
     async def _wait_result(self) -> Result:
         cell = self._cell

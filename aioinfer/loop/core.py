@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
@@ -17,8 +17,9 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, StepFailed
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
+from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
-from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
+from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
@@ -66,20 +67,34 @@ class Core:
         self.output_tokens = 0
         #: requests whose first row is in the step that was planned last
         self.admitted: list[Request] = []
-        memory = Memory(
-            PageAllocator(info.num_pages, info.page_size or config.page_size),
-            SlotPool(config.num_slots),
-            prefix_cache=config.prefix_cache,
-        )
         self._generation = generation(info.block_size)
-        self.scheduler = Scheduler(memory, config, self._generation.batch(memory, config))
         self._config = config
+        self.scheduler = self._new_scheduler()
         #: seconds; of request metrics
         self.clock = clock
         self._seeds = random.Random(config.seed)
         self._next_key = 0
         self._compiler: Compiler | None = None
         self._compiler_lock = threading.Lock()
+
+    def _new_scheduler(self) -> Scheduler:
+        config, info = self._config, self.info
+        memory = Memory(
+            PageAllocator(info.num_pages, info.page_size or config.page_size),
+            SlotPool(config.num_slots),
+            prefix_cache=config.prefix_cache,
+        )
+        return Scheduler(memory, config, self._generation.batch(memory, config))
+
+    def start_over(self) -> None:
+        """Forget all requests and all KV, for a scheduler that an exception left half changed. No step may be
+        in flight."""
+        scheduler = self._new_scheduler()
+        # Devices expect rising ids.
+        newest = self.scheduler.queues.last_step
+        scheduler.queues.last_step = newest
+        scheduler.memory.resolved(newest)
+        self.scheduler = scheduler
 
     # -- a request arrives ----------------------------------------------------------------------
 
@@ -93,13 +108,24 @@ class Core:
             routing_key=options.routing_key,
         )
 
-    def check_queue(self, arriving: int = 0, tokens: int = 0) -> None:
-        """Raise Rejected if the queue is full. ``arriving`` requests are PREPARING and count as queued;
-        ``tokens`` are those of the next prompt."""
+    def source(self, prompt: Prompt, template_kwargs: Mapping[str, Any] | None = None) -> PromptSource:
+        """A prompt, checked and copied; one that is a source of this core already is returned unchanged.
+        Raises InvalidRequest."""
+        if not isinstance(prompt, PromptSource):
+            return PromptSource(prompt, self.tokenizer, self.info, template_kwargs)
+        if not prompt.is_for(self.info):
+            raise InvalidRequest("prompt", "was made by another engine, or before this one was started again")
+        if template_kwargs is not None:
+            raise InvalidRequest("chat_template_kwargs", "belong to the call that made the prompt")
+        return prompt
+
+    def check_queue(self, arriving: int = 0, tokens: int = 0, arriving_tokens: int = 0) -> None:
+        """Raise Rejected if the queue is full. ``arriving`` requests are PREPARING and count as queued, with
+        at least ``arriving_tokens``; ``tokens`` are those of the next prompt."""
         waiting = len(self.scheduler.queues.waiting) + arriving
         if waiting >= self._config.max_queued_requests:
             raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
-        queued = self.scheduler.queues.queued_tokens
+        queued = self.scheduler.queues.queued_tokens + arriving_tokens
         if queued and queued + tokens > self._config.max_queued_tokens:
             raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
 
@@ -109,12 +135,12 @@ class Core:
         Raises InvalidRequest; ConfigError if the extra for grammars is missing.
         """
         ids = prompt.encode()
-        return Prepared(ids, self._compile(params, ids))
+        return Prepared(ids, self.compile(params, ids))
 
-    def _compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
+    def compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
+        """The second half of :meth:`prepare`; None for an output that nothing masks."""
         if not params.masked:
             return None
-        self._generation.check(params)  # raises for a request that would be refused after compiling
         from aioinfer.text.grammar import GrammarState
 
         # Forced tokens are not sampled, so they have no logprobs. They also void the steps in flight, so
@@ -160,9 +186,9 @@ class Core:
             return self._compiler
 
     def submit(self, request: Request, prepared: Prepared) -> None:
-        """Check a request that is PREPARING, and queue it. Raises InvalidRequest, Rejected."""
+        """Queue a request that is PREPARING and passed :meth:`check`. Raises InvalidRequest, Rejected."""
         prompt_ids, params = prepared.prompt_ids, request.params
-        self._check(prompt_ids, params)
+        self.check_queue(tokens=len(prompt_ids))
         cursor = self._generation.cursor(params)
         max_length = self.info.max_model_len
         if params.max_tokens is not None:
@@ -182,25 +208,18 @@ class Core:
             grammar=prepared.grammar,
             cursor=cursor,
         )
-        self.check_queue(tokens=request.length)
         request.state = RequestState.WAITING
         self.scheduler.submit(request)
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise InvalidRequest for what this model cannot serve."""
-        info = self.info
-        _check_ids("prompt", prompt_ids, info.vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
-        _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
-        _check_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
-        spelled = [token for word in params.bad_words if not isinstance(word, str) for token in word]
-        _check_ids("bad_words", spelled, info.vocab_size)
-        if len(prompt_ids) >= info.max_model_len:
-            raise InvalidRequest(
-                "prompt",
-                f"has {len(prompt_ids)} tokens; the model takes {info.max_model_len} "
-                "tokens of prompt and output together",
-            )
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest for parameters that this model cannot honour."""
+        vocab_size = self.info.vocab_size
+        check_range("stop_token_ids", params.stop_token_ids, vocab_size)
+        check_range("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+        check_range("logit_bias", tuple(params.logit_bias or ()), vocab_size)
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                check_range("bad_words", word, vocab_size)
         if self.tokenizer is None and (params.stop or params.stop_regex):
             field = "stop" if params.stop else "stop_regex"
             raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
@@ -326,14 +345,3 @@ def _step_failed(cause: BaseException) -> EngineError:
         error = OutOfMemory(f"two steps in turn that held this request ran out of memory: {cause}")
     error.__cause__ = cause
     return error
-
-
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    if field == "prompt" and not len(ids):
-        raise InvalidRequest(field, "is empty")
-    for token in ids:
-        if type(token) is not int:
-            raise InvalidRequest(field, f"must be integer token ids, got {token!r}")
-    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
-        bad = next(token for token in ids if not 0 <= token < vocab_size)
-        raise InvalidRequest(field, f"{bad} is not a token id; the model has {vocab_size}")

@@ -3,42 +3,75 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from aioinfer.errors import InvalidRequest
+from aioinfer.loop.options import Prepared, PromptSource
 from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.loop.core import Core
-    from aioinfer.loop.options import Prepared, PromptSource
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "Preparation"]
 
 _T = TypeVar("_T")
+#: called on the loop with what a preparation made, or with why it failed
+Prepare = Callable[[Prepared | None, BaseException | None], None]
+
+_THREADS = 2
+#: characters of a prompt that takes 10 to 50 ms to tokenize
+_LONG = 1 << 15
 
 
 class Intake:
     """Two thread pools: one for tokenizing, one for requests that need a grammar.
 
-    They are separate so that a grammar, however large, never delays plain prompts.
+    They are separate so that a grammar, however large, never delays plain prompts. Of the two threads that
+    tokenize, long prompts use one at a time, so a short prompt waits for short ones only. What waits can be
+    withdrawn, and leaves nothing behind.
     """
 
-    __slots__ = ("_compilers", "_workers", "loop")
+    __slots__ = ("_compilers", "_encodings", "_grammars", "_long", "_short", "_workers", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text")
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text-grammar")
+        self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="aioinfer-text")
+        self._compilers = ThreadPoolExecutor(_THREADS, thread_name_prefix="aioinfer-text-grammar")
+        self._short = _Lane(loop, self._workers, _THREADS)
+        self._long = _Lane(loop, self._workers, 1)
+        self._grammars = _Lane(loop, self._compilers, _THREADS)
+        #: prompts that are being tokenized, each once for all requests that wait for it
+        self._encodings: dict[PromptSource, _Encoding] = {}
 
     async def run(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The result of a blocking call, made on a worker thread."""
         return await self.loop.run_in_executor(self._workers, call, *arguments)
 
-    def prepare(self, core: Core, prompt: PromptSource, params: SamplingParams) -> asyncio.Future[Prepared]:
-        """The token ids of a prompt and the grammar of its output, from a worker thread."""
-        workers = self._compilers if params.masked else self._workers
-        return self.loop.run_in_executor(workers, core.prepare, prompt, params)
+    def prepare(
+        self, core: Core, source: PromptSource, params: SamplingParams, prepared: Prepare
+    ) -> Preparation:
+        """Make the token ids of a prompt and the grammar of its output on worker threads, then call
+        ``prepared``, in a later turn of the loop."""
+        preparation = Preparation(core, source, params, prepared, self._grammars)
+        if source.ids is not None:
+            preparation.encoded(None)
+            return preparation
+        encoding = self._encodings.get(source)
+        if encoding is None:
+            lane = self._long if source.size > _LONG else self._short
+            encoding = _Encoding(source, lane, self._encodings)
+            lane.submit(encoding)
+        encoding.join(preparation)
+        return preparation
+
+    @property
+    def waiting(self) -> int:
+        """Calls that no thread has begun."""
+        return sum(len(lane.waiting) for lane in (self._short, self._long, self._grammars))
 
     async def aclose(self) -> None:
         """Close, and wait until the calls that have begun are done. Only before the first request."""
@@ -49,5 +82,153 @@ class Intake:
 
     def close(self) -> None:
         """Let the threads end, and drop the calls that have not begun."""
+        for lane in (self._short, self._long, self._grammars):
+            lane.waiting.clear()
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._compilers.shutdown(wait=False, cancel_futures=True)
+
+
+class _Job(Protocol):
+    """A call for a worker thread."""
+
+    def call(self) -> Any:
+        """On the worker thread."""
+
+    def ended(self, result: Any, error: BaseException | None) -> None:
+        """On the loop, after the call."""
+
+
+class _Lane:
+    """Gives calls to an executor, at most ``width`` at a time and in order.
+
+    The others wait here: the queue of an executor keeps calls that were cancelled.
+    """
+
+    __slots__ = ("_busy", "_executor", "_loop", "_width", "waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor, width: int) -> None:
+        self._loop = loop
+        self._executor = executor
+        self._width = width
+        self._busy = 0
+        self.waiting: OrderedDict[_Job, None] = OrderedDict()
+
+    def submit(self, job: _Job) -> None:
+        self.waiting[job] = None
+        self._fill()
+
+    def withdraw(self, job: _Job) -> None:
+        """If it waits, it never begins."""
+        self.waiting.pop(job, None)
+
+    def _fill(self) -> None:
+        while self.waiting and self._busy < self._width:
+            job, _ = self.waiting.popitem(last=False)
+            try:
+                future = self._loop.run_in_executor(self._executor, job.call)
+            except RuntimeError as error:  # no thread can be started
+                self._loop.call_soon(job.ended, None, error)
+                continue
+            self._busy += 1
+            future.add_done_callback(partial(self._ended, job))
+
+    def _ended(self, job: _Job, future: asyncio.Future[Any]) -> None:
+        self._busy -= 1
+        self._fill()
+        error = asyncio.CancelledError() if future.cancelled() else future.exception()
+        job.ended(None if error is not None else future.result(), error)
+
+
+class _Encoding:
+    """The tokenizing of one prompt, for all preparations that need it."""
+
+    __slots__ = ("_lane", "_open", "_preparations", "_source")
+
+    def __init__(self, source: PromptSource, lane: _Lane, encodings: dict[PromptSource, _Encoding]) -> None:
+        """It is in ``encodings`` until it has ended, or until all preparations have left before it began."""
+        self._source = source
+        self._lane = lane
+        self._open = encodings
+        self._preparations: dict[Preparation, None] = {}
+        encodings[source] = self
+
+    def join(self, preparation: Preparation) -> None:
+        self._preparations[preparation] = None
+        preparation.encoding = self
+
+    def leave(self, preparation: Preparation) -> None:
+        del self._preparations[preparation]
+        if not self._preparations and self in self._lane.waiting:
+            self._lane.withdraw(self)
+            del self._open[self._source]
+
+    def call(self) -> None:
+        self._source.encode()
+
+    def ended(self, result: None, error: BaseException | None) -> None:
+        self._open.pop(self._source, None)
+        for preparation in list(self._preparations):
+            preparation.encoding = None
+            preparation.encoded(error)
+
+
+class Preparation:
+    """The part of one request in the work on its prompt and its grammar."""
+
+    __slots__ = ("_compilers", "_core", "_params", "_prepared", "_source", "encoding", "least_tokens")
+
+    def __init__(
+        self,
+        core: Core,
+        source: PromptSource,
+        params: SamplingParams,
+        prepared: Prepare,
+        compilers: _Lane,
+    ) -> None:
+        self._core = core
+        self._source = source
+        self._params = params
+        self._prepared: Prepare | None = prepared
+        self._compilers = compilers
+        #: while the prompt is tokenized
+        self.encoding: _Encoding | None = None
+        #: the prompt has at least this many tokens, as far as that was known
+        self.least_tokens = source.least_tokens
+
+    def cancel(self) -> None:
+        """The request has ended: what has not begun is not done for it, and nothing is called. Idempotent."""
+        self._prepared = None
+        if self.encoding is not None:
+            self.encoding.leave(self)
+            self.encoding = None
+        self._compilers.withdraw(self)
+
+    def encoded(self, error: BaseException | None) -> None:
+        """The token ids are known, or could not be made."""
+        if error is not None:
+            self._end(None, _own(error))
+        elif self._params.masked:
+            self._compilers.submit(self)
+        else:
+            self._end(Prepared(self._source.encode(), None), None)
+
+    def call(self) -> Prepared:
+        ids = self._source.encode()
+        return Prepared(ids, self._core.compile(self._params, ids))
+
+    def ended(self, result: Prepared | None, error: BaseException | None) -> None:
+        self._end(result, error)
+
+    def _end(self, result: Prepared | None, error: BaseException | None) -> None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared(result, error)
+
+
+def _own(error: BaseException) -> BaseException:
+    """An exception for one request: several tasks may raise theirs. Other errors are wrapped for each."""
+    if type(error) is not InvalidRequest:
+        return error
+    own = InvalidRequest(error.field, error.message, code=error.code)
+    own.__cause__ = error.__cause__
+    return own

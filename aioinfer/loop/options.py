@@ -8,21 +8,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.loop.copies import check_ids, freeze, thaw
+from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
 if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Prepared", "Prompt", "PromptSource", "RequestOptions"]
 
-#: text, token ids, or chat messages (mappings with "role" and "content")
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+#: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
+#: data), or what ``Engine.prompt`` made of one of these
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | PromptSource"
 
 #: characters of a label that a caller gives
 _MAX_LABEL = 256
+#: messages may have so many times the bytes of the longest prompt, and so many characters more, since
+#: templates omit the reasoning of earlier answers, for example
+_CHAT_FACTOR = 4
+_CHAT_ROOM = 1 << 20
+#: parameters of a tokenizer's methods
+_NOT_VARIABLES = ("self", "messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,44 +71,186 @@ class Prepared(NamedTuple):
 
 
 class PromptSource:
-    """A prompt as the caller gave it, and how to make token ids of it."""
+    """A prompt that was checked and copied: what the caller gave is not read again.
 
-    __slots__ = ("_chat", "_prompt", "_template_kwargs", "_tokenizer")
+    Its token ids are computed once, for any number of requests. One source must not be encoded on two
+    threads at the same time.
+    """
+
+    __slots__ = ("_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "size")
 
     def __init__(
-        self, prompt: Prompt, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        prompt: Prompt,
+        tokenizer: Tokenizer | None,
+        info: DeviceInfo,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises InvalidRequest for what can be seen without tokenizing."""
-        if not isinstance(prompt, (str, list, tuple)):
-            raise InvalidRequest(
-                "prompt", f"must be text, token ids or messages, got {type(prompt).__name__}"
-            )
-        if not prompt:
-            raise InvalidRequest("prompt", "is empty")
-        self._prompt: Any = prompt
+        """Raises InvalidRequest for what can be seen without tokenizing, the length included."""
         self._tokenizer = tokenizer
-        self._chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-        if template_kwargs is not None and not self._chat:
-            raise InvalidRequest("chat_template_kwargs", "only chat messages go through a template")
-        self._template_kwargs = dict(template_kwargs or {})
-        if self.is_ids:
-            self._prompt = prompt[:]  # the caller may change its list
-        elif tokenizer is None:
+        self._info = info
+        self._ids: list[int] | None = None
+        self._prompt: Any = None
+        self._template_kwargs: Any = {}
+        #: characters, roughly, that have to be tokenized
+        self.size = 0
+        given: Any = prompt
+        if isinstance(given, str):
+            self._take_text(given, template_kwargs)
+            return
+        if not isinstance(given, (list, tuple)) and not hasattr(given, "tolist"):
+            raise InvalidRequest("prompt", f"must be text, token ids or messages, got {type(given).__name__}")
+        self._check_count(_length(given), "entries")
+        # From here on the copy is read: another thread may change the original at any time.
+        items = list(given) if isinstance(given, (list, tuple)) else _elements(given)
+        if not items:
+            raise InvalidRequest("prompt", "is empty")
+        if isinstance(items[0], Mapping):
+            self._take_chat(items, template_kwargs)
+            return
+        self._refuse_template(template_kwargs)
+        self._check_count(len(items), "tokens")
+        check_ids("prompt", items, info.vocab_size)
+        self._ids = items
+
+    def _take_text(self, text: str, template_kwargs: Mapping[str, Any] | None) -> None:
+        self._refuse_template(template_kwargs)
+        if not text:
+            raise InvalidRequest("prompt", "is empty")
+        self._require_tokenizer()
+        self._check_text(text)
+        self._prompt = str.__str__(text)
+        self.size = len(text)
+
+    def _take_chat(self, messages: list[Any], template_kwargs: Mapping[str, Any] | None) -> None:
+        self._require_tokenizer()
+        self._check_count(len(messages), "messages")
+        self.size = sum(map(_content_length, messages))
+        # A template can omit parts of messages: their lengths alone show only what is far too long.
+        if self.size > _CHAT_FACTOR * self._most_bytes + _CHAT_ROOM:
+            raise self._too_long(f"the messages have {self.size} characters")
+        self._prompt = freeze("messages", messages)
+        if template_kwargs is None:
+            return
+        given: Any = template_kwargs
+        if not isinstance(given, Mapping):
+            kind = type(given).__name__
+            raise InvalidRequest("chat_template_kwargs", f"must be a mapping, got {kind}")
+        kwargs = dict(given)
+        for name in kwargs:
+            if not isinstance(name, str) or name in _NOT_VARIABLES:
+                raise InvalidRequest("chat_template_kwargs", f"{str(name)[:80]!r} cannot be set")
+        self._template_kwargs = freeze("chat_template_kwargs", kwargs)
+
+    def _require_tokenizer(self) -> None:
+        if self._tokenizer is None:
             raise InvalidRequest("prompt", "the model has no tokenizer: give token ids")
 
+    def _refuse_template(self, template_kwargs: Mapping[str, Any] | None) -> None:
+        if template_kwargs is not None:
+            raise InvalidRequest("chat_template_kwargs", "only chat messages go through a template")
+
+    # -- tokens ---------------------------------------------------------------------------------
+
     @property
-    def is_ids(self) -> bool:
-        """The prompt is token ids already."""
-        return not (self._chat or isinstance(self._prompt, str))
+    def ids(self) -> Sequence[int] | None:
+        """The token ids, once they are known. Not to be changed."""
+        return self._ids
+
+    @property
+    def least_tokens(self) -> int:
+        """The prompt has at least this many tokens, as far as that is known."""
+        if self._ids is not None:
+            return len(self._ids)
+        text = self._prompt if isinstance(self._prompt, str) else ""
+        return max(1, len(text) // self._token_bytes)
 
     def encode(self) -> Sequence[int]:
-        """Token ids of the prompt. Blocks if it is text or messages. Raises InvalidRequest."""
-        ids: Sequence[int] = self._prompt
-        if self._tokenizer is None or self.is_ids:
-            return ids
-        if self._chat:
-            return self._tokenizer.encode_chat(self._prompt, **self._template_kwargs)
-        return self._tokenizer.encode(self._prompt)
+        """Token ids of the prompt. Blocks if they are not known yet. Raises InvalidRequest."""
+        tokenizer = self._tokenizer
+        if self._ids is None and tokenizer is not None:
+            if isinstance(self._prompt, str):
+                ids = tokenizer.encode(self._prompt)
+            else:
+                ids = self._encode_chat(tokenizer)
+            if not ids:
+                raise InvalidRequest("prompt", "is empty")
+            self._check_count(len(ids), "tokens")
+            check_ids("prompt", ids, self._info.vocab_size)
+            self._ids = ids
+            self._prompt = None
+        assert self._ids is not None
+        return self._ids
+
+    def _encode_chat(self, tokenizer: Tokenizer) -> list[int]:
+        messages, kwargs = thaw(self._prompt), thaw(self._template_kwargs)
+        render = getattr(tokenizer, "render_chat", None)
+        if render is None:
+            return tokenizer.encode_chat(messages, **kwargs)
+        text = render(messages, **kwargs)
+        self._check_text(text)
+        return tokenizer.encode_part(text)
+
+    def is_for(self, info: DeviceInfo) -> bool:
+        """It was made for this model, as it was loaded."""
+        return self._info is info
+
+    # -- length ---------------------------------------------------------------------------------
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of text per token, at most."""
+        longest = None if self._tokenizer is None else self._tokenizer.longest_token
+        return longest or ASSUMED_LONGEST
+
+    @property
+    def _most_bytes(self) -> int:
+        """A text with more bytes has too many tokens."""
+        return self._token_bytes * (self._info.max_model_len - 1)
+
+    def _check_text(self, text: str) -> None:
+        if exceeds_bytes(text, self._most_bytes):
+            raise self._too_long(f"the prompt has {len(text)} characters")
+
+    def _check_count(self, count: int, what: str) -> None:
+        if count >= self._info.max_model_len:
+            raise self._too_long(f"the prompt has {count} {what}")
+
+    def _too_long(self, found: str) -> InvalidRequest:
+        limit = self._info.max_model_len
+        return InvalidRequest(
+            "prompt",
+            f"This model's maximum context length is {limit} tokens, prompt and output together. "
+            f"However, {found}.",
+            code="context_length_exceeded",
+        )
+
+
+def _length(given: Any) -> int:
+    try:
+        return len(given)
+    except TypeError:
+        raise InvalidRequest("prompt", "must be a sequence, got a single value") from None
+
+
+def _elements(array: Any) -> list[Any]:
+    elements = array.tolist()
+    return elements if isinstance(elements, list) else [elements]
+
+
+def _content_length(message: Any) -> int:
+    """Characters of a message's content; its form is checked later."""
+    content = message.get("content") if _is_mapping(message) else None
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, (list, tuple)) else ()
+    texts = (part.get("text") if _is_mapping(part) else part for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _is_mapping(value: Any) -> bool:
+    # The check against an abstract class takes ten times as long.
+    return type(value) is dict or isinstance(value, Mapping)
 
 
 def _check_timeout(field: str, value: float | None) -> None:

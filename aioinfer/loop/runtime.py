@@ -31,7 +31,7 @@ from aioinfer.stream import Stream, StreamCell
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
     from aioinfer.loop.core import Core
-    from aioinfer.loop.intake import Intake
+    from aioinfer.loop.intake import Intake, Preparation
 
 __all__ = ["EngineState", "Runtime", "require_loop"]
 
@@ -76,8 +76,10 @@ class Runtime:
         self.failure: BaseException | None = None
         #: requests from generate() to their end, in order
         self._open: dict[Request, None] = {}
-        #: those of them that are PREPARING
-        self._preparing: set[Request] = set()
+        #: the work on those of them that are PREPARING
+        self._preparing: dict[Request, Preparation] = {}
+        #: at least so many tokens have their prompts
+        self._preparing_tokens = 0
         self._intake = intake
         self.tuning = Tuning.of(
             config.switch_interval,
@@ -101,38 +103,43 @@ class Runtime:
 
     def generate(self, prompt: PromptSource, params: SamplingParams, options: RequestOptions) -> Stream:
         """Queue a request, at once or when its prompt is prepared. Raises InvalidRequest, Rejected."""
-        self.core.check_queue(len(self._preparing))
+        self.core.check(params)
+        self.core.check_queue(len(self._preparing), prompt.least_tokens, self._preparing_tokens)
         request = self.core.new_request(params, options)
         cell = StreamCell(request, options.running_timeout, options.max_lag)
-        if prompt.is_ids and not params.masked:
-            self._submit(request, Prepared(prompt.encode(), None))
+        if prompt.ids is not None and not params.masked:
+            self._submit(request, Prepared(prompt.ids, None))
         else:
-            self._preparing.add(request)
-            future = self._intake.prepare(self.core, prompt, params)
-            future.add_done_callback(functools.partial(self._prepared, request))
+            prepared = functools.partial(self._prepared, request)
+            preparation = self._intake.prepare(self.core, prompt, params, prepared)
+            self._preparing[request] = preparation
+            self._preparing_tokens += preparation.least_tokens
         self._open[request] = None
         if options.waiting_timeout is not None:
             self._set_timer(request, "waiting", options.waiting_timeout)
         return Stream(self, cell)
 
-    def _prepared(self, request: Request, future: asyncio.Future[Prepared]) -> None:
-        error = asyncio.CancelledError() if future.cancelled() else future.exception()
-        if request.finished:
-            return
-        self._preparing.discard(request)
-        if error is None:
+    def _prepared(self, request: Request, prepared: Prepared | None, error: BaseException | None) -> None:
+        self._leave_preparing(request)
+        if prepared is not None:
             try:
-                self._submit(request, future.result())
+                self._submit(request, prepared)
+                return
             except Exception as refused:
                 error = refused
-        if error is None:
-            return
+        assert error is not None
         if not isinstance(error, RequestError):
             # Anything that a worker thread can raise, panics of Rust libraries included.
             cause, error = error, InvalidRequest("prompt", f"could not be tokenized: {error!r}")
             error.__cause__ = cause
         request.refuse(error)
         self._ended(request)
+
+    def _leave_preparing(self, request: Request) -> None:
+        preparation = self._preparing.pop(request, None)
+        if preparation is not None:
+            preparation.cancel()
+            self._preparing_tokens -= preparation.least_tokens
 
     def _submit(self, request: Request, prepared: Prepared) -> None:
         self.driver.work_arrives()
@@ -234,7 +241,7 @@ class Runtime:
 
     def _ended(self, request: Request) -> None:
         self._open.pop(request, None)
-        self._preparing.discard(request)
+        self._leave_preparing(request)
         cell = _cell(request)
         cell.cancel_timer()
         cell.notify()
@@ -265,6 +272,17 @@ class Runtime:
         await self.launcher.aclose()
         self._intake.close()
         self.state = EngineState.CLOSED
+
+    def outlive_loop(self) -> None:
+        """The loop was closed before the engine: end what is left. A stream that is kept does not keep the
+        device, and with it the model."""
+        self.state = EngineState.CLOSED
+        self.tuning.undo()
+        self._intake.close()
+        for request in self._open:
+            request.refuse(EngineClosed("the event loop of the engine was closed"))
+        self._open, self._preparing = {}, {}
+        del self.core, self.driver, self.launcher
 
     @property
     def _busy(self) -> bool:

@@ -356,7 +356,7 @@ class Request:
             usage=self.usage,
             stop_reason=self.stop_reason,
             metrics=self.metrics,
-            prompt_token_ids=self.prompt_ids,
+            prompt_token_ids=list(self.prompt_ids),
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
             step_map=None if step_map is None else list(step_map),
             prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],

@@ -129,14 +129,17 @@ class Routes:
 
     async def _answer(self, request: web.Request, call: Call, shape: Shape) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
+            # Each prompt is tokenized once for its n choices.
+            prompts = [
+                self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
+                for prompt in call.prompts
+            ]
             # The stack closes every stream, on errors and cancellation too.
             streams = [
                 await stack.enter_async_context(
-                    self._engine.generate(
-                        prompt, params, chat_template_kwargs=call.chat_template_kwargs, **call.scheduling
-                    )
+                    self._engine.generate(prompts[index // call.n], params, **call.scheduling)
                 )
-                for prompt, params in call.choices()
+                for index, (_, params) in enumerate(call.choices())
             ]
             if call.stream:
                 return await self._stream(request, call, shape, streams)

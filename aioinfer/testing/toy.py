@@ -352,6 +352,8 @@ class ToyTokenizer:
         self.has_chat_template = True
         self.added_tokens: Mapping[str, int] = {}
         self.special_tokens: frozenset[str] = frozenset()
+        #: a token for each character
+        self.longest_token: int | None = 4
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
 
     def encode(self, text: str) -> list[int]:

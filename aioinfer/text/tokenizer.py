@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
+from aioinfer.text.length import longest_token
 
 __all__ = ["HFTokenizer", "Tokenizer"]
 
@@ -40,6 +41,7 @@ class Tokenizer(Protocol):
         added_tokens: text -> id of the tokens that encode a whole text (tags for example), special ones
             included.
         special_tokens: the texts among them that ``skip_special_tokens`` omits.
+        longest_token: bytes of a text that one token stands for, at most; None if no bound is known.
     """
 
     eos_token_ids: frozenset[int]
@@ -47,6 +49,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     added_tokens: Mapping[str, int]
     special_tokens: frozenset[str]
+    longest_token: int | None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. Raises InvalidRequest."""
@@ -56,6 +59,9 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Ids of a conversation through the chat template, up to the answer. Raises InvalidRequest."""
+
+    # ``render_chat`` is optional: the text of which ``encode_chat`` is the ``encode_part``. Where a tokenizer
+    # has it, the length of that text is checked before it is tokenized.
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -96,6 +102,7 @@ class HFTokenizer:
         ends = {self.added_tokens[name] for name in self.special_tokens & _TURN_ENDS}
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset(ends if eos is None else {eos, *ends})
+        self.longest_token = None if self._fast is None else longest_token(self._fast)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -128,7 +135,11 @@ class HFTokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Ids of a conversation through the model's chat template.
+        """Ids of a conversation: those of :meth:`render_chat`. Raises InvalidRequest."""
+        return self._encode(self.render_chat(messages, **template_kwargs), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
+        """The text of a conversation through the model's chat template.
 
         Args:
             messages: each with ``role`` and ``content``, which is text or a list of OpenAI's text parts.
@@ -158,7 +169,7 @@ class HFTokenizer:
             # A template is a program: unexpected messages can make it raise any exception.
             raise InvalidRequest("messages", f"the chat template refused them: {error}") from error
         _check_text("messages", text)
-        return self._encode(text, add_special_tokens=False)
+        return text
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` from the model's decoder, without transformers' clean-up of spaces."""

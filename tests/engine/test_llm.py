@@ -1,0 +1,264 @@
+"""The synchronous engine: every way out of it leaves nothing behind and the object usable."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import aioinfer
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.llm import LLM
+from aioinfer.outputs import Chunk
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.audit import check_idle
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.tiers import grid
+
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11]]
+
+
+def make_llm(fault: Any = None, **settings: Any) -> LLM:
+    config = EngineConfig(
+        **{"model": "toy", "page_size": 4, "num_pages": 64, "max_running_requests": 4, **settings}
+    )
+    device = ToyDevice(num_pages=64, page_size=4, num_slots=config.num_slots, fault=fault)
+    return LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer())
+
+
+def answers(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = SHORT) -> None:
+    """A good call gives good answers, and leaves nothing."""
+    results = llm.generate(prompts, params, progress=False)
+    assert [result.token_ids for result in results] == [toy_generate(prompt, params) for prompt in prompts]
+    assert not llm.has_unfinished()
+    check_idle(llm._core.scheduler)
+
+
+def test_a_bad_prompt_is_refused_before_anything_is_queued() -> None:
+    with make_llm() as llm:
+        with pytest.raises(errors.InvalidRequest) as caught:
+            llm.generate([[5, 6], [10**9]], LONG, progress=False)
+        assert caught.value.field == "prompts[1]"
+        assert not llm.has_unfinished()
+        assert llm.stats().admitted == 0
+        answers(llm)
+
+
+def test_a_bad_prompt_beside_other_requests_leaves_these() -> None:
+    with make_llm() as llm:
+        key = llm.add_request([1, 2], SHORT)
+        with pytest.raises(errors.InvalidRequest):
+            llm.generate([[5, 6], "x" * 300], progress=False)
+        answers_of_others = llm.generate([[5, 6]], SHORT, progress=False)
+        assert [result.token_ids for result in answers_of_others] == [toy_generate([5, 6], SHORT)]
+        found = {}
+        while llm.has_unfinished():
+            found |= llm.step()
+        assert {key: result.token_ids for key, result in found.items()} == {key: toy_generate([1, 2], SHORT)}
+
+
+@pytest.mark.parametrize("prompt", ["abc", [5, 6, 7], (5, 6, 7), [{"role": "user", "content": "hi"}]])
+def test_a_single_prompt_is_a_batch_of_one(prompt: Any) -> None:
+    tokenizer = ToyTokenizer()
+    with make_llm() as llm:
+        (result,) = llm.generate(prompt, SHORT, progress=False)
+        (again,) = llm.generate([prompt], SHORT, progress=False)
+        assert llm.generate([], progress=False) == []
+    if isinstance(prompt, str):
+        prompt = tokenizer.encode(prompt)
+    elif not isinstance(prompt[0], int):
+        prompt = tokenizer.encode_chat(prompt)
+    assert result.token_ids == again.token_ids == toy_generate(prompt, SHORT)
+
+
+def test_more_prompts_than_the_queue_takes_are_fed_as_it_empties() -> None:
+    with make_llm(max_queued_requests=3) as llm:
+        answers(llm, [[number, 2] for number in range(1, 40)])
+
+
+def test_an_aborted_request_is_not_returned_and_gives_everything_back() -> None:
+    with make_llm() as llm:
+        keys = [llm.add_request(prompt, LONG) for prompt in PROMPTS]
+        llm.step()
+        assert llm.abort(keys[1])
+        assert not llm.abort(keys[1])
+        assert not llm.abort(999)
+        found = {}
+        while llm.has_unfinished():
+            found |= llm.step()
+        assert sorted(found) == [keys[0], keys[2]]
+        check_idle(llm._core.scheduler)
+        assert not llm.abort(keys[0])
+
+
+def test_chunks_of_steps_concatenate_to_the_results() -> None:
+    with make_llm() as llm:
+        keys = [llm.add_request(prompt, SHORT) for prompt in PROMPTS]
+        chunks: dict[int, list[Chunk]] = {key: [] for key in keys}
+        results, rounds = {}, 0
+        while llm.has_unfinished():
+            results |= llm.step()
+            for key, chunk in llm.take_chunks().items():
+                chunks[key].append(chunk)
+            rounds += 1
+        assert llm.take_chunks() == {}
+    for key, prompt in zip(keys, PROMPTS, strict=True):
+        assert len(chunks[key]) > 3
+        assert [token for chunk in chunks[key] for token in chunk.token_ids] == toy_generate(prompt, SHORT)
+        assert "".join(chunk.text for chunk in chunks[key]) == results[key].text
+        assert [chunk.finish_reason for chunk in chunks[key]][-1] == "length"
+
+
+def test_a_stream_of_chunks_can_be_left_at_any_time() -> None:
+    with make_llm() as llm:
+        chunks = list(llm.stream([1, 2, 3], SHORT))
+        assert [token for chunk in chunks for token in chunk.token_ids] == toy_generate([1, 2, 3], SHORT)
+        assert not llm.has_unfinished()
+        with pytest.raises(errors.InvalidRequest):
+            llm.stream([10**9])
+        for _ in llm.stream([1, 2, 3], LONG):
+            break
+        assert not llm.has_unfinished()
+        llm.stream([1, 2, 3], LONG)  # never read
+        both = zip(llm.stream([1, 2], SHORT), llm.stream([3, 4], SHORT), strict=False)
+        read = [[token for chunk in each for token in chunk.token_ids] for each in zip(*both, strict=True)]
+        assert read[0] == toy_generate([1, 2], SHORT)
+        answers(llm)
+
+
+def test_stats_count_what_runs() -> None:
+    with make_llm() as llm:
+        key = llm.add_request([1, 2, 3], LONG)
+        assert (llm.stats().waiting, llm.stats().running) == (1, 0)
+        llm.step()
+        assert (llm.stats().waiting, llm.stats().running) == (0, 1)
+        llm.abort(key)
+        answers(llm)
+        assert llm.stats().finished == 1 + len(PROMPTS)
+
+
+def test_a_failed_step_ends_the_requests_of_the_call() -> None:
+    def fault(step: Any) -> None:
+        if step.id == 4:
+            raise ZeroDivisionError
+
+    with make_llm(fault) as llm:
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS, LONG, progress=False)
+        assert not llm.has_unfinished()
+        answers(llm)
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 1, 2])
+def test_an_interrupt_on_the_device_leaves_a_usable_object(overlap_steps: int) -> None:
+    stops = iter([1, 2, 3, 5, 8, 13])
+    at = next(stops)
+
+    def fault(step: Any) -> None:
+        if step.id == at:
+            raise KeyboardInterrupt
+
+    with make_llm(fault, overlap_steps=overlap_steps) as llm:
+        for stop in stops:
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, LONG, progress=False)
+            at = -1
+            answers(llm)
+            at = llm._core.scheduler.queues.last_step + stop
+
+
+PACKAGE = str(Path(aioinfer.__file__).parent)
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line of the package that runs within."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+        self.fired = False
+
+    def __enter__(self) -> InterruptAt:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        name = frame.f_code.co_filename
+        return self._line if name.startswith(PACKAGE) and "/testing/" not in name else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.fired = True
+                raise KeyboardInterrupt(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        return self._line
+
+
+@pytest.mark.parametrize("stride", grid([23], [3]))
+@pytest.mark.parametrize("overlap_steps", grid([1], [0, 2]))
+def test_an_interrupt_at_any_line_leaves_a_usable_object(overlap_steps: int, stride: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with make_llm(overlap_steps=overlap_steps, chunk_size=4) as llm:
+        for line in itertools.count(1, stride):
+            interrupt = InterruptAt(line)
+            try:
+                with interrupt:
+                    llm.generate(PROMPTS[:2], params, progress=False)
+            except KeyboardInterrupt:
+                pass
+            answers(llm, PROMPTS[1:], params)
+            if not interrupt.fired:
+                break
+        assert line > 500, "the interrupts did not reach the steps"
+
+
+@pytest.mark.parametrize("stride", grid([41], [5]))
+@pytest.mark.parametrize("overlap_steps", grid([1], [0, 2]))
+def test_an_interrupt_between_steps_never_leaves_a_loop_without_end(overlap_steps: int, stride: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with make_llm(overlap_steps=overlap_steps, chunk_size=4) as llm:
+        for line in itertools.count(1, stride):
+            interrupt = InterruptAt(line)
+            try:
+                with interrupt:
+                    for prompt in PROMPTS:
+                        llm.add_request(prompt, params)
+                    while llm.has_unfinished():
+                        llm.step()
+            except KeyboardInterrupt:
+                pass
+            for _ in range(100):
+                if not llm.has_unfinished():
+                    break
+                llm.step()
+            answers(llm, PROMPTS[1:], params)
+            if not interrupt.fired:
+                break
+
+
+def test_after_closing_everything_is_refused() -> None:
+    llm = make_llm()
+    key = llm.add_request([1, 2], LONG)
+    stream = llm.stream([1, 2], LONG)
+    next(stream)
+    llm.close()
+    llm.close()
+    assert not llm.has_unfinished()
+    assert not llm.abort(key)
+    for call in (llm.step, lambda: llm.add_request([1]), lambda: llm.generate([1]), lambda: llm.stream([1])):
+        with pytest.raises(errors.EngineClosed):
+            call()
+    with pytest.raises((errors.Cancelled, errors.EngineClosed)):
+        list(stream)
