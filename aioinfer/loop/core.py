@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, StepFailed
+from aioinfer.errors import (
+    EngineError,
+    InvalidRequest,
+    OutOfMemory,
+    Rejected,
+    RequestError,
+    StepFailed,
+    shown,
+)
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
-from aioinfer.params import SamplingParams
+from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.admission import Limits
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
@@ -111,17 +119,27 @@ class Core:
     def prepare(self, prompt: PromptSource, params: SamplingParams) -> Prepared:
         """Tokenize a prompt, and compile the grammar that masks its output. May take long: on any thread.
 
-        Raises InvalidRequest; ConfigError if the extra for grammars is missing.
+        Raises InvalidRequest, also if the extra for grammars is missing.
         """
+        if params.structure is not None:
+            self._check_size(params.structure)
         ids = prompt.encode()
         return Prepared(ids, self._compile(params, ids))
 
     def _compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
         if not params.masked:
             return None
-        self._generation.check(params)  # raises for a request that would be refused after compiling
-        from aioinfer.text.grammar import GrammarState
+        self._check_params(params)  # raises for a request that would be refused after compiling
+        from aioinfer.text.grammar import GrammarState, TokenBounds
 
+        bounds = None
+        if params.bad_words or params.allowed_token_ids is not None:
+            bounds = TokenBounds(
+                self.info.vocab_size,
+                allowed=params.allowed_token_ids,
+                ends=self._stop_ids(params),
+                until=len(prompt_ids) + params.min_tokens,
+            )
         # Forced tokens are not sampled, so they have no logprobs. They also void the steps in flight, so
         # there must be more of them than those steps would have sampled.
         least_forced = (
@@ -129,27 +147,30 @@ class Core:
             if self._config.fast_forward and params.logprobs is None
             else 0
         )
-        rest = len(prompt_ids), self.info.vocab_size, least_forced
-        backend, matcher = self._matcher(params)
-        try:
-            return GrammarState.start(backend, matcher, *rest)
-        except InvalidRequest:
-            if params.grammar is None:
-                raise
-            # Copies of a matcher share llguidance's budget, and earlier outputs may have used it up.
-            self._grammar_compiler().forget(params.grammar)
+        refusal: InvalidRequest | None = None
+        for _ in range(1 if params.structure is None else 2):
             backend, matcher = self._matcher(params)
-            return GrammarState.start(backend, matcher, *rest)
+            try:
+                return GrammarState.start(
+                    backend, matcher, len(prompt_ids), self.info.vocab_size, least_forced, bounds
+                )
+            except InvalidRequest as refused:
+                refusal = refused
+            if params.structure is not None:
+                # Copies of a matcher share llguidance's budget, and earlier outputs may have used it up.
+                self._grammar_compiler().forget(params.structure)
+        assert refusal is not None
+        raise _of_all(params, refusal)
 
     def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
-        """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest, ConfigError."""
+        """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest."""
         from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # rarely needed
 
         backend: GrammarBackend | None = None
         matcher: Matcher | None = None
-        if params.grammar is not None:
+        if params.structure is not None:
             compiler = self._grammar_compiler()
-            backend, matcher = compiler.backend, compiler.matcher(params.grammar)
+            backend, matcher = compiler.backend, compiler.matcher(params.structure)
         if params.bad_words:
             words = spell(params.bad_words, self.tokenizer)
             matcher = BadWordsMatcher(words, backend, matcher)
@@ -161,7 +182,7 @@ class Core:
     def _grammar_compiler(self) -> Compiler:
         with self._compiler_lock:
             if self._compiler is None:
-                self._compiler = factory.grammar_compiler(self.tokenizer, self.info)
+                self._compiler = factory.grammar_compiler(self._config, self.tokenizer, self.info)
             return self._compiler
 
     def submit(self, request: Request, prepared: Prepared) -> None:
@@ -172,16 +193,12 @@ class Core:
         max_length = self.info.max_model_len
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
-        stop_ids = frozenset(params.stop_token_ids)
-        # Only an end token can follow a complete grammar.
-        if not params.ignore_eos or params.grammar is not None:
-            stop_ids |= self.info.eos_token_ids
         self._next_key += 1
         request.set_prompt(
             self._next_key,
             prompt_ids,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
+            stop_ids=self._stop_ids(params),
             max_length=max_length,
             text=self._output_text(prompt_ids, params),
             grammar=prepared.grammar,
@@ -191,27 +208,65 @@ class Core:
         request.state = RequestState.WAITING
         self.scheduler.submit(request)
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise InvalidRequest for what this model cannot serve."""
-        info = self.info
-        _check_ids("prompt", prompt_ids, info.vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
-        _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
-        _check_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop_ids = frozenset(params.stop_token_ids)
+        # Only an end token can follow a complete grammar.
+        if not params.ignore_eos or params.grammar is not None:
+            stop_ids |= self.info.eos_token_ids
+        return stop_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
+        token, as far as that needs no mask."""
+        vocab_size = self.info.vocab_size
+        _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+        _check_ids("logit_bias", list(params.logit_bias or ()), vocab_size)
         spelled = [token for word in params.bad_words if not isinstance(word, str) for token in word]
-        _check_ids("bad_words", spelled, info.vocab_size)
-        if len(prompt_ids) >= info.max_model_len:
-            raise InvalidRequest(
-                "prompt",
-                f"has {len(prompt_ids)} tokens; the model takes {info.max_model_len} "
-                "tokens of prompt and output together",
-            )
+        _check_ids("bad_words", spelled, vocab_size)
         if self.tokenizer is None and (params.stop or params.stop_regex):
             field = "stop" if params.stop else "stop_regex"
             raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
         if params.grammar is not None and params.min_tokens:
             raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
         self._generation.check(params)
+        if not params.min_tokens:
+            return
+        ends, allowed = self._stop_ids(params), params.allowed_token_ids
+        if allowed is not None and ends.issuperset(allowed):
+            raise InvalidRequest(
+                "allowed_token_ids",
+                f"are end tokens or stop_token_ids, which min_tokens {params.min_tokens} excludes at first",
+            )
+        if len(ends) >= self.info.vocab_size:
+            raise InvalidRequest(
+                "min_tokens", "excludes every token: stop_token_ids has the whole vocabulary"
+            )
+
+    def _check_size(self, grammar: Grammar) -> None:
+        size, most = len(grammar.text.encode(errors="replace")), self._config.max_grammar_bytes
+        if size > most:
+            raise InvalidRequest("grammar", f"has {size} bytes, and max_grammar_bytes is {most}")
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise InvalidRequest for what this model cannot serve."""
+        info = self.info
+        _check_ids("prompt", prompt_ids, info.vocab_size)
+        if len(prompt_ids) >= info.max_model_len:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(prompt_ids)} tokens, and this model's maximum context length is "
+                f"{info.max_model_len} tokens of prompt and output together",
+                code="context_length_exceeded",
+            )
+        if len(prompt_ids) + params.min_tokens > info.max_model_len:
+            raise InvalidRequest(
+                "min_tokens",
+                f"{params.min_tokens} behind {len(prompt_ids)} tokens exceed this model's maximum context "
+                f"length of {info.max_model_len} tokens",
+                code="context_length_exceeded",
+            )
+        self._check_params(params)
 
     def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
         if self.tokenizer is None:
@@ -252,7 +307,7 @@ class Core:
                     request.finish_reason, request.error = "abort", error
                     request.trim(len(request.token_times))
             self.output_tokens += len(request.token_times) - before
-            if request.error is not None:
+            if request.error is not None and not isinstance(request.error, RequestError):
                 request.error = _step_failed(request.error)
             if request.finished:
                 self._close_text(request, now)
@@ -324,6 +379,13 @@ def _record_logprobs(step: Step, result: StepResult) -> None:
             known += logprobs[there:]
 
 
+def _of_all(params: SamplingParams, refused: InvalidRequest) -> InvalidRequest:
+    """The refusal of an output whose constraints allow no first token, by the names of all of them."""
+    field, *others = params.constraints
+    together = f"together with {', '.join(others)}: " if others else ""
+    return InvalidRequest(field, f"{together}{refused.message}", code=refused.code)
+
+
 def _step_failed(cause: BaseException) -> EngineError:
     """A new exception for each request, since several tasks may raise theirs."""
     error: EngineError = StepFailed(f"the step of this request failed: {cause}")
@@ -338,7 +400,7 @@ def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(field, "is empty")
     for token in ids:
         if type(token) is not int:
-            raise InvalidRequest(field, f"must be integer token ids, got {token!r}")
+            raise InvalidRequest(field, f"must be integer token ids, got {shown(token)}")
     if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(token for token in ids if not 0 <= token < vocab_size)
         raise InvalidRequest(field, f"{bad} is not a token id; the model has {vocab_size}")

@@ -69,7 +69,7 @@ class ChatFormat:
         if tools is not None and self.tools is None:
             raise InvalidRequest("tools", "cannot be used: this server has no tool_call_parser")
         reasoning = self.reasoning
-        own = params.grammar
+        own = params.structure
         constrained = False
         if own is not None and tools is not None and tools.required:
             raise InvalidRequest("tool_choice", "that requires a call cannot be combined with a grammar")
@@ -190,7 +190,7 @@ def _schema(grammar: Grammar) -> Mapping[str, Any] | bool:
     if grammar.kind == "json_object":
         return _ANY_OBJECT
     try:
-        schema = json.loads(grammar.source)
+        schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("grammar", f"is not a JSON schema: {error}") from None
     if not isinstance(schema, (dict, bool)):
