@@ -129,7 +129,7 @@ class Core:
     def _compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
         if not params.masked:
             return None
-        self._check_params(params)  # raises for a request that would be refused after compiling
+        self.check(params)  # raises for a request that would be refused after compiling
         from aioinfer.text.grammar import GrammarState, TokenBounds
 
         bounds = None
@@ -215,7 +215,7 @@ class Core:
             stop_ids |= self.info.eos_token_ids
         return stop_ids
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def check(self, params: SamplingParams) -> None:
         """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
         token, as far as that needs no mask."""
         vocab_size = self.info.vocab_size
@@ -266,7 +266,7 @@ class Core:
                 f"length of {info.max_model_len} tokens",
                 code="context_length_exceeded",
             )
-        self._check_params(params)
+        self.check(params)
 
     def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
         if self.tokenizer is None:

@@ -49,6 +49,8 @@ class ChatFormat:
     reasoning: type[ReasoningParser] | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)
     special: frozenset[str] = frozenset()
+    #: names that the chat template reads; None if not known
+    template_names: frozenset[str] | None = None
 
     @classmethod
     def of(cls, config: ServerConfig, tokenizer: Tokenizer | None) -> ChatFormat:
@@ -56,7 +58,9 @@ class ChatFormat:
         tools = None if config.tool_call_parser is None else PARSERS[config.tool_call_parser]
         if tokenizer is None:
             return cls(tools, reasoning)
-        return cls(tools, reasoning, tokenizer.added_tokens, tokenizer.special_tokens)
+        return cls(
+            tools, reasoning, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names
+        )
 
     def apply(
         self, params: SamplingParams, tools: Tools | None

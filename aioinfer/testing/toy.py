@@ -352,6 +352,7 @@ class ToyTokenizer:
         self.has_chat_template = True
         self.added_tokens: Mapping[str, int] = {}
         self.special_tokens: frozenset[str] = frozenset()
+        self.template_names: frozenset[str] | None = None
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
 
     def encode(self, text: str) -> list[int]:
