@@ -38,7 +38,6 @@ __all__ = [
     "StepFailed",
     "TimedOut",
     "WrongLoop",
-    "shown",
 ]
 
 #: characters of an error's message, and of a value within it

@@ -123,7 +123,7 @@ def _choice(rng: _Random) -> Any:
 
 def _format(rng: _Random) -> Any:
     wrapped = _object(rng, "response_format.json_schema", {"schema": _schema(rng), "name": "x"})
-    given = rng.choice(
+    given: dict[str, Any] = rng.choice(
         [
             {"type": "text"},
             {"type": "json_object"},
@@ -135,10 +135,10 @@ def _format(rng: _Random) -> Any:
 
 
 def _structured(rng: _Random) -> Any:
-    kind, make = rng.choice(
-        [("json", _schema), ("regex", _regex), ("choice", _choices), ("grammar", _grammar)]
-    )
-    return _object(rng, "structured_outputs", {kind: make(rng)}) if rng.random() < 0.2 else {kind: make(rng)}
+    makers: dict[str, _Make] = {"json": _schema, "regex": _regex, "choice": _choices, "grammar": _grammar}
+    kind = rng.choice(list(makers))
+    given = {kind: makers[kind](rng)}
+    return _object(rng, "structured_outputs", given) if rng.random() < 0.2 else given
 
 
 def _one_of(*values: Any) -> _Make:
