@@ -121,8 +121,6 @@ class Core:
 
         Raises InvalidRequest, also if the extra for grammars is missing.
         """
-        if params.structure is not None:
-            self._check_size(params.structure)
         ids = prompt.encode()
         return Prepared(ids, self._compile(params, ids))
 
@@ -230,6 +228,8 @@ class Core:
         if params.grammar is not None and params.min_tokens:
             raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
         self._generation.check(params)
+        if params.structure is not None:
+            self._check_size(params.structure)
         if not params.min_tokens:
             return
         ends, allowed = self._stop_ids(params), params.allowed_token_ids
@@ -244,8 +244,8 @@ class Core:
             )
 
     def _check_size(self, grammar: Grammar) -> None:
-        size, most = len(grammar.text.encode(errors="replace")), self._config.max_grammar_bytes
-        if size > most:
+        text, most = grammar.text, self._config.max_grammar_bytes
+        if 4 * len(text) > most and (size := len(text.encode(errors="replace"))) > most:
             raise InvalidRequest("grammar", f"has {size} bytes, and max_grammar_bytes is {most}")
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
