@@ -21,7 +21,7 @@ from aioinfer.engine import Engine
 from aioinfer.server import serve
 from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Harmless, Honoured, Table, Unsupported
 from tests.server.near_valid import request
-from tests.tiers import grid
+from tests.tiers import points
 
 _AT_ONCE = 8
 
@@ -41,9 +41,16 @@ def ignored(value: Any, table: Table, path: str = "") -> Iterator[str]:
                 yield from ignored(each, NESTED[below], f"{below}.")
 
 
-@pytest.mark.parametrize("count", grid([300], [10_000], "ten thousand requests take minutes"))
+#: number of requests, model, parser of reasoning
+QUICK: list[tuple[int, str, str | None]] = [(300, "tiny-chat", None)]
+MANY = [(10_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3"), (1_500, "tiny-diffusion", None)]
+
+
+@pytest.mark.parametrize(
+    ("count", "model", "reasoning"), points(QUICK, MANY, "ten thousand requests take a minute")
+)
 async def test_requests_that_are_almost_right_are_answered_or_refused_by_name(
-    count: int, caplog: pytest.LogCaptureFixture
+    count: int, model: str, reasoning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     seed = int(os.environ.get("AIOINFER_TEST_SEED", random.SystemRandom().randrange(2**32)))
     sys.stdout.write(f"seed {seed}: AIOINFER_TEST_SEED repeats it\n")
@@ -51,10 +58,12 @@ async def test_requests_that_are_almost_right_are_answered_or_refused_by_name(
     statuses: Counter[int] = Counter()
     work = iter([request(rng) for _ in range(count)])
     caplog.set_level(logging.WARNING)
-    engine = Engine(EngineConfig(threads=1, num_pages=2048))
+    engine = Engine(EngineConfig(model=model, threads=1, num_pages=2048))
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
-    config = ServerConfig(port=0, served_model_name="tiny-chat", tool_call_parser="hermes")
+    config = ServerConfig(
+        port=0, served_model_name="tiny-chat", tool_call_parser="hermes", reasoning_parser=reasoning
+    )
     async with engine, aiohttp.ClientSession() as session:
         server = asyncio.create_task(serve(engine, config, stop=stop, ready=started.set_result))
         url = await started
