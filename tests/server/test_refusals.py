@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
+from aioinfer.server.fields import CHAT as CHAT_FIELDS
+from aioinfer.server.fields import COMPLETION as COMPLETION_FIELDS
+from aioinfer.server.fields import Honoured
 from aioinfer.testing import ToyDevice
 from tests.server.chats import tool
 from tests.server.conftest import Bundled, Serving
@@ -144,3 +148,24 @@ async def test_the_id_of_an_answer_can_be_chosen(serving: Serving) -> None:
             model="toy", prompt="a", max_tokens=1, extra_body={"request_id": "mine-1"}
         )
         assert answer.id == "cmpl-mine-1"
+
+
+async def test_no_value_of_any_field_is_a_fault(serving: Serving) -> None:
+    """Values nested as deeply as JSON allows, and long ones: an error shows a part of them."""
+    deep: Any = "x"
+    for _ in range(940):
+        deep = [deep]
+    server = {"tool_call_parser": "hermes"}
+    async with serving(server=server) as served, aiohttp.ClientSession() as session:
+        for path, table, plain in (
+            ("chat/completions", CHAT_FIELDS, {"messages": CHAT}),
+            ("completions", COMPLETION_FIELDS, {"prompt": "a"}),
+        ):
+            honoured = [field for field, rule in table.items() if isinstance(rule, Honoured)]
+            for field in honoured:
+                for value in (deep, "x" * 100_000, {"a": deep}):
+                    body = {"max_tokens": 1, **plain, field: value}
+                    async with session.post(f"{served.url}/v1/{path}", json=body) as response:
+                        text = await response.text()
+                    assert response.status in (200, 400, 404), (field, text[:300])
+                    assert len(text) < 2000, field
