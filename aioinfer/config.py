@@ -236,6 +236,10 @@ class EngineConfig:
     fast_forward: bool = _option(
         True, "sampling", "append the tokens that a grammar forces without a forward each"
     )
+    max_grammar_bytes: int = _option(
+        65_536, "sampling", "largest grammar or JSON schema of a request, in bytes", _Bounds(1, 1 << 20)
+    )
+    max_grammar_depth: int = _option(64, "sampling", "deepest nesting of a JSON schema", _Bounds(1, 256))
     grammar_patience: float = _option(
         0.002, "sampling", "seconds that a step waits for late grammar masks", _NOT_NEGATIVE
     )

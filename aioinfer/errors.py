@@ -5,6 +5,7 @@
     ├── RequestError                         one request failed or was ended; the engine continues
     │   ├── InvalidRequest   (ValueError)    refused before it is queued; ``.field`` names the argument
     │   ├── Rejected                         the queue is full; ``.retry_after`` seconds
+    │   ├── ConstraintFailed                 its constraints allow no further token; ``.fields``
     │   ├── TimedOut         (TimeoutError)  a waiting or running deadline passed; ``.phase``
     │   └── Cancelled                        the request was ended by ``Engine.abort``
     └── EngineError                          the engine could not serve the request
@@ -19,10 +20,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 __all__ = [
     "AioInferError",
     "Cancelled",
     "ConfigError",
+    "ConstraintFailed",
     "EngineClosed",
     "EngineError",
     "EngineFailed",
@@ -34,6 +39,10 @@ __all__ = [
     "TimedOut",
     "WrongLoop",
 ]
+
+#: characters of an error's message, and of a value within it
+_MAX_MESSAGE = 1000
+_MAX_SHOWN = 80
 
 
 class AioInferError(Exception):
@@ -52,14 +61,28 @@ class InvalidRequest(RequestError, ValueError):
     """An argument is invalid; raised before the request is queued.
 
     ``field`` is the name of the argument (``"temperature"``, ``"prompt"``, ...); ``code`` is a word for
-    programs, if there is one: ``"context_length_exceeded"``.
+    programs, if there is one: ``"context_length_exceeded"``, ``"unknown_parameter"``,
+    ``"unsupported_parameter"``.
     """
 
     def __init__(self, field: str, message: str, *, code: str | None = None) -> None:
+        field, message = field[:_MAX_MESSAGE], message[:_MAX_MESSAGE]
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
         self.code = code
+
+
+class ConstraintFailed(RequestError):
+    """The constraints of a request leave no token that may come next, or its grammar reached a limit.
+
+    ``fields`` are the names of the constraints (``"grammar"``, ``"bad_words"``, ...).
+    """
+
+    def __init__(self, fields: Sequence[str], message: str) -> None:
+        super().__init__(f"{', '.join(fields)}: {message[:_MAX_MESSAGE]}")
+        self.fields = tuple(fields)
+        self.message = message[:_MAX_MESSAGE]
 
 
 class Rejected(RequestError):
@@ -106,3 +129,19 @@ class EngineClosed(EngineError):
 
 class WrongLoop(EngineError, RuntimeError):
     """The engine belongs to another event loop than the running one."""
+
+
+def shown(value: Any) -> str:
+    """A value in an error message, in a few characters and bounded time, whatever it is."""
+    match value:
+        case str():
+            return repr(value) if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]!r}..."
+        case bool() | float() | None:
+            return repr(value)
+        case int():
+            return repr(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
+        case Mapping():
+            return f"an object of {len(value)} keys"
+        case list() | tuple():
+            return f"a list of {len(value)}"
+    return f"an object of type {type(value).__name__}"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from aioinfer import plugins
-from aioinfer.errors import InvalidRequest
-from aioinfer.text.grammar_spec import Grammar
+from aioinfer.errors import InvalidRequest, shown
+from aioinfer.text.grammar_spec import Grammar, Schema
 
 __all__ = ["DiffusionParams", "Grammar", "SamplingParams", "inherited"]
 
@@ -89,7 +89,7 @@ class SamplingParams:
             fails if its patterns need more than 5 ms of CPU time per token.
         stop_token_ids: token ids that end the output, in addition to the model's end tokens.
         ignore_eos: the model's end tokens do not end the output.
-        repetition_penalty: > 0; above 1 discourages tokens seen in prompt or output (CTRL, 2019).
+        repetition_penalty: in [0.01, 100]; above 1 discourages tokens seen in prompt or output (CTRL, 2019).
         presence_penalty: subtracted once from tokens seen in the output, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
         skip_special_tokens: omit special tokens from the text.
@@ -97,7 +97,8 @@ class SamplingParams:
         allowed_token_ids: only these tokens can be sampled, end tokens included; ``None`` allows all.
         logprobs: report the logprob of each token and of this many most likely ones (0 to 20).
         prompt_logprobs: the same for the tokens of the prompt. Requests with it do not read the prefix cache.
-        grammar: constraint on the output; needs the extra ``aioinfer[structured]``.
+        grammar: constraint on the output; needs the extra ``aioinfer[structured]``. A mapping is a JSON
+            schema, and a class with ``model_json_schema`` (pydantic's) stands for its schema.
         bad_words: excluded from the output: texts, each as tokenized at the start of an output and after a
             space, or sequences of token ids. Other tokenizations of a text pass.
         diffusion: how blocks are denoised; for diffusion models.
@@ -126,7 +127,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    grammar: Grammar | Schema | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
     diffusion: DiffusionParams | None = None
 
@@ -143,12 +144,13 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"{self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        # Logits that are divided by less could overflow.
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
+                raise InvalidRequest(name, f"must be true or false, got {shown(getattr(self, name))}")
         if self.logit_bias is not None:
             # An empty mapping is no bias, also for models that do not support biases.
             object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias) or None)
@@ -162,7 +164,9 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, _MAX_TOP_LOGPROBS)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise InvalidRequest("grammar", f"must be a Grammar, got {type(self.grammar).__name__}")
+            if isinstance(self.grammar, str):
+                raise InvalidRequest("grammar", "must be a Grammar or a JSON schema, not text")
+            object.__setattr__(self, "grammar", Grammar("json_schema", self.grammar))
         if not isinstance(self.diffusion, (DiffusionParams, type(None))):
             raise InvalidRequest("diffusion", f"must be DiffusionParams, got {type(self.diffusion).__name__}")
         object.__setattr__(self, "stop", _texts("stop", self.stop, _MAX_STOP_STRINGS, _MAX_STOP_LENGTH))
@@ -209,6 +213,18 @@ class SamplingParams:
     def masked(self) -> bool:
         """The tokens that may come next depend on the tokens before them."""
         return self.grammar is not None or bool(self.bad_words)
+
+    @property
+    def structure(self) -> Grammar | None:
+        """``grammar``, which is stored as a Grammar in whatever form it was given."""
+        assert self.grammar is None or isinstance(self.grammar, Grammar)
+        return self.grammar
+
+    @property
+    def constraints(self) -> tuple[str, ...]:
+        """The names of the fields that exclude tokens."""
+        found = [name for name in ("grammar", "bad_words", "min_tokens") if getattr(self, name)]
+        return (*found, *(["allowed_token_ids"] * (self.allowed_token_ids is not None)))
 
     @property
     def penalised(self) -> bool:
@@ -267,12 +283,12 @@ class DiffusionParams:
     def __post_init__(self) -> None:
         if self.algorithm not in plugins.names(plugins.ALGORITHMS):
             known = ", ".join(plugins.names(plugins.ALGORITHMS))
-            raise InvalidRequest("algorithm", f"must be one of {known}, got {self.algorithm!r}")
+            raise InvalidRequest("algorithm", f"must be one of {known}, got {shown(self.algorithm)}")
         given = self.given()
         for name in given & {"threshold", "edit_threshold"}:
             _number(name, getattr(self, name), 0.0, 1.0)
         if not isinstance(self.draft, bool):
-            raise InvalidRequest("draft", f"must be true or false, got {self.draft!r}")
+            raise InvalidRequest("draft", f"must be true or false, got {shown(self.draft)}")
         if "steps" in given:
             _integer("steps", self.steps, 1, _MAX_ROUNDS)
         if "max_post_edits" in given:
@@ -294,18 +310,18 @@ class DiffusionParams:
 
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidRequest(field, f"must be a number, got {value!r}")
+        raise InvalidRequest(field, f"must be a number, got {shown(value)}")
     # This form also refuses NaN, and accepts integers that no float can hold.
     if not low <= value <= high or (low_open and value == low):
         bracket = "(" if low_open else "["
-        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], got {value!r}")
+        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], got {shown(value)}")
 
 
 def _integer(field: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(field, f"must be an integer, got {value!r}")
+        raise InvalidRequest(field, f"must be an integer, got {shown(value)}")
     if not low <= value <= high:
-        raise InvalidRequest(field, f"must be in [{low}, {high}], got {value}")
+        raise InvalidRequest(field, f"must be in [{low}, {high}], got {shown(value)}")
 
 
 def _texts(field: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
@@ -317,7 +333,7 @@ def _texts(field: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
         raise InvalidRequest(field, f"at most {most} strings, got {len(strings)}")
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest(field, f"must be non-empty strings, got {string!r}")
+            raise InvalidRequest(field, f"must be non-empty strings, got {shown(string)}")
         if len(string) > longest:
             raise InvalidRequest(field, f"strings may have at most {longest} characters, got {len(string)}")
     return strings
@@ -332,14 +348,14 @@ def _check_patterns(patterns: Sequence[str]) -> None:
         try:
             check_pattern(pattern)
         except ValueError as error:
-            raise InvalidRequest("stop_regex", f"{pattern!r} {error}") from None
+            raise InvalidRequest("stop_regex", f"{shown(pattern)} {error}") from None
 
 
 def _token_ids(field: str, ids: Any, most: int) -> tuple[int, ...]:
     try:
         tokens: tuple[int, ...] = tuple(ids or ())
     except TypeError:
-        raise InvalidRequest(field, f"must be a list of token ids, got {ids!r}") from None
+        raise InvalidRequest(field, f"must be a list of token ids, got {shown(ids)}") from None
     if len(tokens) > most:
         raise InvalidRequest(field, f"at most {most} ids, got {len(tokens)}")
     for token in tokens:
@@ -358,7 +374,7 @@ def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     found: list[str | tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, (str, list, tuple)) or not word:
-            raise InvalidRequest("bad_words", f"must be texts or lists of token ids, got {word!r}")
+            raise InvalidRequest("bad_words", f"must be texts or lists of token ids, got {shown(word)}")
         found.append(word if isinstance(word, str) else _token_ids("bad_words", word, _MAX_BAD_WORD))
     return tuple(found)
 

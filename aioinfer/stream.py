@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from aioinfer.errors import Cancelled
-from aioinfer.outputs import Chunk, Result
+from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.scheduling.request import Request, RequestState
 
 __all__ = ["Stream", "StreamCell"]
@@ -179,6 +179,11 @@ class Stream(Coroutine[Any, Any, Result]):
     def done(self) -> bool:
         """The request has ended, with or without an error; nothing more is computed for it."""
         return self._cell.request.finished or self._cell.closed
+
+    @property
+    def usage(self) -> Usage:
+        """The token counts so far; of the prompt, 0 before it is tokenized."""
+        return self._cell.request.usage
 
     def result(self) -> Result:
         """The output so far, without waiting, also of a request that failed after it was queued.

@@ -157,7 +157,7 @@ class GrammarWorker:
             found.outcomes[row.at] = DEFERRED
             state.unsampled = True
         elif state.position > row.position:
-            state.failed = f"its grammar is at position {state.position}, not {row.position}"
+            state.fail(f"its grammar is at position {state.position}, not {row.position}")
             found.outcomes[row.at] = BAD_GRAMMAR
         else:
             found.masks[index] = state.mask
@@ -177,9 +177,9 @@ class GrammarWorker:
                     state.mask = masks[id(state)]
                     # A limit that was reached may leave the end tokens allowed; that is no end.
                     if (wrong := state.matcher.error) is not None:
-                        state.failed = f"its grammar failed: {wrong}"
+                        state.failed = wrong
                     elif not state.mask.any():
-                        state.failed = "its grammar allows no token here"
+                        state.failed = state.dead_end
                 state.slow = slow
                 state.at_work = False
             self._changed.notify_all()
@@ -220,8 +220,10 @@ def _fill(states: list[GrammarState]) -> dict[int, npt.NDArray[np.int32]]:
             group[0].backend.fill([state.matcher for state in group], fresh)
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
             for state in group:
-                state.failed = f"its grammar failed: {error}"
-        masks.update((id(state), mask) for state, mask in zip(group, fresh, strict=True))
+                state.fail(f"its grammar failed: {error}")
+        for state, mask in zip(group, fresh, strict=True):
+            state.restrict(mask)
+            masks[id(state)] = mask
     return masks
 
 

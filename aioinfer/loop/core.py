@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, Rejected, StepFailed
+from aioinfer.errors import (
+    EngineError,
+    InvalidRequest,
+    OutOfMemory,
+    Rejected,
+    RequestError,
+    StepFailed,
+)
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
-from aioinfer.params import SamplingParams
+from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
@@ -132,7 +139,7 @@ class Core:
     def prepare(self, prompt: PromptSource, params: SamplingParams) -> Prepared:
         """Tokenize a prompt, and compile the grammar that masks its output. May take long: on any thread.
 
-        Raises InvalidRequest; ConfigError if the extra for grammars is missing.
+        Raises InvalidRequest, also if the extra for grammars is missing.
         """
         ids = prompt.encode()
         return Prepared(ids, self.compile(params, ids))
@@ -141,8 +148,16 @@ class Core:
         """The second half of :meth:`prepare`; None for an output that nothing masks."""
         if not params.masked:
             return None
-        from aioinfer.text.grammar import GrammarState
+        from aioinfer.text.grammar import GrammarState, TokenBounds
 
+        bounds = None
+        if params.bad_words or params.allowed_token_ids is not None:
+            bounds = TokenBounds(
+                self.info.vocab_size,
+                allowed=params.allowed_token_ids,
+                ends=self._stop_ids(params),
+                until=len(prompt_ids) + params.min_tokens,
+            )
         # Forced tokens are not sampled, so they have no logprobs. They also void the steps in flight, so
         # there must be more of them than those steps would have sampled.
         least_forced = (
@@ -150,27 +165,30 @@ class Core:
             if self._config.fast_forward and params.logprobs is None
             else 0
         )
-        rest = len(prompt_ids), self.info.vocab_size, least_forced
-        backend, matcher = self._matcher(params)
-        try:
-            return GrammarState.start(backend, matcher, *rest)
-        except InvalidRequest:
-            if params.grammar is None:
-                raise
-            # Copies of a matcher share llguidance's budget, and earlier outputs may have used it up.
-            self._grammar_compiler().forget(params.grammar)
+        refusal: InvalidRequest | None = None
+        for _ in range(1 if params.structure is None else 2):
             backend, matcher = self._matcher(params)
-            return GrammarState.start(backend, matcher, *rest)
+            try:
+                return GrammarState.start(
+                    backend, matcher, len(prompt_ids), self.info.vocab_size, least_forced, bounds
+                )
+            except InvalidRequest as refused:
+                refusal = refused
+            if params.structure is not None:
+                # Copies of a matcher share llguidance's budget, and earlier outputs may have used it up.
+                self._grammar_compiler().forget(params.structure)
+        assert refusal is not None
+        raise _of_all(params, refusal)
 
     def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
-        """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest, ConfigError."""
+        """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest."""
         from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # rarely needed
 
         backend: GrammarBackend | None = None
         matcher: Matcher | None = None
-        if params.grammar is not None:
+        if params.structure is not None:
             compiler = self._grammar_compiler()
-            backend, matcher = compiler.backend, compiler.matcher(params.grammar)
+            backend, matcher = compiler.backend, compiler.matcher(params.structure)
         if params.bad_words:
             words = spell(params.bad_words, self.tokenizer)
             matcher = BadWordsMatcher(words, backend, matcher)
@@ -182,7 +200,7 @@ class Core:
     def _grammar_compiler(self) -> Compiler:
         with self._compiler_lock:
             if self._compiler is None:
-                self._compiler = factory.grammar_compiler(self.tokenizer, self.info)
+                self._compiler = factory.grammar_compiler(self._config, self.tokenizer, self.info)
             return self._compiler
 
     def submit(self, request: Request, prepared: Prepared) -> None:
@@ -191,18 +209,21 @@ class Core:
         self.check_queue(tokens=len(prompt_ids))
         cursor = self._generation.cursor(params)
         max_length = self.info.max_model_len
+        if len(prompt_ids) + params.min_tokens > max_length:
+            raise InvalidRequest(
+                "min_tokens",
+                f"{params.min_tokens} behind {len(prompt_ids)} tokens exceed this model's maximum context "
+                f"length of {max_length} tokens",
+                code="context_length_exceeded",
+            )
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
-        stop_ids = frozenset(params.stop_token_ids)
-        # Only an end token can follow a complete grammar.
-        if not params.ignore_eos or params.grammar is not None:
-            stop_ids |= self.info.eos_token_ids
         self._next_key += 1
         request.set_prompt(
             self._next_key,
             prompt_ids,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
+            stop_ids=self._stop_ids(params),
             max_length=max_length,
             text=self._output_text(prompt_ids, params),
             grammar=prepared.grammar,
@@ -211,8 +232,16 @@ class Core:
         request.state = RequestState.WAITING
         self.scheduler.submit(request)
 
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop_ids = frozenset(params.stop_token_ids)
+        # Only an end token can follow a complete grammar.
+        if not params.ignore_eos or params.grammar is not None:
+            stop_ids |= self.info.eos_token_ids
+        return stop_ids
+
     def check(self, params: SamplingParams) -> None:
-        """Raise InvalidRequest for parameters that this model cannot honour."""
+        """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
+        token, as far as that needs no mask."""
         vocab_size = self.info.vocab_size
         check_range("stop_token_ids", params.stop_token_ids, vocab_size)
         check_range("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
@@ -226,6 +255,25 @@ class Core:
         if params.grammar is not None and params.min_tokens:
             raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
         self._generation.check(params)
+        if params.structure is not None:
+            self._check_size(params.structure)
+        if not params.min_tokens:
+            return
+        ends, allowed = self._stop_ids(params), params.allowed_token_ids
+        if allowed is not None and ends.issuperset(allowed):
+            raise InvalidRequest(
+                "allowed_token_ids",
+                f"are end tokens or stop_token_ids, which min_tokens {params.min_tokens} excludes at first",
+            )
+        if len(ends) >= self.info.vocab_size:
+            raise InvalidRequest(
+                "min_tokens", "excludes every token: stop_token_ids has the whole vocabulary"
+            )
+
+    def _check_size(self, grammar: Grammar) -> None:
+        text, most = grammar.text, self._config.max_grammar_bytes
+        if 4 * len(text) > most and (size := len(text.encode(errors="replace"))) > most:
+            raise InvalidRequest("grammar", f"has {size} bytes, and max_grammar_bytes is {most}")
 
     def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
         if self.tokenizer is None:
@@ -266,7 +314,7 @@ class Core:
                     request.finish_reason, request.error = "abort", error
                     request.trim(len(request.token_times))
             self.output_tokens += len(request.token_times) - before
-            if request.error is not None:
+            if request.error is not None and not isinstance(request.error, RequestError):
                 request.error = _step_failed(request.error)
             if request.finished:
                 self._close_text(request, now)
@@ -336,6 +384,13 @@ def _record_logprobs(step: Step, result: StepResult) -> None:
         there = len(known) - row.scores[0]
         if there >= 0:
             known += logprobs[there:]
+
+
+def _of_all(params: SamplingParams, refused: InvalidRequest) -> InvalidRequest:
+    """The refusal of an output whose constraints allow no first token, by the names of all of them."""
+    field, *others = params.constraints
+    together = f"together with {', '.join(others)}: " if others else ""
+    return InvalidRequest(field, f"{together}{refused.message}", code=refused.code)
 
 
 def _step_failed(cause: BaseException) -> EngineError:

@@ -106,15 +106,17 @@ def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) 
     return config
 
 
-def grammar_compiler(tokenizer: Tokenizer | None, info: DeviceInfo) -> Compiler:
+def grammar_compiler(config: EngineConfig, tokenizer: Tokenizer | None, info: DeviceInfo) -> Compiler:
     """The grammar compiler of a model; making it takes a second for a large vocabulary.
 
-    Raises ConfigError if the extra is missing, InvalidRequest if the model has no tokenizer.
+    Raises InvalidRequest if the extra is missing or the model has no tokenizer.
     """
     from aioinfer.text.grammar import Compiler
-    from aioinfer.text.guidance import GuidanceBackend
+    from aioinfer.text.guidance import GuidanceBackend, load_library
 
+    load_library()
     if tokenizer is None:
         raise InvalidRequest("grammar", "the engine has no tokenizer, so there is no text to constrain")
-    backend = GuidanceBackend(tokenizer.for_grammars(), info.vocab_size, sorted(info.eos_token_ids))
+    ends, max_depth = sorted(info.eos_token_ids), config.max_grammar_depth
+    backend = GuidanceBackend(tokenizer.for_grammars(), info.vocab_size, ends, max_depth=max_depth)
     return Compiler(backend)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.copies import check_ids, freeze, thaw
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
@@ -55,9 +55,9 @@ class RequestOptions:
         _check_timeout("waiting_timeout", self.waiting_timeout)
         _check_timeout("running_timeout", self.running_timeout)
         if self.max_lag is not None and (type(self.max_lag) is not int or self.max_lag < 1):
-            raise InvalidRequest("max_lag", f"must be a positive number of tokens, got {self.max_lag!r}")
+            raise InvalidRequest("max_lag", f"must be a positive number of tokens, got {shown(self.max_lag)}")
         if type(self.priority) is not int or not -(2**31) <= self.priority < 2**31:
-            raise InvalidRequest("priority", f"must be an integer of 32 bits, got {self.priority!r}")
+            raise InvalidRequest("priority", f"must be an integer of 32 bits, got {shown(self.priority)}")
         _check_label("cache_salt", self.cache_salt)
         _check_label("routing_key", self.routing_key)
 
@@ -260,7 +260,7 @@ def _check_timeout(field: str, value: float | None) -> None:
         or not math.isfinite(value)
         or value <= 0
     ):
-        raise InvalidRequest(field, f"must be a positive number of seconds, got {value!r}")
+        raise InvalidRequest(field, f"must be a positive number of seconds, got {shown(value)}")
 
 
 def _check_label(field: str, value: str | None) -> None:

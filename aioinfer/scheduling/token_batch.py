@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.errors import ConstraintFailed
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
@@ -228,8 +229,12 @@ def _unsampled(
             queues.memory.distrust(request)
             error: Exception = FloatingPointError("the model gave no finite logits")
         else:
-            reason = None if request.grammar is None else request.grammar.failed
-            error = ValueError(reason or "its grammar allows no token")
+            assert request.grammar is not None
+            why = request.grammar.failed or "no token is allowed"
+            if request.grammar.broken:
+                error = ValueError(why)
+            else:
+                error = ConstraintFailed(request.params.constraints, why)
         queues.finish(request, "abort", error)
         return (request,)
     if step.id <= request.recovery.void_until:

@@ -49,6 +49,8 @@ class ChatFormat:
     reasoning: type[ReasoningParser] | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)
     special: frozenset[str] = frozenset()
+    #: names that the chat template reads; None if not known
+    template_names: frozenset[str] | None = None
 
     @classmethod
     def of(cls, config: ServerConfig, tokenizer: Tokenizer | None) -> ChatFormat:
@@ -56,7 +58,9 @@ class ChatFormat:
         tools = None if config.tool_call_parser is None else PARSERS[config.tool_call_parser]
         if tokenizer is None:
             return cls(tools, reasoning)
-        return cls(tools, reasoning, tokenizer.added_tokens, tokenizer.special_tokens)
+        return cls(
+            tools, reasoning, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names
+        )
 
     def apply(
         self, params: SamplingParams, tools: Tools | None
@@ -69,7 +73,7 @@ class ChatFormat:
         if tools is not None and self.tools is None:
             raise InvalidRequest("tools", "cannot be used: this server has no tool_call_parser")
         reasoning = self.reasoning
-        own = params.grammar
+        own = params.structure
         constrained = False
         if own is not None and tools is not None and tools.required:
             raise InvalidRequest("tool_choice", "that requires a call cannot be combined with a grammar")
@@ -190,7 +194,7 @@ def _schema(grammar: Grammar) -> Mapping[str, Any] | bool:
     if grammar.kind == "json_object":
         return _ANY_OBJECT
     try:
-        schema = json.loads(grammar.source)
+        schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("grammar", f"is not a JSON schema: {error}") from None
     if not isinstance(schema, (dict, bool)):

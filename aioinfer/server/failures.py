@@ -57,7 +57,10 @@ def as_failure(error: BaseException) -> Failure:
         case Refused():
             return error.failure
         case errors.InvalidRequest():
-            return Failure(400, "invalid_request_error", str(error), param=error.field)
+            return Failure(400, "invalid_request_error", str(error), param=error.field, code=error.code)
+        case errors.ConstraintFailed():
+            param = next(iter(error.fields), None)
+            return Failure(400, "invalid_request_error", str(error), param=param, code="constraint_failed")
         case errors.Rejected():
             headers = {"Retry-After": str(max(1, round(error.retry_after)))}
             return Failure(429, "rate_limit_error", str(error), code="queue_full", headers=headers)

@@ -6,24 +6,36 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, shown
+from aioinfer.server.fields import NESTED, check
 
 __all__ = ["parse_messages"]
 
 
-def parse_messages(messages: Any) -> list[dict[str, Any]]:
+_MESSAGE, _PART = NESTED["messages[]"], NESTED["messages[].content[]"]
+_CALL, _FUNCTION = NESTED["messages[].tool_calls[]"], NESTED["messages[].tool_calls[].function"]
+
+
+def parse_messages(messages: Any, template_names: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
     """The messages, with the arguments of calls as objects. The tokenizer checks roles and contents.
 
-    Raises InvalidRequest.
+    ``template_names``: further keys that the chat template reads. Raises InvalidRequest.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages", "must be a non-empty list")
-    return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
+    return [
+        _message(f"messages[{number}]", message, template_names) for number, message in enumerate(messages)
+    ]
 
 
-def _message(field: str, message: Any) -> dict[str, Any]:
+def _message(field: str, message: Any, template_names: frozenset[str]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(field, "must be an object")
+    check(message, _MESSAGE, f"{field}.", template_names)
+    content = message.get("content")
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and part.get("type") == "text":
+            check(part, _PART, f"{field}.content[{number}].")
     answered = message.get("tool_call_id")
     if answered is not None and not isinstance(answered, str):
         raise InvalidRequest(f"{field}.tool_call_id", "must be text")
@@ -40,6 +52,10 @@ def _call(field: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidRequest(f"{field}.function", "must be an object")
+    check(call, _CALL, f"{field}.")
+    check(function, _FUNCTION, f"{field}.function.")
+    if call.get("type") not in (None, "function"):
+        raise InvalidRequest(f"{field}.type", f"must be 'function', got {shown(call['type'])}")
     if not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{field}.function.name", "must be text")
     return {**call, "function": {**function, "arguments": _arguments(field, function)}}

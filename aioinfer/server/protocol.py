@@ -1,92 +1,38 @@
 """Protocol: the bytes of a request in OpenAI's protocol become one checked :class:`Call`.
 
-A body enters this package once, in :func:`parse_chat` or :func:`parse_completion`. Fields that would change
-the output and are not supported are refused. Other unknown fields are ignored, because clients send
-bookkeeping (``metadata``, ``store``, ``user`` ...) that the engine does not need.
+A body enters this package once, in :func:`parse_chat` or :func:`parse_completion`. No field is ignored: see
+:mod:`aioinfer.server.fields`. An error names the field of the body, and not the parameter that it stands for.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import logging
+import re
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aioinfer import plugins
 from aioinfer.engine import Prompt
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import ConstraintFailed, InvalidRequest, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.answers import AnswerFormat, ChatFormat
 from aioinfer.server.diffusion import parse_diffusion
 from aioinfer.server.failures import Failure, Refused
+from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Honoured, Table, check
 from aioinfer.server.messages import parse_messages
-from aioinfer.server.structured import STRUCTURED_FIELDS, parse_grammar
-from aioinfer.server.tools import TOOL_FIELDS, parse_tools
+from aioinfer.server.structured import parse_grammar
+from aioinfer.server.tools import parse_tools
 
 __all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"]
 
-_log = logging.getLogger("aioinfer.server")
-
 _MAX_CHOICES = 128
-#: body field -> field of SamplingParams
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "min_tokens": "min_tokens",
-    "stop": "stop",
-    "stop_regex": "stop_regex",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "skip_special_tokens": "skip_special_tokens",
-    "include_stop_str_in_output": "include_stop",
-    "logit_bias": "logit_bias",
-    "allowed_token_ids": "allowed_token_ids",
-    "bad_words": "bad_words",
-    **{name: name for name in plugins.names(plugins.FILTERS)},
-}
-#: Unsupported fields -> the values that leave the output unconstrained and are accepted.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "suffix": (None, ""),
-    "use_beam_search": (None, False),
-}
-_KNOWN = {
-    *_SAMPLING,
-    *_UNSUPPORTED,
-    *STRUCTURED_FIELDS,
-    *TOOL_FIELDS,
-    "diffusion",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "model",
-    "messages",
-    "prompt",
-    "n",
-    "best_of",
-    "echo",
-    "stream",
-    "stream_options",
-    "chat_template_kwargs",
-    "user",
-    "priority",
-    "cache_salt",
-    "routing_key",
-    "prompt_cache_key",
-}
+#: arguments of the tokenizer that are no variables of the template
+_RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +56,8 @@ class Call:
     n: int
     stream: bool
     include_usage: bool
+    #: the events of a stream have the token counts of their choice so far
+    continuous_usage: bool
     echo: bool
     chat_template_kwargs: Mapping[str, Any] | None
     #: arguments of :meth:`aioinfer.Engine.generate` for the queue and the prefix cache
@@ -118,6 +66,12 @@ class Call:
     answer: AnswerFormat | None = None
     #: choices include the denoising round in which each token was written
     step_map: bool = False
+    #: argument of the engine -> field of the body that it comes from, where the names differ
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, error: BaseException) -> BaseException:
+        """The error of this call with the names of the body's fields."""
+        return _named(error, self.names)
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
         """Prompt and parameters of every choice, by index."""
@@ -130,22 +84,25 @@ class Call:
 
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
-    body = _object(raw, served)
-    messages = parse_messages(body.get("messages"))
-    kwargs = body.get("chat_template_kwargs")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise InvalidRequest("chat_template_kwargs", "must be an object")
-    if kwargs is not None and {"tokenize", "chat_template", "conversation", "tools"} & kwargs.keys():
-        raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
+    body = _object(raw, served, CHAT)
+    template_names = served.chat.template_names
+    messages = parse_messages(body.get("messages"), template_names or frozenset())
+    kwargs = _template_kwargs(body, template_names)
     top = body.get("top_logprobs")
     if top is not None and not _flag(body, "logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs")
     logprobs = (0 if top is None else top) if _flag(body, "logprobs") else None
     tools = parse_tools(body)
     if tools is not None:
-        kwargs = {**(kwargs or {}), "tools": [each.for_template() for each in tools.functions]}
-    call = _call("chatcmpl", body, served, [messages], logprobs, kwargs)
-    params, answer = served.chat.apply(call.params, tools)
+        kwargs["tools"] = [each.for_template() for each in tools.functions]
+    names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
+    call = _call("chatcmpl", body, served, [messages], logprobs, CHAT, names, kwargs or None)
+    try:
+        params, answer = served.chat.apply(call.params, tools)
+    except InvalidRequest as refused:
+        raise call.named(refused) from None
+    if answer is not None and answer.constrained:
+        names["grammar"] = "tools"  # the grammar was built from their schemas
     return replace(call, params=params, answer=answer)
 
 
@@ -154,7 +111,7 @@ def parse_completion(raw: bytes, served: Served) -> Call:
 
     Raises InvalidRequest, and Refused for another model.
     """
-    body = _object(raw, served)
+    body = _object(raw, served, COMPLETION)
     prompt = body.get("prompt")
     prompts: list[Any]
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
@@ -163,26 +120,54 @@ def parse_completion(raw: bytes, served: Served) -> Call:
         prompts = prompt
     else:
         raise InvalidRequest("prompt", "must be text, token ids, or a non-empty list of either")
-    if body.get("tools"):
-        raise InvalidRequest("tools", "are for chats")
-    if body.get("best_of") not in (None, body.get("n") or 1):
-        raise InvalidRequest("best_of", "must equal n")
-    if body.get("max_tokens") is None:
+    best_of, n = body.get("best_of"), 1 if body.get("n") is None else body["n"]
+    if best_of is not None and (type(best_of) is not int or best_of != n):
+        raise InvalidRequest("best_of", "must equal n", code="unsupported_parameter")
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = 16
     logprobs = body.get("logprobs")
     if logprobs is not None and _flag(body, "echo") and _flag(body, "stream"):
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
-    return _call("cmpl", body, served, prompts, logprobs)
+    return _call("cmpl", body, served, prompts, logprobs, COMPLETION, {})
+
+
+def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | None) -> dict[str, Any]:
+    """The variables of the chat template, besides ``tools``. Raises InvalidRequest for one that the template
+    does not read."""
+    given = body.get("chat_template_kwargs")
+    if given is not None and not isinstance(given, dict):
+        raise InvalidRequest("chat_template_kwargs", "must be an object")
+    kwargs = dict(given or {})
+    if _RESERVED & kwargs.keys():
+        raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
+    fields = {name: f"chat_template_kwargs.{name[:80]}" for name in kwargs}
+    for name in ("documents", "reasoning_effort"):
+        if body.get(name) is not None:
+            fields[name], kwargs[name] = name, body[name]
+    for name in ("add_generation_prompt", "continue_final_message"):
+        kwargs.update({name: _flag(body, name)} if body.get(name) is not None else {})
+    if kwargs.get("add_generation_prompt") and kwargs.get("continue_final_message"):
+        raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
+    read = {"add_generation_prompt", "continue_final_message"}
+    for name, where in fields.items():
+        if kwargs[name] is not None and not (
+            template_names is None or name in template_names or name in read
+        ):
+            raise InvalidRequest(
+                where, "is not read by the model's chat template", code="unsupported_parameter"
+            )
+    return kwargs
 
 
 def model_not_found(served: str, wanted: Any) -> Refused:
     """The failure of a request for another model than the served one."""
-    message = f"the model {str(wanted)[:200]!r} does not exist; this server has {served!r}"
+    message = f"the model {shown(wanted)} does not exist; this server has {served!r}"
     return Refused(Failure(404, "invalid_request_error", message, param="model", code="model_not_found"))
 
 
-def _object(raw: bytes, served: Served) -> dict[str, Any]:
-    """The JSON object of a body for the served model. NaN, infinity and unbounded nesting are refused."""
+def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
+    """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
+    ``table`` are refused."""
     try:
         body = json.loads(raw, parse_constant=_no_constant)
     except RecursionError:
@@ -193,6 +178,7 @@ def _object(raw: bytes, served: Served) -> dict[str, Any]:
         raise InvalidRequest("body", "must be a JSON object")
     if body.get("model") not in (None, served.model):
         raise model_not_found(served.model, body["model"])
+    check(body, table)
     return body
 
 
@@ -202,65 +188,104 @@ def _call(
     served: Served,
     prompts: list[Prompt],
     logprobs: int | None,
+    table: Table,
+    names: dict[str, str],
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Call:
-    """The fields that both endpoints have."""
-    for name, neutral in _UNSUPPORTED.items():
-        if name in body and body[name] not in neutral:
-            raise InvalidRequest(name, "is not supported by this server")
-    for name in body.keys() - _KNOWN:
-        _log.debug("ignoring the unknown field %s", name)
+    """The fields that both endpoints have. ``names`` is completed."""
     n = 1 if body.get("n") is None else body["n"]
     if type(n) is not int or not 1 <= n * len(prompts) <= _MAX_CHOICES:
         raise InvalidRequest("n", f"prompts times n must be 1 to {_MAX_CHOICES}")
     diffusion, step_map = parse_diffusion(body, served.defaults.diffusion)
-    options = body.get("stream_options") or {}
+    options = {} if body.get("stream_options") is None else body["stream_options"]
     if not isinstance(options, dict):
         raise InvalidRequest("stream_options", "must be an object")
+    check(options, NESTED["stream_options"], "stream_options.")
+    defaults = replace(served.defaults, diffusion=diffusion)
+    params = _sampling(body, defaults, logprobs, table, names)
+    other_key = body.get("routing_key") is None
+    names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
     return Call(
-        id=f"{kind}-{uuid.uuid4().hex}",
+        id=f"{kind}-{_request_id(body)}",
         created=int(time.time()),
         model=served.model,
         prompts=prompts,
-        params=_sampling(body, replace(served.defaults, diffusion=diffusion), logprobs),
+        params=params,
         n=n,
         stream=_flag(body, "stream"),
-        include_usage=_flag(options, "include_usage"),
+        include_usage=_flag(options, "include_usage", "stream_options."),
+        continuous_usage=_flag(options, "continuous_usage_stats", "stream_options."),
         echo=_flag(body, "echo"),
         chat_template_kwargs=chat_template_kwargs,
         scheduling={
             "priority": 0 if body.get("priority") is None else body["priority"],
-            "cache_salt": body.get("cache_salt") or "",
-            "routing_key": body.get("routing_key") or body.get("prompt_cache_key"),
+            "cache_salt": "" if body.get("cache_salt") is None else body["cache_salt"],
+            "routing_key": body.get("prompt_cache_key") if other_key else body["routing_key"],
         },
         step_map=step_map,
+        names=names,
     )
 
 
-def _sampling(body: Mapping[str, Any], defaults: SamplingParams, logprobs: int | None) -> SamplingParams:
-    """The model's defaults, overridden by the fields of the body that are not null."""
+def _request_id(body: Mapping[str, Any]) -> str:
+    given = body.get("request_id")
+    if given is None:
+        return uuid.uuid4().hex
+    if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
+        raise InvalidRequest("request_id", "must be 1 to 128 letters, digits and characters of ._:-")
+    return given
+
+
+def _sampling(
+    body: Mapping[str, Any],
+    defaults: SamplingParams,
+    logprobs: int | None,
+    table: Table,
+    names: dict[str, str],
+) -> SamplingParams:
+    """The model's defaults, overridden by the fields of the body that are not null. Enters the fields into
+    ``names``, by parameter."""
     values = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
-    for name, param in _SAMPLING.items():
-        if body.get(name) is None:
+    for name, rule in table.items():
+        if not isinstance(rule, Honoured) or rule.param is None or body.get(name) is None:
             continue
-        values[param] = _bias(body[name]) if name == "logit_bias" else body[name]
+        value = _bias(body[name]) if name == "logit_bias" else body[name]
+        if rule.param in names and values[rule.param] != value:
+            raise InvalidRequest(name, f"differs from {names[rule.param]}")
+        values[rule.param], names[rule.param] = value, name
     if not isinstance(values["stop_token_ids"], (list, tuple)):
         raise InvalidRequest("stop_token_ids", "must be a list of token ids")
-    values["grammar"] = parse_grammar(body)
+    grammar = parse_grammar(body)
+    if grammar is not None:
+        names["grammar"], values["grammar"] = grammar
     values["logprobs"] = logprobs
     if logprobs is not None and _flag(body, "echo"):
         values["prompt_logprobs"] = logprobs
-    return SamplingParams(**values)
+    try:
+        return SamplingParams(**values)
+    except InvalidRequest as refused:
+        raise _named(refused, names) from None
+
+
+def _named(error: BaseException, names: Mapping[str, str]) -> BaseException:
+    """``error`` with the fields of a body in place of the engine's arguments."""
+    match error:
+        case InvalidRequest():
+            return InvalidRequest(names.get(error.field, error.field), error.message, code=error.code)
+        case ConstraintFailed():
+            return ConstraintFailed([names.get(each, each) for each in error.fields], error.message)
+    return error
 
 
 def _bias(value: Any) -> Any:
     """Token ids as integers: keys of JSON objects are text."""
     if not isinstance(value, dict):
         raise InvalidRequest("logit_bias", "must be an object")
-    try:
-        return {int(token): bias for token, bias in value.items()}
-    except ValueError:
-        raise InvalidRequest("logit_bias", "has keys that are not token ids") from None
+    for token in value:
+        # No other spelling of a number, so that no two keys are the same token.
+        if not _TOKEN_ID.fullmatch(token):
+            raise InvalidRequest("logit_bias", f"{shown(token)} is not a token id")
+    return {int(token): bias for token, bias in value.items()}
 
 
 def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
@@ -273,12 +298,12 @@ def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
     return other
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def _flag(body: Mapping[str, Any], name: str, path: str = "") -> bool:
     value = body.get(name)
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise InvalidRequest(name, "must be true or false")
+        raise InvalidRequest(f"{path}{name}", "must be true or false")
     return value
 
 

@@ -8,13 +8,14 @@ import hmac
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, RequestError
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import ChatFormat
 from aioinfer.server.diffusion import step_map_field
@@ -121,11 +122,8 @@ class Routes:
         call = parse(raw, Served(self._model, self._engine.default_params, chat))
         try:
             return await self._answer(request, call, shape)
-        except InvalidRequest as refused:
-            if refused.field == "grammar" and call.answer is not None and call.answer.constrained:
-                # The grammar was built from the schemas of the tools.
-                raise InvalidRequest("tools", refused.message) from None
-            raise
+        except RequestError as error:
+            raise call.named(error) from None
 
     async def _answer(self, request: web.Request, call: Call, shape: Shape) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
@@ -183,7 +181,7 @@ class Routes:
             error = failed.exceptions[0]
             if isinstance(error, ClientGone) or not isinstance(error, Exception):
                 raise error from None
-            await events.send(json.dumps(as_failure(error).body()))
+            await events.send(json.dumps(as_failure(call.named(error)).body()))
         else:
             if call.include_usage:
                 await events.send(shape.usage(call, usage_body([task.result() for task in sending], call.n)))
@@ -195,12 +193,16 @@ class Routes:
         last: Chunk | None = None
         writer = None if call.params.logprobs is None else shape.logprobs(self._spell)
         reader = None if call.answer is None else call.answer.reader()
+        counts = replace(stream.usage, completion_tokens=0) if call.continuous_usage else None
         async for chunk in stream:
+            if counts is not None:
+                counts = replace(counts, completion_tokens=counts.completion_tokens + len(chunk.token_ids))
+            usage = None if counts is None else usage_body([counts], 1)
             logprobs = writer.write(chunk.logprobs) if writer is not None and chunk.logprobs else None
             if reader is None:
-                await events.send(shape.delta(call, index, chunk, logprobs))
+                await events.send(shape.delta(call, index, chunk, logprobs, usage))
             else:
-                for event in shape.deltas(call, index, chunk, reader, logprobs):
+                for event in shape.deltas(call, index, chunk, reader, logprobs, usage):
                     await events.send(event)
             last = chunk
         assert last is not None

@@ -64,16 +64,23 @@ class Shape:
             delta = _OPENING_WITHOUT_CONTENT
         return self._event(call, index, delta, "null")
 
-    def delta(self, call: Call, index: int, chunk: Chunk, logprobs: dict[str, Any] | None = None) -> str:
+    def delta(
+        self,
+        call: Call,
+        index: int,
+        chunk: Chunk,
+        logprobs: dict[str, Any] | None = None,
+        usage: dict[str, Any] | None = None,
+    ) -> str:
         """The event of a chunk; the last one has the finish reason. The delta of a chunk with only a draft is
-        empty."""
+        empty. ``usage``: of the choice so far."""
         reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
         written = "null" if logprobs is None else json.dumps(logprobs)
         delta = self._delta % _quoted(chunk.text)
         if self._chat and chunk.draft is not None and not chunk.text:
             delta = _EMPTY
         more = chunk_fields(chunk, call.step_map)
-        return self._event(call, index, delta, reason, written, more)
+        return self._event(call, index, delta, reason, written, more, usage)
 
     def deltas(
         self,
@@ -82,6 +89,7 @@ class Shape:
         chunk: Chunk,
         reader: AnswerReader,
         logprobs: dict[str, Any] | None = None,
+        usage: dict[str, Any] | None = None,
     ) -> list[str]:
         """The events of a chunk with parsers: none while its text is held back. The first event has the
         logprobs, the last one the finish reason and the fields of diffusion models."""
@@ -99,6 +107,7 @@ class Shape:
                 reason if at == len(deltas) - 1 else "null",
                 json.dumps(logprobs) if at == 0 else "null",
                 more if at == len(deltas) - 1 else None,
+                usage,
             )
             for at, delta in enumerate(deltas)
         ]
@@ -115,8 +124,11 @@ class Shape:
         reason: str,
         logprobs: str = "null",
         more: Mapping[str, Any] | None = None,
+        counts: dict[str, Any] | None = None,
     ) -> str:
         usage = ',"usage":null' if call.include_usage else ""
+        if counts is not None:
+            usage = f',"usage":{json.dumps(counts)}'
         added = f",{json.dumps(more)[1:-1]}" if more else ""
         return (
             f'{self._head(call)},"choices":[{{"index":{index},{delta},"logprobs":{logprobs},'

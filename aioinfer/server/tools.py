@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, shown
+from aioinfer.server.fields import NESTED, check
 
-__all__ = ["TOOL_FIELDS", "Function", "Tools", "parse_tools"]
+__all__ = ["Function", "Tools", "parse_tools"]
 
-#: every body field that this module reads
-TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -74,8 +73,9 @@ def parse_tools(body: Mapping[str, Any]) -> Tools | None:
     if isinstance(choice, dict):
         chosen = (_named(choice, functions),)
     elif choice not in (None, "auto", "required"):
-        given = str(choice)[:40]
-        raise InvalidRequest("tool_choice", f"must be auto, none, required or a function, got {given!r}")
+        raise InvalidRequest(
+            "tool_choice", f"must be auto, none, required or a function, got {shown(choice)}"
+        )
     return Tools(
         functions=functions,
         callable_functions=chosen,
@@ -87,7 +87,10 @@ def parse_tools(body: Mapping[str, Any]) -> Tools | None:
 def _named(choice: Mapping[str, Any], functions: tuple[Function, ...]) -> Function:
     if choice.get("type") != "function":
         raise InvalidRequest("tool_choice.type", "must be 'function'")
+    check(choice, NESTED["tool_choice"], "tool_choice.")
     function = choice.get("function")
+    if isinstance(function, dict):
+        check(function, NESTED["tool_choice.function"], "tool_choice.function.")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidRequest("tool_choice.function.name", "is missing")
@@ -118,10 +121,12 @@ def _function(field: str, tool: Any) -> Function:
         raise InvalidRequest(field, "must be an object")
     if tool.get("type") != "function":
         raise InvalidRequest(f"{field}.type", "must be 'function'")
+    check(tool, NESTED["tools[]"], f"{field}.")
     field = f"{field}.function"
     function = tool.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(field, "must be an object")
+    check(function, NESTED["tools[].function"], f"{field}.")
     name, description, strict = function.get("name"), function.get("description"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(f"{field}.name", "must be 1 to 64 letters, digits, underscores and hyphens")

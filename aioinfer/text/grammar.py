@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
 
-__all__ = ["Compiler", "GrammarBackend", "GrammarState", "Matcher"]
+__all__ = ["Compiler", "GrammarBackend", "GrammarState", "Matcher", "TokenBounds"]
 
 _KNOWN_GRAMMARS = 256
 #: maximum forced tokens appended at once; the others follow after the next sampled token
@@ -60,6 +60,40 @@ class GrammarBackend(Protocol):
         is set if the token may come next. One call for all matchers, which releases the GIL."""
 
 
+class TokenBounds:
+    """The tokens that a request allows at a position, whatever the tokens before it: ``allowed`` only, and no
+    ``ends`` before position ``until`` of the sequence."""
+
+    __slots__ = ("_early", "_late", "_until")
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        allowed: Sequence[int] | None = None,
+        ends: Iterable[int] = (),
+        until: int = 0,
+    ) -> None:
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+        bits[: vocab_size if allowed is None else 0] = True
+        bits[list(allowed or ())] = True
+        self._late = _packed(bits)
+        bits[list(ends)] = False
+        self._early = _packed(bits)
+        self._until = until
+
+    def restrict(self, mask: npt.NDArray[np.int32], position: int) -> None:
+        """Clear the bits of tokens that are not allowed at ``position``, in place."""
+        np.bitwise_and(mask, self._at(position), out=mask)
+
+    def allow(self, token: int, position: int) -> bool:
+        """``token`` is allowed at ``position``."""
+        return bool(self._at(position)[token // 32] >> (token % 32) & 1)
+
+    def _at(self, position: int) -> npt.NDArray[np.int32]:
+        return self._early if position < self._until else self._late
+
+
 class GrammarState:
     """A request's matcher, and the mask of the position that it has reached.
 
@@ -70,6 +104,8 @@ class GrammarState:
         "at_work",
         "backend",
         "begin",
+        "bounds",
+        "broken",
         "failed",
         "forced",
         "least_forced",
@@ -89,15 +125,20 @@ class GrammarState:
         position: int,
         vocab_size: int,
         least_forced: int = 0,
+        bounds: TokenBounds | None = None,
     ) -> None:
         self.backend = backend
         self.matcher = matcher
+        #: what else limits the tokens; None: nothing
+        self.bounds = bounds
         #: the matcher and the position of the first output token
         self.origin, self.begin = matcher.copy(), position
         #: output tokens to accept before the mask can be computed; None: none
         self.missed: Sequence[int] | None = None
         #: why the output cannot continue
         self.failed: str | None = None
+        #: that is an error of the backend or the engine, and not of the request
+        self.broken = False
         #: position in the sequence of the token that ``mask`` is for
         self.position = position
         self.mask: npt.NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
@@ -120,41 +161,64 @@ class GrammarState:
         position: int,
         vocab_size: int,
         least_forced: int = 0,
+        bounds: TokenBounds | None = None,
     ) -> GrammarState:
         """The state of a new output whose first token is at ``position``, with the mask for it.
 
         Runs of ``least_forced`` or more forced tokens are appended without sampling; 0: none are. Raises
-        InvalidRequest if the grammar allows no first token; a dead end behind forced tokens fails the output
-        later.
+        InvalidRequest if no first token is allowed; a dead end behind forced tokens fails the output later.
         """
-        state = cls(backend, matcher, position, vocab_size, least_forced)
+        state = cls(backend, matcher, position, vocab_size, least_forced, bounds)
         state.follow()
         backend.fill([matcher], [state.mask])
+        state.restrict(state.mask)
         if matcher.error is not None or not state.mask.any():
             if not state.forced:
                 raise InvalidRequest("grammar", matcher.error or "allows no output")
-            state.failed = matcher.error or "its grammar allows no token here"
+            state.failed = matcher.error or state.dead_end
         return state
 
     def restarted(self, output_ids: Sequence[int]) -> GrammarState:
         """Another state for the same output, of which only ``output_ids`` are left. They are accepted before
         its next mask is computed. This state may still be in use by the worker."""
         vocab_size = 32 * len(self.mask)
-        other = GrammarState(self.backend, self.origin.copy(), self.begin, vocab_size, self.least_forced)
+        other = GrammarState(
+            self.backend, self.origin.copy(), self.begin, vocab_size, self.least_forced, self.bounds
+        )
         other.missed = tuple(output_ids)
         return other
+
+    @property
+    def dead_end(self) -> str:
+        """Why an empty mask ends the output."""
+        return f"no token is allowed after {self.position - self.begin} tokens of the output"
+
+    def restrict(self, mask: npt.NDArray[np.int32]) -> None:
+        """Apply the bounds to the backend's mask for ``position``."""
+        if self.bounds is not None:
+            self.bounds.restrict(mask, self.position)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by ``tokens``, then by the tokens that the grammar forces behind them."""
         try:
             for token in tokens:
                 if not self.matcher.accept(token):
-                    self.failed = self.matcher.error or f"its grammar does not allow token {token}"
+                    self._refused(token)
                     return
                 self.position += 1
             self.follow()
         except BaseException as error:  # panics of Rust libraries are not Exceptions
-            self.failed = f"its grammar failed: {error}"
+            self.fail(f"its grammar failed: {error}")
+
+    def fail(self, reason: str) -> None:
+        """The backend or the engine made an error."""
+        self.failed, self.broken = reason, True
+
+    def _refused(self, token: int) -> None:
+        if (error := self.matcher.error) is not None:
+            self.failed = error
+        else:
+            self.fail(f"its grammar does not allow token {token}")
 
     def follow(self) -> None:
         """Advance by the forced tokens, if the run has ``least_forced`` or more."""
@@ -164,13 +228,19 @@ class GrammarState:
         # One at a time: behind a token, the forced text can have another tokenization than before it.
         while ahead and len(forced) < _MOST_FORCED:
             token = ahead[0]
+            if self.bounds is not None and not self.bounds.allow(token, self.position + len(forced)):
+                break  # a dead end, which the empty mask behind the other tokens reports
             if not self.matcher.accept(token):
-                self.failed = self.matcher.error or f"its grammar does not allow token {token}"
+                self._refused(token)
                 return
             forced.append(token)
             ahead = self.matcher.forced()
         self.forced = forced
         self.position += len(forced)
+
+
+def _packed(bits: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Compiler:

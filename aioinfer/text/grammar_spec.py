@@ -2,38 +2,91 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, shown
 
-__all__ = ["Grammar"]
+__all__ = ["Grammar", "Schema", "SchemaModel"]
 
-_MAX_GRAMMAR = 1 << 16
+#: no server compiles more, whatever its settings
+_MAX_GRAMMAR = 1 << 20
+
+
+class SchemaModel(Protocol):
+    """A class that has a JSON schema: pydantic's models."""
+
+    def model_json_schema(self) -> Mapping[str, Any]:
+        """The schema."""
+
+
+#: a JSON schema, as an object or as what has one
+Schema = Mapping[str, Any] | SchemaModel
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A constraint on an output.
 
-    ``source`` is a JSON schema (``json_schema``, as text), a regular expression for the whole output
-    (``regex``), a JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark or in GBNF
-    (``lark``), a grammar built by :class:`~aioinfer.text.tool_grammar.AnswerGrammar` (``answer``), or empty
+    ``source`` is a JSON schema (``json_schema``), a regular expression for the whole output (``regex``), a
+    JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark or in GBNF (``lark``), a
+    grammar built by :class:`~aioinfer.text.tool_grammar.AnswerGrammar` (``answer``), or empty
     (``json_object``: any JSON object). Syntax errors are found when it is compiled, on a worker thread.
 
+    A schema may also be given as a mapping, a boolean or a class with ``model_json_schema``, and choices as a
+    list; they are converted to text, so that later changes have no effect.
+
     Raises:
-        InvalidRequest: unknown kind, or a source that is not text or has more than 65,536 characters.
+        InvalidRequest: unknown kind, or a source that cannot be converted or has more than 1 Mi characters.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "answer"]
-    source: str = ""
+    source: str | Schema | bool | list[str] | tuple[str, ...] = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "json_object", "regex", "choice", "lark", "answer"):
-            raise InvalidRequest("grammar", f"{self.kind!r} is not a kind of grammar")
-        if not isinstance(self.source, str):
-            raise InvalidRequest("grammar", "must be given as text")
-        if len(self.source) > _MAX_GRAMMAR:
-            raise InvalidRequest(
-                "grammar", f"may have at most {_MAX_GRAMMAR} characters, got {len(self.source)}"
-            )
+            raise InvalidRequest("grammar", f"{shown(self.kind)} is not a kind of grammar")
+        source = _as_text(self.kind, self.source)
+        if len(source) > _MAX_GRAMMAR:
+            raise InvalidRequest("grammar", f"may have at most {_MAX_GRAMMAR} characters, got {len(source)}")
+        object.__setattr__(self, "source", source)
+
+    @property
+    def text(self) -> str:
+        """``source`` as text."""
+        assert isinstance(self.source, str)
+        return self.source
+
+
+def _as_text(kind: str, source: Any) -> str:
+    """Raises InvalidRequest."""
+    if isinstance(source, str):
+        return source
+    if kind == "json_schema" and not isinstance(source, (Mapping, bool)):
+        source = _schema_of(source)
+    if not isinstance(source, {"json_schema": (Mapping, bool), "choice": (list, tuple)}.get(kind, ())):
+        raise InvalidRequest("grammar", f"is not a {kind.replace('_', ' ')}, got {shown(source)}")
+    try:
+        return json.dumps(source, default=_plain, allow_nan=False)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest("grammar", f"is not JSON: {error}") from None
+
+
+def _schema_of(model: Any) -> Any:
+    """The schema of a class that has one; anything else unchanged."""
+    schema = getattr(model, "model_json_schema", None)
+    if not callable(schema):
+        return model
+    try:
+        return schema()
+    except Exception as error:
+        raise InvalidRequest("grammar", f"model_json_schema raised: {error!r}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Mappings that are no dicts."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar import Matcher
 from aioinfer.text.grammar_spec import Grammar
 
-__all__ = ["JSON_OPTIONS", "GuidanceBackend", "check_depth"]
+__all__ = ["JSON_OPTIONS", "MAX_DEPTH", "GuidanceBackend", "check_depth", "load_library"]
 
-#: maximum nesting of a JSON schema; recursion through ``$ref`` does not count
-_MAX_DEPTH = 64
+#: maximum nesting of a JSON schema, unless the engine's config has another
+MAX_DEPTH = 64
 #: Models write white space between the parts; the bound prevents an output of nothing else.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 
@@ -26,17 +26,26 @@ JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
+def load_library() -> Any:
+    """The module llguidance. Raises InvalidRequest if the extra is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise InvalidRequest("grammar", "needs the extra: pip install 'aioinfer[structured]'") from error
+    return llguidance
+
+
 class GuidanceBackend:
     """llguidance for one tokenizer. Limits on fuel and size bound the duration of every call."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``tokenizer``: the JSON of a Hugging Face tokenizer, or a ``llguidance.TokenizerWrapper``.
-        Raises ConfigError if the extra is not installed."""
-        try:
-            import llguidance
-        except ImportError as error:
-            raise ConfigError("grammars need llguidance: pip install 'aioinfer[structured]'") from error
-        self._library = llguidance
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], *, max_depth: int = MAX_DEPTH
+    ) -> None:
+        """``tokenizer``: the JSON of a Hugging Face tokenizer, or a ``llguidance.TokenizerWrapper``;
+        ``max_depth``: maximum nesting of a JSON schema, recursion through ``$ref`` not counted.
+        Raises InvalidRequest if the extra is not installed."""
+        self._library = llguidance = load_library()
+        self._max_depth = max_depth
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
@@ -79,24 +88,24 @@ class GuidanceBackend:
         text: str
         match grammar.kind:
             case "json_schema":
-                schema = json.loads(grammar.source)
+                schema = json.loads(grammar.text)
                 if not isinstance(schema, (dict, bool)):
                     raise ValueError("must be an object")
-                check_depth(schema)
-                text = library.grammar_from_json_schema(grammar.source, JSON_OPTIONS)
+                check_depth(schema, self._max_depth)
+                text = library.grammar_from_json_schema(grammar.text, JSON_OPTIONS)
             case "json_object":
                 text = library.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
             case "regex":
-                text = library.grammar_from_regex(grammar.source)
+                text = library.grammar_from_regex(grammar.text)
             case "choice":
-                choices = json.loads(grammar.source)
+                choices = json.loads(grammar.text)
                 if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
                     raise ValueError("must be a non-empty list of non-empty texts")
                 text = library.grammar_from_lark("start: " + " | ".join(map(_lark_literal, choices)))
             case "lark":
-                text = library.grammar_from_lark(_lark(grammar.source) + _NO_FORCING)
+                text = library.grammar_from_lark(_lark(grammar.text) + _NO_FORCING)
             case "answer":
-                text = library.grammar_from_lark(grammar.source)
+                text = library.grammar_from_lark(grammar.text)
         return text
 
 
@@ -127,13 +136,19 @@ class _GuidanceMatcher:
         return _GuidanceMatcher(self.native.deep_copy())
 
 
-def check_depth(value: Any, depth: int = 0) -> None:
+def check_depth(schema: Any, most: int = MAX_DEPTH) -> None:
     """Raises ValueError for a schema that is nested too deeply to be compiled."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"is nested more than {_MAX_DEPTH} levels deep")
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for child in children:
-        check_depth(child, depth + 1)
+    level = [schema]
+    for _ in range(most + 1):
+        if not level:
+            return
+        level = [child for value in level for child in _children(value)]
+    if level:
+        raise ValueError(f"is nested more than {most} levels deep")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _lark(source: str) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.errors import ConfigError, InvalidRequest, shown
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from aioinfer.text.length import longest_token
+from aioinfer.text.template import names_read
 
 __all__ = ["HFTokenizer", "Tokenizer"]
 
@@ -42,6 +43,7 @@ class Tokenizer(Protocol):
             included.
         special_tokens: the texts among them that ``skip_special_tokens`` omits.
         longest_token: bytes of a text that one token stands for, at most; None if no bound is known.
+        template_names: variables and keys of messages that the chat template reads; None if not known.
     """
 
     eos_token_ids: frozenset[int]
@@ -50,6 +52,7 @@ class Tokenizer(Protocol):
     added_tokens: Mapping[str, int]
     special_tokens: frozenset[str]
     longest_token: int | None
+    template_names: frozenset[str] | None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt. Raises InvalidRequest."""
@@ -95,6 +98,8 @@ class HFTokenizer:
             self._fast.no_truncation()
             self._fast.no_padding()
         self.has_chat_template = bool(tokenizer.chat_template)
+        templates = tokenizer.chat_template or {}
+        self.template_names = names_read([templates] if isinstance(templates, str) else templates.values())
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.added_tokens: Mapping[str, int] = {token.content: at for at, token in added.items()}
@@ -228,7 +233,7 @@ def _message(field: str, message: Any) -> dict[str, Any]:
     if role is None:
         raise InvalidRequest(f"{field}.role", "is missing")
     if not isinstance(role, str) or not role:
-        raise InvalidRequest(f"{field}.role", f"must be non-empty text, got {role!r}")
+        raise InvalidRequest(f"{field}.role", f"must be non-empty text, got {shown(role)}")
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         content = "".join(_part(f"{field}.content[{number}]", part) for number, part in enumerate(content))
@@ -246,7 +251,7 @@ def _message(field: str, message: Any) -> dict[str, Any]:
 def _part(field: str, part: Any) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequest(field, f"only parts of type 'text' are supported, got {str(kind)[:40]!r}")
+        raise InvalidRequest(field, f"only parts of type 'text' are supported, got {shown(kind)}")
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"{field}.text", "must be text")

@@ -30,7 +30,7 @@ from aioinfer.cli.main import _parser, read_settings
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
-from tests.docs import settings
+from tests.docs import fields, settings
 from tests.docs.pages import PAGES, ROOT, Fence, anchors, commands, fences, links, prose, read
 
 SHELL = {"sh", "console"}
@@ -144,7 +144,7 @@ def _python(arguments: list[str], monkeypatch: pytest.MonkeyPatch, config: pytes
         program, *others = rest[rest.index("--") + 1 :]
         CHECKS[program](others, monkeypatch, config)
         return
-    if name in ("asyncio", "tests.docs.settings", "venv"):
+    if name in ("asyncio", "tests.docs.fields", "tests.docs.settings", "venv"):
         assert not rest or name == "venv"
         return
     file = ROOT / name.replace(".", "/") / "__main__.py" if module else ROOT / name
@@ -455,6 +455,11 @@ def test_the_readme_is_short() -> None:
 def test_the_tables_of_settings_are_those_of_the_code() -> None:
     page = settings.PAGE.read_text("utf-8")
     assert page == settings.rewritten(page), "run: python -m tests.docs.settings"
+
+
+def test_the_tables_of_fields_are_those_of_the_code() -> None:
+    page = fields.PAGE.read_text("utf-8")
+    assert page == fields.rewritten(page), "run: python -m tests.docs.fields"
 
 
 def test_the_stable_interface_lists_every_public_name() -> None:

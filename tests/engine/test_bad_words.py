@@ -72,7 +72,7 @@ async def test_where_nothing_is_left_only_that_request_fails() -> None:
         every = [[token] for token in range(864) if "x" in tokenizer.decode([token])][:256]
         with pytest.raises(errors.InvalidRequest):
             await engine.generate(PROMPT, SamplingParams(grammar=grammar, bad_words=every))
-        with pytest.raises(errors.StepFailed):
+        with pytest.raises(errors.InvalidRequest, match="allowed_token_ids"):
             await engine.generate(
                 PROMPT,
                 SamplingParams(allowed_token_ids=[1, 2], ignore_eos=True, max_tokens=9, bad_words=everything),

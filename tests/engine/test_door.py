@@ -7,6 +7,7 @@ import asyncio
 import copy
 import pickle
 import random
+import re
 import sys
 import threading
 from collections import UserDict
@@ -266,7 +267,7 @@ async def test_arrays_of_ids_are_prompts(make_engine: MakeEngine, prompt: Any) -
         ["a", "b"],
         [{"role": "user", "content": object()}],
     ],
-    ids=repr,
+    ids=lambda prompt: re.sub(r" at 0x\w+", "", repr(prompt)),
 )
 async def test_what_is_no_prompt_is_refused_by_name(make_engine: MakeEngine, prompt: Any) -> None:
     async with make_engine() as engine:

@@ -221,8 +221,8 @@ async def test_random_slips_are_one_clean_error_or_another_grammar(make_engine: 
                 result = await engine.generate(
                     [1, 2], SamplingParams(seed=number, max_tokens=10, grammar=grammar)
                 )
-            except (errors.InvalidRequest, errors.StepFailed) as error:
-                assert "grammar" in str(error) or isinstance(error, errors.StepFailed), grammar
+            except (errors.InvalidRequest, errors.ConstraintFailed) as error:
+                assert "grammar" in str(error), grammar
                 refused += 1
             else:
                 assert engine._core._compiler is not None
@@ -241,7 +241,7 @@ async def test_a_grammar_that_reaches_a_limit_fails_its_request_and_spoils_no_la
     grammar = Grammar("regex", "(" * 70 + "a{3}(b|[^c])*" + "){1,9}" * 70)
     async with make_engine() as engine:
         for _ in range(3):
-            with pytest.raises(errors.StepFailed, match=r"grammar failed: .* too many"):
+            with pytest.raises(errors.ConstraintFailed, match=r"grammar: .* too many"):
                 await engine.generate([1, 2], SamplingParams(seed=1, max_tokens=60, grammar=grammar))
         await settle(engine)
 
@@ -264,7 +264,7 @@ async def test_a_grammar_that_runs_into_a_wall_fails_its_own_request(make_engine
     async with make_engine() as engine:
         bound = SamplingParams(max_tokens=20, grammar=Grammar("regex", "bcdX"))
         other = engine.generate([4, 5], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-        with pytest.raises((errors.StepFailed, errors.InvalidRequest), match="grammar"):
+        with pytest.raises((errors.ConstraintFailed, errors.InvalidRequest), match="grammar"):
             await engine.generate([1, 2], bound)
         assert len((await other).token_ids) == 20
         await settle(engine)
@@ -278,7 +278,11 @@ async def test_what_cannot_be_combined_is_refused(make_engine: MakeEngine) -> No
     with pytest.raises(errors.InvalidRequest, match="grammar"):
         Grammar("xml", "")  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidRequest, match="grammar"):
-        Grammar("regex", "a" * 70_000)
+        Grammar("regex", "a" * 1_100_000)
+    async with make_engine(max_grammar_bytes=4) as engine:
+        assert await engine.generate([1, 2], SamplingParams(max_tokens=3, grammar=Grammar("regex", "a+b+")))
+        with pytest.raises(errors.InvalidRequest, match="max_grammar_bytes"):
+            await engine.generate([1, 2], SamplingParams(grammar=Grammar("regex", "a+b+c")))
     async with make_engine(tokenizer=None) as engine:
         with pytest.raises(errors.InvalidRequest, match="tokenizer"):
             await engine.generate([1, 2], SamplingParams(grammar=Grammar("regex", "a")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.params import SamplingParams
+from aioinfer.params import Grammar, SamplingParams
 from tests.engine.asking import greedy_ids
 
 PROMPT = list(range(100, 120))
@@ -51,3 +52,90 @@ async def test_ids_beyond_the_vocabulary_are_refused() -> None:
         for params in (SamplingParams(logit_bias={864: 1.0}), SamplingParams(allowed_token_ids=[864])):
             with pytest.raises(errors.InvalidRequest):
                 engine.generate(PROMPT, params)
+
+
+CAT = Grammar("choice", ["cat"])
+#: constraints that allow no first token -> the field that the refusal names
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": CAT, "bad_words": ["cat", "c", "ca"]}, "grammar"),
+    ({"grammar": CAT, "allowed_token_ids": [500]}, "grammar"),
+    ({"bad_words": [[500]], "allowed_token_ids": [500]}, "bad_words"),
+    ({"bad_words": [[500]], "allowed_token_ids": [500, 1], "min_tokens": 2}, "bad_words"),
+    ({"allowed_token_ids": [1], "min_tokens": 1}, "allowed_token_ids"),
+    ({"allowed_token_ids": [500], "stop_token_ids": [500], "min_tokens": 1}, "allowed_token_ids"),
+    ({"stop_token_ids": list(range(864)), "min_tokens": 1}, "min_tokens"),
+]
+
+
+@pytest.mark.parametrize(("wishes", "field"), IMPOSSIBLE)
+async def test_constraints_that_allow_no_first_token_are_refused_by_name(
+    wishes: dict[str, Any], field: str
+) -> None:
+    async with Engine(EngineConfig(threads=1)) as engine:
+        (end,) = engine.info.eos_token_ids
+        wishes = {
+            name: [end if token == 1 else token for token in value] if name == "allowed_token_ids" else value
+            for name, value in wishes.items()
+        }
+        with pytest.raises(errors.InvalidRequest) as caught:
+            await engine.generate(PROMPT, SamplingParams(**wishes, max_tokens=4))
+        assert caught.value.field == field
+        for name in wishes.keys() - {field}:
+            assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_a_dead_end_within_an_output_fails_its_request_alone(window: Any) -> None:
+    async with Engine(EngineConfig(overlap_steps=window, threads=1, dtype="float32")) as engine:
+        ids = partial(greedy_ids, engine, PROMPT, max_tokens=8)
+        plain = await ids()
+        beside = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        # After 7, 7 the words exclude all that is allowed.
+        stuck = SamplingParams(allowed_token_ids=[7, 500], bad_words=[[500], [7, 7, 7]], max_tokens=8)
+        with pytest.raises(errors.ConstraintFailed) as caught:
+            await engine.generate(PROMPT, stuck)
+        assert caught.value.fields == ("bad_words", "allowed_token_ids")
+        assert "after 2 tokens" in str(caught.value)
+        stream = engine.generate(PROMPT, stuck)
+        with pytest.raises(errors.ConstraintFailed):
+            async for _ in stream:
+                pass
+        # A complete choice must end, and the end is not allowed.
+        pieces = engine.tokenizer.encode_part("cat") if engine.tokenizer else []
+        unending = SamplingParams(grammar=CAT, allowed_token_ids=pieces, max_tokens=8)
+        with pytest.raises(errors.ConstraintFailed) as caught:
+            await engine.generate(PROMPT, unending)
+        assert caught.value.fields == ("grammar", "allowed_token_ids")
+        assert (await beside).token_ids == plain
+        assert await ids() == plain
+
+
+@pytest.mark.parametrize("fast_forward", [True, False])
+async def test_forced_tokens_obey_the_allowed_ones(fast_forward: bool) -> None:
+    async with Engine(EngineConfig(threads=1, fast_forward=fast_forward)) as engine:
+        word = "extraordinarily long and without any choice"
+        params = SamplingParams(temperature=0, max_tokens=60, grammar=Grammar("choice", [word]))
+        free = await engine.generate(PROMPT, params)
+        assert free.text == word
+        allowed = sorted(set(free.token_ids))
+        bound = await engine.generate(PROMPT, replace(params, allowed_token_ids=allowed))
+        assert bound.token_ids == free.token_ids
+        for missing in free.token_ids[5:-1]:
+            try:
+                left = [token for token in allowed if token != missing]
+                other = await engine.generate(PROMPT, replace(params, allowed_token_ids=left))
+            except (errors.ConstraintFailed, errors.InvalidRequest) as error:
+                assert "grammar" in str(error)
+                assert "allowed_token_ids" in str(error)
+            else:
+                assert missing not in other.token_ids
+                assert other.text == word
+
+
+async def test_the_least_repetition_penalty_keeps_logits_finite() -> None:
+    async with Engine(EngineConfig(threads=1)) as engine:
+        for penalty in (0.01, 100.0):
+            result = await engine.generate(PROMPT, SamplingParams(repetition_penalty=penalty, max_tokens=8))
+            assert len(result.token_ids) <= 8
+    with pytest.raises(errors.InvalidRequest, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=1e-300)

@@ -98,7 +98,12 @@ async def test_a_client_that_disconnects_while_calls_are_parsed(
     if held_back:
         # Line breaks may belong to a call that follows, so none is sent.
         tokenizer._pieces = ["\n"] * tokenizer.vocab_size
-    body = {**ENDLESS, "messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    body = {
+        **ENDLESS,
+        "prompt": None,
+        "messages": CHAT,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
     server = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     async with (
         serving(fault=gate, server=server, tokenizer=tokenizer, overlap_steps=0) as served,

@@ -109,9 +109,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("allowed_token_ids", [5], "allowed_token_ids"),
     ("bad_words", ["a"], "bad_words"),
     ("min_tokens", 2, "min_tokens"),
-    ("response_format", {"type": "json_object"}, "grammar"),
-    ("guided_regex", "(", "grammar"),
-    ("top_logprobs", 2, "logprobs"),
+    ("response_format", {"type": "json_object"}, "response_format"),
+    ("guided_regex", "(", "guided_regex"),
+    ("top_logprobs", 2, "top_logprobs"),
 ]
 
 

@@ -201,7 +201,7 @@ async def test_a_stop_pattern_ends_a_streamed_answer(serving: Serving) -> None:
         ({"stop": ["a"] * 99}, "stop"),
         ({"n": 1000}, "n"),
         ({"messages": []}, "messages"),
-        ({"logprobs": True, "top_logprobs": 50}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"logit_bias": {"5": 300}}, "logit_bias"),
         ({"extra_body": {"bad_words": [""]}}, "bad_words"),
@@ -209,7 +209,7 @@ async def test_a_stop_pattern_ends_a_streamed_answer(serving: Serving) -> None:
         ({"extra_body": {"stop_regex": {"a": 1}}}, "stop_regex"),
         ({"extra_body": {"guided_json": 7}}, "guided_json"),
         ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     ],
 )
 async def test_a_bad_argument_is_a_400_that_names_it(
@@ -330,7 +330,7 @@ async def test_response_formats_constrain_the_answer(serving: Serving) -> None:
         ):
             with pytest.raises(openai.BadRequestError, match="response_format"):
                 await text(response_format=bad)
-        with pytest.raises(openai.BadRequestError, match="grammar"):
+        with pytest.raises(openai.BadRequestError, match="guided_regex"):
             await text(extra_body={"guided_regex": "("})
         with pytest.raises(openai.BadRequestError, match="combined"):
             await text(

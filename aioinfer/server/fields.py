@@ -1,0 +1,355 @@
+"""Fields: every field of a request body, and what the server does with it.
+
+There is one table per object of the protocol. A field is *honoured*; or *harmless*, which is accepted
+because it cannot change the answer; or *unsupported*, which is refused unless its value changes nothing. A
+field in no table is refused. Null is the same as an absent field, everywhere. ``docs/fields.md`` is generated
+from these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aioinfer import plugins
+from aioinfer.errors import InvalidRequest
+
+__all__ = ["CHAT", "COMPLETION", "NESTED", "Harmless", "Honoured", "Table", "Unsupported", "check"]
+
+#: characters of an unknown field in an error
+_MAX_NAME = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Honoured:
+    """What the field does; ``param`` is its name in SamplingParams, if it has one."""
+
+    meaning: str
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Harmless:
+    """Why the field cannot change the answer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """The values that change nothing, and what to use instead of others."""
+
+    neutral: tuple[Any, ...] = ()
+    instead: str = ""
+
+
+Table = Mapping[str, Honoured | Harmless | Unsupported]
+
+_OFF = Unsupported((False,))
+_NO = Unsupported()
+_ZERO = Unsupported((0,))
+_ONE = Unsupported((1,))
+_BOOKKEEPING = Harmless("the client's bookkeeping")
+_TEMPLATE = Unsupported((), "use chat_template_kwargs, if the model's template has such a variable")
+
+_SAMPLING: Table = {
+    **{
+        name: Honoured("as in `SamplingParams`", name)
+        for name in (
+            *(
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                *plugins.names(plugins.FILTERS),
+                "seed",
+                "max_tokens",
+            ),
+            *("min_tokens", "stop", "stop_regex", "stop_token_ids", "ignore_eos", "repetition_penalty"),
+            *("presence_penalty", "frequency_penalty", "skip_special_tokens", "logit_bias"),
+            *("allowed_token_ids", "bad_words"),
+        )
+    },
+    "max_completion_tokens": Honoured("OpenAI's newer name of `max_tokens`", "max_tokens"),
+    "include_stop_str_in_output": Honoured("`include_stop` of `SamplingParams`", "include_stop"),
+}
+
+_GRAMMARS: Table = {
+    "response_format": Honoured("JSON, or an instance of a JSON schema"),
+    "structured_outputs": Honoured("vLLM's object of one constraint"),
+    "guided_json": Honoured("an instance of this JSON schema"),
+    "guided_json_object": Honoured("any JSON object"),
+    "guided_regex": Honoured("a match of this regular expression"),
+    "guided_choice": Honoured("one of these texts"),
+    "guided_grammar": Honoured("a text of this grammar, in Lark or GBNF"),
+    "json_schema": Honoured("SGLang's name of `guided_json`"),
+    "regex": Honoured("SGLang's name of `guided_regex`"),
+    "ebnf": Honoured("SGLang's name of `guided_grammar`"),
+    "grammar": Honoured("llama.cpp's name of `guided_grammar`"),
+    "guided_decoding_backend": Harmless("which library enforces a grammar"),
+    "guided_whitespace_pattern": _NO,
+}
+
+_COMMON: Table = {
+    **_SAMPLING,
+    **_GRAMMARS,
+    "model": Honoured("the served model's name; a request without it gets the served model"),
+    "n": Honoured("choices per prompt"),
+    "stream": Honoured("server-sent events"),
+    "stream_options": Honoured("what a stream includes"),
+    "diffusion": Honoured("how a diffusion model denoises"),
+    "priority": Honoured("see scheduling"),
+    "cache_salt": Honoured("see scheduling"),
+    "routing_key": Honoured("see scheduling"),
+    "prompt_cache_key": Honoured("`routing_key`, unless that is given"),
+    "request_id": Honoured(
+        "the second half of the answer's `id`; 1 to 128 letters, digits, `.`, `_`, `:`, `-`"
+    ),
+    # accepted
+    "user": _BOOKKEEPING,
+    "safety_identifier": _BOOKKEEPING,
+    "metadata": _BOOKKEEPING,
+    "prompt_cache_retention": Harmless("how long a prefix stays cached"),
+    "prediction": Harmless("a guess at the answer, for speed"),
+    "keep_alive": Harmless("how long a model stays loaded"),
+    # OpenAI's
+    "store": Unsupported((False,), "nothing is stored"),
+    "service_tier": Unsupported(("auto", "default")),
+    "functions": Unsupported(([],), "use tools"),
+    "function_call": Unsupported(("none", "auto"), "use tool_choice"),
+    "web_search_options": _NO,
+    "verbosity": Unsupported(("medium",)),
+    "modalities": Unsupported((["text"],)),
+    "audio": _NO,
+    # vLLM's and SGLang's
+    "use_beam_search": _OFF,
+    "length_penalty": _ONE,
+    "early_stopping": _OFF,
+    "truncate_prompt_tokens": _NO,
+    "spaces_between_special_tokens": Unsupported((True,)),
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "return_hidden_states": _OFF,
+    "prompt_embeds": _NO,
+    "input_embeds": _NO,
+    "kv_transfer_params": Unsupported(({},)),
+    "vllm_xargs": Unsupported(({},)),
+    "logits_processors": Unsupported(([],)),
+    "custom_logit_processor": _NO,
+    "lora_path": _NO,
+    "session_params": Unsupported(({},)),
+    "min_new_tokens": Unsupported((0,), "use min_tokens"),
+    "max_new_tokens": Unsupported((), "use max_tokens"),
+    "no_stop_trim": Unsupported((False,), "use include_stop_str_in_output"),
+    "thinking_token_budget": _NO,
+    "waiting_timeout": _NO,
+    "running_timeout": _NO,
+    "max_lag": _NO,
+    # sampling of other engines
+    "typical_p": _ONE,
+    "tfs_z": _ONE,
+    "top_a": _ZERO,
+    "epsilon_cutoff": _ZERO,
+    "eta_cutoff": _ZERO,
+    "no_repeat_ngram_size": _ZERO,
+    "encoder_repetition_penalty": _ONE,
+    "repeat_penalty": Unsupported((1,), "use repetition_penalty"),
+    "repeat_last_n": Harmless("has an effect with `repeat_penalty` only"),
+    "penalize_nl": _OFF,
+    "mirostat": _ZERO,
+    "mirostat_mode": _ZERO,
+    "mirostat_tau": Harmless("has an effect with `mirostat` only"),
+    "mirostat_eta": Harmless("has an effect with `mirostat` only"),
+    "dry_multiplier": _ZERO,
+    "dry_base": Harmless("has an effect with `dry_multiplier` only"),
+    "dry_allowed_length": Harmless("has an effect with `dry_multiplier` only"),
+    "dry_penalty_last_n": Harmless("has an effect with `dry_multiplier` only"),
+    "dry_sequence_breakers": Harmless("has an effect with `dry_multiplier` only"),
+    "xtc_probability": _ZERO,
+    "xtc_threshold": Harmless("has an effect with `xtc_probability` only"),
+    "dynatemp_range": _ZERO,
+    "dynatemp_exponent": Harmless("has an effect with `dynatemp_range` only"),
+    "smoothing_factor": _ZERO,
+    "samplers": _NO,
+    "do_sample": Unsupported((True,), "use temperature 0"),
+    "min_length": Unsupported((0,), "use min_tokens"),
+    "max_length": Unsupported((), "use max_tokens"),
+    "n_predict": Unsupported((-1,), "use max_tokens"),
+    "n_keep": _ZERO,
+    "n_probs": Unsupported((0,), "use logprobs"),
+    "id_slot": Unsupported((-1,)),
+    "cache_prompt": Unsupported((True,)),
+    "random_seed": Unsupported((), "use seed"),
+    "safe_prompt": _OFF,
+    "watermark": _OFF,
+    "details": _OFF,
+    "return_full_text": Unsupported((False,), "use echo"),
+    "options": Unsupported(({},)),
+    "format": Unsupported((), "use response_format"),
+}
+
+#: of ``/v1/chat/completions``
+CHAT: Table = {
+    **_COMMON,
+    "messages": Honoured("the conversation"),
+    "logprobs": Honoured("whether logprobs of the tokens are reported"),
+    "top_logprobs": Honoured("with so many likely alternatives"),
+    "tools": Honoured("functions that the model may call"),
+    "tool_choice": Honoured("`none`, `auto`, `required`, or one function"),
+    "parallel_tool_calls": Honoured("false: one call at most"),
+    "chat_template_kwargs": Honoured("variables of the chat template; one that it does not read is refused"),
+    "add_generation_prompt": Honoured("false: the prompt ends with the last message"),
+    "continue_final_message": Honoured("the answer continues the last message"),
+    "documents": Honoured("goes to the chat template; refused if that does not read it"),
+    "reasoning_effort": Honoured("goes to the chat template; refused if that does not read it"),
+    "prompt": Unsupported((), "is for /v1/completions"),
+    "suffix": Unsupported(("",)),
+    "best_of": _ONE,
+    "echo": _OFF,
+    "prompt_logprobs": _NO,
+    "add_special_tokens": _OFF,
+    "chat_template": _NO,
+    "mm_processor_kwargs": Unsupported(({},)),
+    "include_reasoning": Unsupported((True,)),
+    "separate_reasoning": Unsupported((True,)),
+    "stream_reasoning": Unsupported((True,)),
+    "reasoning": _TEMPLATE,
+    "thinking": Unsupported(({"type": "disabled"},), _TEMPLATE.instead),
+    "enable_thinking": _TEMPLATE,
+    "think": _TEMPLATE,
+}
+
+#: of ``/v1/completions``
+COMPLETION: Table = {
+    **_COMMON,
+    "prompt": Honoured("text, token ids, or a list of either"),
+    "logprobs": Honoured("logprobs of the tokens with so many likely alternatives"),
+    "echo": Honoured("the answer begins with the prompt"),
+    "best_of": Honoured("must equal `n`"),
+    "messages": Unsupported((), "is for /v1/chat/completions"),
+    "tools": Unsupported(([],), "is for /v1/chat/completions"),
+    "tool_choice": Unsupported(("none", "auto"), "is for /v1/chat/completions"),
+    "parallel_tool_calls": Unsupported((True, False)),
+    "chat_template_kwargs": Unsupported(({},), "is for /v1/chat/completions"),
+    "reasoning_effort": Unsupported((), "is for /v1/chat/completions"),
+    "top_logprobs": Unsupported((), "use logprobs"),
+    "prompt_logprobs": Unsupported((), "use echo with logprobs"),
+    "add_special_tokens": Unsupported((True,), "give token ids"),
+    "suffix": Unsupported(("",)),
+}
+
+_FUNCTION_CHOICE: Table = {"name": Honoured("the function to call")}
+
+#: objects within a body, by their path
+NESTED: Mapping[str, Table] = {
+    "stream_options": {
+        "include_usage": Honoured("token counts as the last event"),
+        "continuous_usage_stats": Honoured("every event has the token counts of its choice so far"),
+        "include_obfuscation": Harmless("padding of events"),
+    },
+    "response_format": {
+        "type": Honoured("`text`, `json_object` or `json_schema`"),
+        "json_schema": Honoured("of type `json_schema`"),
+        "schema": Honoured("of type `json_object`: its JSON schema"),
+    },
+    "response_format.json_schema": {
+        "schema": Honoured("the JSON schema"),
+        "name": Harmless("a label"),
+        "description": Harmless("a label"),
+        "strict": Harmless("every schema is enforced"),
+    },
+    "structured_outputs": {
+        "json": Honoured("as `guided_json`"),
+        "json_object": Honoured("as `guided_json_object`"),
+        "regex": Honoured("as `guided_regex`"),
+        "choice": Honoured("as `guided_choice`"),
+        "grammar": Honoured("as `guided_grammar`"),
+        "structural_tag": _NO,
+        "whitespace_pattern": _NO,
+        "disable_fallback": Harmless("there is no fallback"),
+        "disable_any_whitespace": _OFF,
+        "disable_additional_properties": _OFF,
+    },
+    "tools[]": {
+        "type": Honoured("`function`"),
+        "function": Honoured("a function"),
+        "cache_control": Harmless("how long a prefix stays cached"),
+    },
+    "tools[].function": {
+        "name": Honoured("1 to 64 letters, digits, `_`, `-`"),
+        "description": Honoured("goes to the chat template"),
+        "parameters": Honoured("the JSON schema of the arguments"),
+        "strict": Honoured("the arguments obey the schema"),
+    },
+    "tool_choice": {"type": Honoured("`function`"), "function": Honoured("the function to call")},
+    "tool_choice.function": _FUNCTION_CHOICE,
+    "messages[]": {
+        "role": Honoured("goes to the chat template"),
+        "content": Honoured("text or a list of parts of text"),
+        "name": Honoured("goes to the chat template"),
+        "tool_calls": Honoured("goes to the chat template"),
+        "tool_call_id": Honoured("goes to the chat template"),
+        "reasoning_content": Honoured("goes to the chat template"),
+        "reasoning": Honoured("goes to the chat template"),
+        "id": _BOOKKEEPING,
+        "parsed": Harmless("the client's reading of `content`"),
+        "cache_control": Harmless("how long a prefix stays cached"),
+        "provider_specific_fields": _BOOKKEEPING,
+        "type": Unsupported(("text", "message")),
+        "refusal": _NO,
+        "annotations": Unsupported(([],)),
+        "audio": _NO,
+        "images": Unsupported(([],)),
+        "function_call": Unsupported((), "use tool_calls"),
+        "prefix": Unsupported((False,), "use continue_final_message"),
+        "partial": Unsupported((False,), "use continue_final_message"),
+        "thinking_blocks": Unsupported(([],)),
+        "reasoning_details": Unsupported(([],)),
+    },
+    "messages[].content[]": {
+        "type": Honoured("`text`"),
+        "text": Honoured("text"),
+        "id": _BOOKKEEPING,
+        "index": _BOOKKEEPING,
+        "cache_control": Harmless("how long a prefix stays cached"),
+        "annotations": Unsupported(([],)),
+    },
+    "messages[].tool_calls[]": {
+        "id": Honoured("goes to the chat template"),
+        "type": Honoured("`function`"),
+        "function": Honoured("the call"),
+        "index": _BOOKKEEPING,
+        "provider_specific_fields": _BOOKKEEPING,
+    },
+    "messages[].tool_calls[].function": {
+        "name": Honoured("goes to the chat template"),
+        "arguments": Honoured("goes to the chat template"),
+        "parsed_arguments": Harmless("the client's reading of `arguments`"),
+    },
+}
+
+
+def check(given: Mapping[str, Any], table: Table, path: str = "", also: frozenset[str] = frozenset()) -> None:
+    """Raise InvalidRequest for a field that is not honoured and could change the answer.
+
+    ``path`` is where the object ``given`` is in the body; fields in ``also`` are honoured, too.
+    """
+    for name, value in given.items():
+        if value is None or name in also:
+            continue
+        rule = table.get(name)
+        if rule is None:
+            raise InvalidRequest(
+                f"{path}{name[:_MAX_NAME]}", "is not a field that this server knows", code="unknown_parameter"
+            )
+        if isinstance(rule, Unsupported) and not any(_same(value, each) for each in rule.neutral):
+            instead = f": {rule.instead}" if rule.instead else ""
+            raise InvalidRequest(
+                f"{path}{name}", f"is not supported by this server{instead}", code="unsupported_parameter"
+            )
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal as JSON: 1 is 1.0, and is not true."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

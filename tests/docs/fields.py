@@ -1,0 +1,88 @@
+"""The tables of request fields in the documentation, made from the server's tables.
+
+``python -m tests.docs.fields`` writes them into ``docs/fields.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Harmless, Honoured, Table, Unsupported
+from tests.docs.pages import ROOT
+
+__all__ = ["PAGE", "rewritten"]
+
+PAGE = ROOT / "docs" / "fields.md"
+
+
+def _body() -> str:
+    """The tables of both endpoints in one."""
+    both = {**CHAT, **{name: rule for name, rule in COMPLETION.items() if name not in CHAT}}
+    where = {
+        name: "" if CHAT.get(name) == COMPLETION.get(name) else "chat" if name in CHAT else "completions"
+        for name in both
+    }
+    lines = ["", "### Honoured", "", "| field | endpoint | meaning |", "|---|---|---|"]
+    for table, endpoint in ((CHAT, "chat"), (COMPLETION, "completions")):
+        for name, rule in table.items():
+            if not isinstance(rule, Honoured) or (where[name] == "" and table is COMPLETION):
+                continue
+            lines.append(f"| `{name}` | {endpoint if where[name] else 'both'} | {rule.meaning} |")
+    lines += ["", "### Accepted, because they cannot change an answer", "", "| field | why |", "|---|---|"]
+    lines += [f"| `{name}` | {rule.reason} |" for name, rule in both.items() if isinstance(rule, Harmless)]
+    lines += [
+        "",
+        "### Refused, unless they change nothing",
+        "",
+        "| field | endpoint | accepted values | instead |",
+    ]
+    lines += ["|---|---|---|---|"]
+    for table, endpoint in ((CHAT, "chat"), (COMPLETION, "completions")):
+        for name, rule in table.items():
+            if not isinstance(rule, Unsupported) or (where[name] == "" and table is COMPLETION):
+                continue
+            lines.append(
+                f"| `{name}` | {endpoint if where[name] else 'both'} | {_values(rule)} | {rule.instead} |"
+            )
+    return "\n".join([*lines, ""])
+
+
+def _nested() -> str:
+    lines: list[str] = []
+    for path, table in NESTED.items():
+        lines += ["", f"### `{path}`", "", "| field | |", "|---|---|"]
+        lines += _rows(table)
+    return "\n".join([*lines, ""])
+
+
+def _rows(table: Table) -> list[str]:
+    rows: list[str] = []
+    for name, rule in table.items():
+        match rule:
+            case Honoured():
+                said = rule.meaning
+            case Harmless():
+                said = f"accepted: {rule.reason}"
+            case Unsupported():
+                instead = f": {rule.instead}" if rule.instead else ""
+                said = f"refused, except {_values(rule)}{instead}"
+        rows.append(f"| `{name}` | {said} |")
+    return rows
+
+
+def _values(rule: Unsupported) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in (*rule.neutral, None))
+
+
+def rewritten(page: str) -> str:
+    """The page with its tables made anew."""
+    for mark, table in (("body", _body()), ("nested", _nested())):
+        parts = re.split(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", page, flags=re.S)
+        assert len(parts) == 4, f"docs/fields.md needs one place for {mark}"
+        page = "".join((*parts[:2], table, *parts[2:]))
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text("utf-8")), "utf-8")

@@ -1,0 +1,105 @@
+"""Requests that are almost right, in any combination of constraints: an answer or a refusal by name, never a
+fault of the server, and never a field that is ignored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.engine import Engine
+from aioinfer.server import serve
+from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Harmless, Honoured, Table, Unsupported
+from tests.server.near_valid import request
+from tests.tiers import points
+
+_AT_ONCE = 8
+
+
+def ignored(value: Any, table: Table, path: str = "") -> Iterator[str]:
+    """The fields of an accepted object that are neither honoured nor harmless nor at a neutral value."""
+    for name, inner in value.items():
+        rule, where = table.get(name), f"{path}{name}"
+        if inner is None or isinstance(rule, Harmless):
+            continue
+        neutral = rule.neutral if isinstance(rule, Unsupported) else ()
+        if not isinstance(rule, Honoured) and not any(inner == each for each in neutral):
+            yield where
+        for each in inner if isinstance(inner, list) else [inner]:
+            below = f"{where}[]" if isinstance(inner, list) else where
+            if isinstance(each, dict) and below in NESTED:
+                yield from ignored(each, NESTED[below], f"{below}.")
+
+
+#: number of requests, model, parser of reasoning
+QUICK: list[tuple[int, str, str | None]] = [(300, "tiny-chat", None)]
+MANY = [(10_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3"), (1_500, "tiny-diffusion", None)]
+
+
+@pytest.mark.parametrize(
+    ("count", "model", "reasoning"), points(QUICK, MANY, "ten thousand requests take a minute")
+)
+async def test_requests_that_are_almost_right_are_answered_or_refused_by_name(
+    count: int, model: str, reasoning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    seed = int(os.environ.get("AIOINFER_TEST_SEED", random.SystemRandom().randrange(2**32)))
+    sys.stdout.write(f"seed {seed}: AIOINFER_TEST_SEED repeats it\n")
+    rng = random.Random(seed)
+    statuses: Counter[int] = Counter()
+    work = iter([request(rng) for _ in range(count)])
+    caplog.set_level(logging.WARNING)
+    engine = Engine(EngineConfig(model=model, threads=1, num_pages=2048))
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    config = ServerConfig(
+        port=0, served_model_name="tiny-chat", tool_call_parser="hermes", reasoning_parser=reasoning
+    )
+    async with engine, aiohttp.ClientSession() as session:
+        server = asyncio.create_task(serve(engine, config, stop=stop, ready=started.set_result))
+        url = await started
+
+        async def ask() -> None:
+            for path, body in work:
+                async with session.post(f"{url}/v1/{path}", json=body) as response:
+                    text = await response.text()
+                statuses[response.status] += 1
+                check(response.status, text, path, body)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_AT_ONCE):
+                    group.create_task(ask())
+            assert engine.stats().running == 0
+        finally:
+            stop.set()
+            await server
+    sys.stdout.write(f"{dict(statuses)}\n")
+    assert [record.getMessage() for record in caplog.records] == []
+    assert min(statuses[200], statuses[400]) > count // 10
+
+
+def check(status: int, text: str, path: str, body: dict[str, Any]) -> None:
+    told = (status, text[:500], path, json.dumps(body)[:2000])
+    assert status in (200, 400, 404), told
+    if status == 200:
+        assert not [*ignored(body, CHAT if path.startswith("chat") else COMPLETION)], told
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+        failed = [event for event in events if '"error"' in event]
+        assert not failed or failed == events[-1:], told
+        text = events[-1] if failed else ""
+    if text:
+        error = json.loads(text)["error"]
+        # Never a fault of the server, and always a field that the request has or misses.
+        assert error["type"] == "invalid_request_error", told
+        top = error["param"].split(".")[0].split("[")[0]
+        assert top in body or top in ("messages", "prompt", "n", "tools", "tool_choice"), told
