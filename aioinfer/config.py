@@ -253,6 +253,11 @@ class EngineConfig:
     max_queued_tokens: int = _option(
         4_000_000, "limits", "waiting prompt tokens before requests are rejected", _AT_LEAST_ONE
     )
+    max_stop_strings: int = _option(16, "limits", "stop strings of a request, at most 16", _Bounds(0, 16))
+    max_stop_characters: int = _option(
+        16_384, "limits", "characters of a request's stop strings in all", _NOT_NEGATIVE
+    )
+    max_stop_patterns: int = _option(8, "limits", "stop patterns of a request, at most 8", _Bounds(0, 8))
     max_lag: int | None = _option(
         None,
         "limits",
