@@ -12,10 +12,13 @@ from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, Offs
 
 __all__ = ["HFTokenizer", "Tokenizer"]
 
-#: Parameters of ``apply_chat_template`` itself, which callers cannot set.
+#: Parameters of ``apply_chat_template`` itself and of its call of the template, which callers cannot set.
 _RESERVED = frozenset(
     {
+        "self",
+        "messages",
         "conversation",
+        "conversations",
         "chat_template",
         "tokenize",
         "tokenizer_kwargs",
@@ -54,7 +57,7 @@ class Tokenizer(Protocol):
     def encode_part(self, text: str) -> list[int]:
         """Ids of a text within another, without special tokens around it. Raises InvalidRequest."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
         """Ids of a conversation through the chat template, up to the answer. Raises InvalidRequest."""
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -127,7 +130,7 @@ class HFTokenizer:
         _check_text("text", text)
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
         """Ids of a conversation through the model's chat template.
 
         Args:
