@@ -32,6 +32,7 @@ __all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"
 _log = logging.getLogger("aioinfer.server")
 
 _MAX_CHOICES = 128
+_LONGEST_INTEGER = 64
 #: body field -> field of SamplingParams
 _SAMPLING = {
     "temperature": "temperature",
@@ -91,11 +92,13 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server offers: the model's name, its default parameters and the format of its chat answers."""
+    """What a server offers: the model's name, its default parameters and the format of its chat answers; and
+    how many messages a chat may have."""
 
     model: str
     defaults: SamplingParams
     chat: ChatFormat = field(default_factory=ChatFormat)
+    max_messages: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,11 @@ class Call:
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
     body = _object(raw, served)
-    messages = parse_messages(body.get("messages"))
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > served.max_messages:
+        most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
+        raise InvalidRequest("messages", most)
+    messages = parse_messages(messages)
     kwargs = body.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidRequest("chat_template_kwargs", "must be an object")
@@ -184,7 +191,7 @@ def model_not_found(served: str, wanted: Any) -> Refused:
 def _object(raw: bytes, served: Served) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity and unbounded nesting are refused."""
     try:
-        body = json.loads(raw, parse_constant=_no_constant)
+        body = json.loads(raw, parse_constant=_no_constant, parse_int=_integer)
     except RecursionError:
         raise InvalidRequest("body", "is nested too deeply") from None
     except ValueError as error:
@@ -284,6 +291,14 @@ def _flag(body: Mapping[str, Any], name: str) -> bool:
 
 def _is_ids(values: list[Any]) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _integer(digits: str) -> int:
+    """A Python function, so that other threads run between the integers of a long list; numbers of thousands
+    of digits take long, and no field has one."""
+    if len(digits) > _LONGEST_INTEGER:
+        raise ValueError(f"an integer has {len(digits)} digits")
+    return int(digits)
 
 
 def _no_constant(name: str) -> Any:

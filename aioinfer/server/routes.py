@@ -17,11 +17,15 @@ from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import ChatFormat
-from aioinfer.server.diffusion import step_map_field
 from aioinfer.server.failures import Failure, Refused, as_failure
+from aioinfer.server.limits import Limits
+from aioinfer.server.logprobs import Speller
+from aioinfer.server.pace import Pace
+from aioinfer.server.parsing import BodyParser, plain, refuse_large
 from aioinfer.server.protocol import Call, Served, model_not_found, parse_chat, parse_completion
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.sse import WATCH_INTERVAL, ClientGone, EventStream, is_gone
+from aioinfer.server.whole import whole_answer
 from aioinfer.stream import Stream
 
 __all__ = ["Routes"]
@@ -44,6 +48,8 @@ class Routes:
         self._model = config.served_model_name or engine.config.model_path.name
         key = config.api_key
         self._key = None if key is None else hashlib.sha256(f"Bearer {key}".encode()).digest()
+        self._speller = Speller(self._spell)
+        self._parser = BodyParser()
 
     def add_to(self, app: web.Application, prefix: str, health: str | None) -> None:
         router = app.router
@@ -116,9 +122,14 @@ class Routes:
     # -- generation -----------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request, parse: _Parser, shape: Shape) -> web.StreamResponse:
-        raw = await _read(request)
-        chat = ChatFormat.of(self._config, self._engine.tokenizer)
-        call = parse(raw, Served(self._model, self._engine.default_params, chat))
+        engine = self._engine
+        limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
+        refuse_large(request, limits.body)
+        raw = await plain(request, await _read(request), limits.body)
+        chat = ChatFormat.of(self._config, engine.tokenizer)
+        served = Served(self._model, engine.default_params, chat, self._config.max_messages)
+        call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
+        limits.check_answer(call)
         try:
             return await self._answer(request, call, shape)
         except InvalidRequest as refused:
@@ -130,18 +141,18 @@ class Routes:
     async def _answer(self, request: web.Request, call: Call, shape: Shape) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
             # The stack closes every stream, on errors and cancellation too.
-            streams = [
-                await stack.enter_async_context(
-                    self._engine.generate(
-                        prompt, params, chat_template_kwargs=call.chat_template_kwargs, **call.scheduling
-                    )
+            pace, streams = Pace(), []
+            for prompt, params in call.choices():
+                stream = self._engine.generate(
+                    prompt, params, chat_template_kwargs=call.chat_template_kwargs, **call.scheduling
                 )
-                for prompt, params in call.choices()
-            ]
+                streams.append(await stack.enter_async_context(stream))
+                await pace()
             if call.stream:
                 return await self._stream(request, call, shape, streams)
             results = await _unless_gone(request, _gather(streams))
-            return self._whole(call, shape, results, await self._echoes(call))
+            body = await whole_answer(call, shape, results, await self._echoes(call), self._speller)
+            return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
         self, request: web.Request, call: Call, shape: Shape, streams: Sequence[Stream]
@@ -190,10 +201,12 @@ class Routes:
         self, call: Call, shape: Shape, index: int, stream: Stream, events: EventStream
     ) -> Usage:
         last: Chunk | None = None
-        writer = None if call.params.logprobs is None else shape.logprobs(self._spell)
+        writer = None if call.params.logprobs is None else shape.logprobs(self._speller)
         reader = None if call.answer is None else call.answer.reader()
         async for chunk in stream:
-            logprobs = writer.write(chunk.logprobs) if writer is not None and chunk.logprobs else None
+            logprobs = "null"
+            if writer is not None and chunk.logprobs:
+                logprobs = await writer.write(chunk.logprobs, Pace())
             if reader is None:
                 await events.send(shape.delta(call, index, chunk, logprobs))
             else:
@@ -203,28 +216,6 @@ class Routes:
         assert last is not None
         assert last.usage is not None
         return last.usage
-
-    def _whole(
-        self, call: Call, shape: Shape, results: Sequence[Result], echoes: Sequence[str]
-    ) -> web.Response:
-        choices = []
-        for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
-            logprobs = None
-            if result.logprobs is not None:
-                entries = [*(result.prompt_logprobs or []), *result.logprobs]
-                logprobs = shape.logprobs(self._spell).write(entries, result.prompt_token_ids[0])
-            reader = None if call.answer is None else call.answer.reader()
-            choice = shape.choice(index, echo + result.text, result.finish_reason, logprobs, reader)
-            choices.append(choice | step_map_field(result.step_map, call.step_map))
-        body = {
-            "id": call.id,
-            "object": shape.whole_object,
-            "created": call.created,
-            "model": call.model,
-            "choices": choices,
-            "usage": usage_body([result.usage for result in results], call.n),
-        }
-        return web.json_response(body)
 
     def _spell(self, token: int) -> str:
         tokenizer = self._engine.tokenizer
