@@ -254,6 +254,8 @@ class Core:
         After ``seconds`` of searching for stop patterns, the rest is left to :meth:`catch_up`.
         """
         now = self._clock()
+        # If some are behind, catch_up() is due in this turn of the loop anyway.
+        searching = seconds is None or not self.texts.behind
         advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
             _record_logprobs(step, result)
@@ -261,7 +263,7 @@ class Core:
             self.texts.advanced(request, now)
         if not self.texts.behind:
             return advanced
-        updated = dict.fromkeys([*advanced, *self.texts.catch_up(seconds)])
+        updated = dict.fromkeys([*advanced, *(self.texts.catch_up(seconds) if searching else ())])
         return [request for request in updated if not request.text_behind]
 
     def catch_up(self, seconds: float) -> list[Request]:
