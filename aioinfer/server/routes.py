@@ -226,7 +226,8 @@ class Routes:
         if not call.echo:
             return [""] * len(call.choices())
         loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(None, self._echo, prompt) for prompt, _ in call.choices()]
+        texts = [await loop.run_in_executor(None, self._echo, prompt) for prompt in call.prompts]
+        return [text for text in texts for _ in range(call.n)]
 
     def _echo(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):

@@ -27,6 +27,7 @@ from aioinfer.server.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.protocol import Served as Offer
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape
 from aioinfer.server.whole import whole_answer
+from aioinfer.testing import ToyTokenizer
 from tests.server.conftest import Serving
 
 OFFER = Offer("toy", SamplingParams(), ChatFormat())
@@ -265,6 +266,23 @@ async def test_a_whole_answer_is_written_in_slices_and_decodes_each_token_once(
         assert logprobs["tokens"][49] == "t49é"
         assert logprobs["text_offset"][:3] == [0, 3, 6]
         assert logprobs["top_logprobs"][49]["t3é"] == -3.0
+
+
+async def test_an_echoed_prompt_is_decoded_once_for_all_choices(serving: Serving) -> None:
+    decoded = []
+
+    class Recorded(ToyTokenizer):
+        def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
+            decoded.append(list(ids))
+            return super().decode(ids)
+
+    async with serving(tokenizer=Recorded()) as served:
+        body = {"prompt": [[1, 2, 3], [4, 5]], "n": 5, "echo": True, "max_tokens": 1, "temperature": 0}
+        status, answer = await post(f"{served.url}/v1/completions", json.dumps(body).encode())
+    assert status == 200
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert [text.startswith(ToyTokenizer().decode([1, 2, 3])) for text in texts] == [True] * 5 + [False] * 5
+    assert decoded == [[1, 2, 3], [4, 5]]
 
 
 async def test_logprobs_are_json_whatever_their_values() -> None:
