@@ -262,6 +262,11 @@ class EngineConfig:
     max_queued_tokens: int = _option(
         4_000_000, "limits", "waiting prompt tokens before requests are rejected", _AT_LEAST_ONE
     )
+    max_stop_strings: int = _option(16, "limits", "stop strings of a request, at most 16", _Bounds(0, 16))
+    max_stop_characters: int = _option(
+        16_384, "limits", "characters of a request's stop strings in all", _NOT_NEGATIVE
+    )
+    max_stop_patterns: int = _option(8, "limits", "stop patterns of a request, at most 8", _Bounds(0, 8))
     max_lag: int | None = _option(
         None,
         "limits",
@@ -332,7 +337,26 @@ class ServerConfig:
         None, "chat", "format of reasoning to split off: qwen3 or deepseek-r1"
     )
 
-    max_body_mib: float = _option(16.0, "connections", "largest request body in MiB", _POSITIVE)
+    max_body_mib: float | None = _option(
+        None,
+        "connections",
+        "largest request body in MiB; default: 1, and 64 bytes per token of the context, at most 16",
+        _POSITIVE,
+    )
+    #: The parser of JSON holds up all else while it runs, about 0.1 us per value.
+    max_body_values: int | None = _option(
+        None,
+        "connections",
+        "JSON values and keys of a request body; default: 262144, or twice the context",
+        _AT_LEAST_ONE,
+    )
+    max_messages: int = _option(4096, "connections", "messages of a chat", _AT_LEAST_ONE)
+    max_answer_logprobs: int | None = _option(
+        None,
+        "connections",
+        "logprobs in an answer, alternatives included; default: 262144, or those of one choice",
+        _AT_LEAST_ONE,
+    )
     ping_interval: float = _option(
         5.0, "connections", "seconds of silence before an SSE comment is sent", _POSITIVE
     )

@@ -146,7 +146,7 @@ class LLM:
         """A snapshot; O(1)."""
         return EngineStats.of(
             self._core.scheduler,
-            output_tokens=self._core.output_tokens,
+            output_tokens=self._core.texts.output_tokens,
             state="closed" if self._device is None else "running",
             paused=False,
             arriving=0,

@@ -90,13 +90,13 @@ class StreamCell:
     def lags(self) -> bool:
         """More tokens are unread than ``max_lag``, and the consumer is not waiting. (A waiting consumer has
         read all that there is; unread tokens are then held back for a stop string.)"""
-        unread = len(self.request.output_ids) - self.taken_ids
+        unread = len(self.request.token_times) - self.taken_ids
         return self.max_lag is not None and self.waiter is None and unread > self.max_lag
 
     def ready(self) -> bool:
         """What the waiting consumer wants is there, or the end is."""
         request = self.request
-        if self.closed or request.finished:
+        if self.closed or request.ended:
             return True
         if self.wants is Want.ACCEPTANCE:
             return request.state is not RequestState.PREPARING
@@ -105,7 +105,7 @@ class StreamCell:
         if request.text.enabled:
             more = len(request.text.pieces) > self.taken_pieces
         else:
-            more = len(request.output_ids) > self.taken_ids
+            more = len(request.token_times) > self.taken_ids
         return more or request.draft_version > self.taken_draft
 
     def notify(self) -> None:
@@ -122,28 +122,29 @@ class StreamCell:
     def take(self) -> Chunk | None:
         """Everything not taken yet, with the newest draft; None if there is nothing to deliver."""
         request = self.request
-        ids, finished = request.output_ids, request.finished
+        # Newer tokens have no text yet, and may lie behind a stop.
+        count, finished = len(request.token_times), request.ended
         # None if the block of the newest draft is gone.
-        draft = request.draft()
+        draft = None if request.text_behind else request.draft()
         redrafted = draft is not None and request.draft_version > self.taken_draft
-        if len(ids) == self.taken_ids and not (finished or redrafted):
+        if count == self.taken_ids and not (finished or redrafted):
             return None
         pieces = request.text.pieces
         text = "".join(pieces[self.taken_pieces :])
-        token_ids = ids[self.taken_ids :]
+        token_ids = request.output_ids[self.taken_ids : count]
         ended = finished and request.error is None
         if not (ended or text or redrafted or (token_ids and (finished or not request.text.enabled))):
             return None
         chunk = Chunk(text, token_ids, draft=draft)
         if request.params.logprobs is not None:
-            chunk.logprobs = request.logprobs[self.taken_ids :]
+            chunk.logprobs = request.logprobs[self.taken_ids : count]
         step_map = request.cursor.step_map
         if step_map is not None:
-            chunk.step_map = step_map[self.taken_ids :]
+            chunk.step_map = step_map[self.taken_ids : count]
         if ended:
             chunk.finish_reason, chunk.stop_reason = request.finish_reason, request.stop_reason
             chunk.usage = request.usage
-        self.taken_pieces, self.taken_ids = len(pieces), len(ids)
+        self.taken_pieces, self.taken_ids = len(pieces), count
         self.taken_draft = request.draft_version
         return chunk
 
@@ -178,7 +179,7 @@ class Stream(Coroutine[Any, Any, Result]):
     @property
     def done(self) -> bool:
         """The request has ended, with or without an error; nothing more is computed for it."""
-        return self._cell.request.finished or self._cell.closed
+        return self._cell.request.ended or self._cell.closed
 
     @property
     def usage(self) -> Usage:
@@ -214,7 +215,7 @@ class Stream(Coroutine[Any, Any, Result]):
                 if cell.request.parked:
                     self._owner.caught_up(cell.request)
                 return chunk
-            if cell.request.finished:
+            if cell.request.ended:
                 self._ended = True
                 self._raise_error()
                 break

@@ -14,19 +14,13 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import (
-    EngineError,
-    InvalidRequest,
-    OutOfMemory,
-    Rejected,
-    RequestError,
-    StepFailed,
-)
+from aioinfer.errors import InvalidRequest, Rejected
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
+from aioinfer.loop.texts import Texts
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
@@ -56,8 +50,8 @@ class Core:
         "admitted",
         "clock",
         "info",
-        "output_tokens",
         "scheduler",
+        "texts",
         "tokenizer",
     )
 
@@ -70,8 +64,6 @@ class Core:
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
-        #: of all requests since the start
-        self.output_tokens = 0
         #: requests whose first row is in the step that was planned last
         self.admitted: list[Request] = []
         self._generation = generation(info.block_size)
@@ -79,6 +71,7 @@ class Core:
         self.scheduler = self._new_scheduler()
         #: seconds; of request metrics
         self.clock = clock
+        self.texts = self._new_texts()
         self._seeds = random.Random(config.seed)
         self._next_key = 0
         self._compiler: Compiler | None = None
@@ -102,6 +95,11 @@ class Core:
         scheduler.queues.last_step = newest
         scheduler.memory.resolved(newest)
         self.scheduler = scheduler
+        count, self.texts = self.texts.output_tokens, self._new_texts()
+        self.texts.output_tokens = count
+
+    def _new_texts(self) -> Texts:
+        return Texts(self.scheduler.queues, self.clock)
 
     # -- a request arrives ----------------------------------------------------------------------
 
@@ -232,6 +230,18 @@ class Core:
         request.state = RequestState.WAITING
         self.scheduler.submit(request)
 
+    def _check_stops(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest for more stops than the config allows."""
+        config, length = self._config, sum(map(len, params.stop))
+        for field, given, setting in (
+            ("stop", len(params.stop), "max_stop_strings"),
+            ("stop", length, "max_stop_characters"),
+            ("stop_regex", len(params.stop_regex), "max_stop_patterns"),
+        ):
+            most: int = getattr(config, setting)
+            if given > most:
+                raise InvalidRequest(field, f"{given} exceeds the limit of {most} ({setting})")
+
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         stop_ids = frozenset(params.stop_token_ids)
         # Only an end token can follow a complete grammar.
@@ -242,6 +252,7 @@ class Core:
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
         token, as far as that needs no mask."""
+        self._check_stops(params)
         vocab_size = self.info.vocab_size
         check_range("stop_token_ids", params.stop_token_ids, vocab_size)
         check_range("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
@@ -297,28 +308,27 @@ class Core:
                 request.admitted_at = now
         return step
 
-    def resolve(self, step: Step, result: StepResult) -> list[Request]:
-        """Commit a step: tokens, text, stops. Returns the updated requests, finished ones included."""
+    def resolve(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Request]:
+        """Commit a step: tokens, text, stops. Returns the updated requests, finished ones included.
+
+        After ``seconds`` of searching for stop patterns, the rest is left to :meth:`catch_up`.
+        """
         now = self.clock()
+        # If some are behind, catch_up() is due in this turn of the loop anyway.
+        searching = seconds is None or not self.texts.behind
         advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
             _record_logprobs(step, result)
         for request in advanced:
-            before = len(request.token_times)
-            if request.error is None:
-                try:
-                    self._append_text(request, now)
-                except Exception as error:
-                    # A detokenizer that raises on this output must not stop the other requests.
-                    self.scheduler.finish(request, "abort", error)
-                    request.finish_reason, request.error = "abort", error
-                    request.trim(len(request.token_times))
-            self.output_tokens += len(request.token_times) - before
-            if request.error is not None and not isinstance(request.error, RequestError):
-                request.error = _step_failed(request.error)
-            if request.finished:
-                self._close_text(request, now)
-        return advanced
+            self.texts.advanced(request, now)
+        if not self.texts.behind:
+            return advanced
+        updated = dict.fromkeys([*advanced, *(self.texts.catch_up(seconds) if searching else ())])
+        return [request for request in updated if not request.text_behind]
+
+    def catch_up(self, seconds: float) -> list[Request]:
+        """Search for stop patterns in the text of steps that are resolved; returns the updated requests."""
+        return self.texts.catch_up(seconds)
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         """Handle a step that raised; returns the requests that it ended: all requests of the step, or, if it
@@ -328,8 +338,7 @@ class Core:
         else:
             failed = self.scheduler.fail(step, error)
         for request in failed:
-            request.error = _step_failed(error)
-            self._close_text(request, self.clock())
+            self.texts.failed(request, error)
         return failed
 
     def abort(self, request: Request, error: BaseException | None = None) -> bool:
@@ -337,35 +346,7 @@ class Core:
         if request.state is RequestState.PREPARING:
             request.refuse(error)
             return True
-        if not self.scheduler.finish(request, "abort", error):
-            return False
-        self._close_text(request, self.clock())
-        return True
-
-    def _append_text(self, request: Request, now: float) -> None:
-        """Detokenize the newest tokens: one, or several if the grammar forced them or a block got done."""
-        ids = request.output_ids
-        for at in range(len(request.token_times), len(ids)):
-            request.token_times.append(now)
-            if at == len(ids) - 1 and request.finish_reason == "stop" and not request.params.include_stop:
-                return
-            stop = request.text.push(ids[at])
-            if stop is not None:
-                # Also where the token that completes the stop string is the last one that was allowed.
-                self.scheduler.finish(request, "stop")
-                request.finish_reason = "stop"
-                request.stop_reason = stop
-                request.trim(at + 1)
-                return
-
-    def _close_text(self, request: Request, now: float) -> None:
-        request.finished_at = now
-        if request.finish_reason != "abort":
-            # Text held back as the possible begin of a stop string is final now; not after an abort.
-            try:
-                request.text.finish()
-            except Exception as error:
-                request.finish_reason, request.error = "abort", _step_failed(error)
+        return self.texts.abort(request, error)
 
 
 def _record_logprobs(step: Step, result: StepResult) -> None:
@@ -391,12 +372,3 @@ def _of_all(params: SamplingParams, refused: InvalidRequest) -> InvalidRequest:
     field, *others = params.constraints
     together = f"together with {', '.join(others)}: " if others else ""
     return InvalidRequest(field, f"{together}{refused.message}", code=refused.code)
-
-
-def _step_failed(cause: BaseException) -> EngineError:
-    """A new exception for each request, since several tasks may raise theirs."""
-    error: EngineError = StepFailed(f"the step of this request failed: {cause}")
-    if isinstance(cause, StepOutOfMemory):
-        error = OutOfMemory(f"two steps in turn that held this request ran out of memory: {cause}")
-    error.__cause__ = cause
-    return error

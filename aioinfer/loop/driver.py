@@ -30,6 +30,9 @@ __all__ = ["Driver", "DriverEvents"]
 
 _log = logging.getLogger("aioinfer")
 
+#: seconds of searching for stop patterns in a turn of the loop; one search may exceed it
+_SEARCHING = 0.002
+
 
 class DriverEvents(Protocol):
     """What a driver reports to its engine, on the loop's thread."""
@@ -52,6 +55,7 @@ class Driver:
     """
 
     __slots__ = (
+        "_catching_up",
         "_clock",
         "_context",
         "_core",
@@ -97,6 +101,8 @@ class Driver:
         self._flights: deque[StepHandle] = deque()
         #: when the next step is planned, unless something else happens before
         self._timer: asyncio.TimerHandle | None = None
+        #: the search for stop patterns goes on soon
+        self._catching_up = False
         #: a turn is scheduled
         self._due = False
         #: a turn is running
@@ -265,7 +271,7 @@ class Driver:
             self._timeline.noticed(flight.delay)
             if self._pace is not None:
                 self._pace.landed(step, flight.launched_at, self._last_progress, flight.delay)
-            updated = self._core.resolve(step, result)
+            updated = self._core.resolve(step, result, _SEARCHING)
         else:
             if isinstance(error, StepOutOfMemory):
                 what = "run out"
@@ -278,6 +284,25 @@ class Driver:
             self._events.updated(request)
         self._timeline.loop.add(what, step.id, start, resolved)
         self._timeline.loop.add("deliver", step.id, resolved, now())
+        if self._core.texts.behind:
+            self._catch_up_soon()
+
+    def _catch_up_soon(self) -> None:
+        if not self._catching_up:
+            self._catching_up = True
+            self._loop.call_soon(self._catch_up, context=self._context)
+
+    def _catch_up(self) -> None:
+        """Search for stop patterns in text that is behind; other callbacks run before the next time."""
+        self._catching_up = False
+        try:
+            for request in self._core.catch_up(_SEARCHING):
+                self._events.updated(request)
+        except Exception as error:
+            self._events.lost(error)
+        if self._core.texts.behind:
+            self._catch_up_soon()
+        self._again()  # requests that were parked until then can go on
 
     def _rest(self) -> None:
         """Nothing is in flight and nothing can be planned: check that everything was given back."""

@@ -166,7 +166,7 @@ class Runtime:
 
     def updated(self, request: Request) -> None:
         """Wake the consumer, or end its stream; park the request if the consumer lags."""
-        if request.finished:
+        if request.ended:
             self._ended(request)
             return
         cell = _cell(request)
@@ -196,7 +196,7 @@ class Runtime:
 
     def abandon(self, request: Request) -> None:
         """The consumer closed its stream."""
-        if not request.finished:
+        if not request.ended:
             self._end(request, None)
 
     def abandon_threadsafe(self, request: Request) -> None:
@@ -234,7 +234,7 @@ class Runtime:
                 self.core.abort(request, make_error())
             except Exception:
                 _log.exception("%s could not be aborted cleanly", request)
-            if not request.finished:
+            if not request.ended:
                 request.refuse(make_error())
             self._ended(request)
         self._set_drained()
@@ -286,7 +286,8 @@ class Runtime:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._preparing) or self.core.scheduler.queues.has_unfinished
+        core = self.core
+        return bool(self._preparing or core.texts.behind) or core.scheduler.queues.has_unfinished
 
     def _set_drained(self) -> None:
         if self._drained is not None and not self._drained.done():
@@ -299,7 +300,7 @@ class Runtime:
         driver = self.driver
         return EngineStats.of(
             self.core.scheduler,
-            output_tokens=self.core.output_tokens,
+            output_tokens=self.core.texts.output_tokens,
             state=self.state.value,
             paused=driver.paused,
             arriving=len(self._preparing),

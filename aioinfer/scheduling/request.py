@@ -135,6 +135,7 @@ class Request:
         "stop_ids",
         "stop_reason",
         "text",
+        "text_behind",
         "token_times",
     )
 
@@ -182,8 +183,10 @@ class Request:
         self.arrival = arrival
         self.admitted_at: float | None = None
         self.finished_at: float | None = None
-        #: one per output token
+        #: one per output token that has its text
         self.token_times: list[float] = []
+        #: some tokens have no text yet
+        self.text_behind = False
 
         self.kv = Allocation()
         self.recovery = Recovery()
@@ -259,6 +262,7 @@ class Request:
         self.state = RequestState.FINISHED
         self.finish_reason = "abort"
         self.error = error
+        self.text_behind = False
 
     # -- how far it is --------------------------------------------------------------------------
 
@@ -339,8 +343,18 @@ class Request:
         return self.state is RequestState.FINISHED
 
     @property
+    def ended(self) -> bool:
+        """Finished, and the whole output is known: it is final."""
+        return self.state is RequestState.FINISHED and not self.text_behind
+
+    @property
     def usage(self) -> Usage:
-        return Usage(len(self.prompt_ids), len(self.output_ids), self.kv.cached_tokens)
+        return Usage(len(self.prompt_ids), self._with_text, self.kv.cached_tokens)
+
+    @property
+    def _with_text(self) -> int:
+        """Output tokens that are known not to lie behind a stop."""
+        return len(self.token_times) if self.text_behind else len(self.output_ids)
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -349,16 +363,17 @@ class Request:
     def result(self) -> Result:
         """What there is of the output; final once the request has finished."""
         step_map = self.cursor.step_map
+        count = self._with_text
         return Result(
             text=self.text.text,
-            token_ids=list(self.output_ids),
-            finish_reason=self.finish_reason or "abort",
+            token_ids=self.output_ids[:count],
+            finish_reason=self.finish_reason if self.finish_reason and self.ended else "abort",
             usage=self.usage,
             stop_reason=self.stop_reason,
             metrics=self.metrics,
             prompt_token_ids=list(self.prompt_ids),
-            logprobs=None if self.params.logprobs is None else list(self.logprobs),
-            step_map=None if step_map is None else list(step_map),
+            logprobs=None if self.params.logprobs is None else self.logprobs[:count],
+            step_map=None if step_map is None else list(step_map[:count]),
             prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
         )
 

@@ -10,6 +10,7 @@ from aiohttp import web
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.server.failures import as_failure
+from aioinfer.server.limits import MOST_BODY_MIB
 from aioinfer.server.routes import Routes
 
 __all__ = ["ENGINE", "create_app", "serve", "setup"]
@@ -42,7 +43,8 @@ def setup(
 def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
     """A new application: the routes, and OpenAI's error objects for every other path."""
     config = config or ServerConfig()
-    app = web.Application(middlewares=[_json_errors], client_max_size=int(config.max_body_mib * _MIB))
+    most = int((config.max_body_mib or MOST_BODY_MIB) * _MIB)
+    app = web.Application(middlewares=[_json_errors], client_max_size=most)
     setup(app, engine, config=config)
     return app
 
@@ -63,7 +65,11 @@ async def serve(
     config = config or ServerConfig()
     stop = stop or asyncio.Event()
     runner = web.AppRunner(
-        create_app(engine, config), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+        create_app(engine, config),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=2.0,
+        auto_decompress=False,  # bodies are decompressed in slices
     )
     await runner.setup()
     try:

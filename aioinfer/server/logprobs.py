@@ -1,63 +1,93 @@
-"""Logprobs of answers, in the forms of the chat and of the completion endpoint."""
+"""Logprobs of answers, in the forms of the chat and of the completion endpoint, as JSON."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii as _quoted
 
 from aioinfer.outputs import TokenLogprob
+from aioinfer.server.pace import Pace
 
-__all__ = ["ChatLogprobs", "CompletionLogprobs"]
+__all__ = ["ChatLogprobs", "CompletionLogprobs", "Speller"]
 
-#: a token id as text
-Spell = Callable[[int], str]
+#: tokens whose texts are remembered
+_REMEMBERED = 1 << 15
+#: OpenAI's value for a logprob that is not known; JSON has no infinity
+_UNLIKELY = -9999.0
+
+
+class Speller:
+    """Token ids as text. One per server, because the alternatives of an answer are many and often the same.
+
+    Attributes:
+        text: the text of a token.
+        fields: the start of a token's entry in chats, and its end.
+    """
+
+    def __init__(self, decode: Callable[[int], str]) -> None:
+        self.text = lru_cache(_REMEMBERED)(decode)
+        self.fields = lru_cache(_REMEMBERED)(self._fields)
+
+    def _fields(self, token: int) -> tuple[str, str]:
+        text = self.text(token)
+        return f'{{"token":{_quoted(text)},"logprob":', f',"bytes":{json.dumps(list(text.encode()))}'
 
 
 class ChatLogprobs:
     """A list of entries, each with its most likely alternatives."""
 
-    def __init__(self, spell: Spell) -> None:
-        self._spell = spell
+    def __init__(self, speller: Speller) -> None:
+        self._fields = speller.fields
 
-    def write(self, logprobs: Sequence[TokenLogprob | None], first: int = 0) -> dict[str, Any]:
+    async def write(self, logprobs: Sequence[TokenLogprob | None], pace: Pace, first: int = 0) -> str:
         """``choices[].logprobs`` of these tokens."""
-        content = [
-            {
-                **self._entry(each.token_id, each.logprob),
-                "top_logprobs": [self._entry(token, logprob) for token, logprob in each.top],
-            }
-            for each in logprobs
-            if each is not None
-        ]
-        return {"content": content, "refusal": None}
+        content = []
+        for each in logprobs:
+            if each is None:
+                continue
+            top = ",".join([f"{self._entry(token, logprob)}}}" for token, logprob in each.top])
+            content.append(f'{self._entry(each.token_id, each.logprob)},"top_logprobs":[{top}]}}')
+            await pace()
+        return f'{{"content":[{",".join(content)}],"refusal":null}}'
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._spell(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _entry(self, token: int, logprob: float) -> str:
+        """An entry without its closing brace."""
+        before, behind = self._fields(token)
+        return f"{before}{_number(logprob)}{behind}"
 
 
 class CompletionLogprobs:
     """Parallel lists, with the offset of each token in the text. One object per choice."""
 
-    def __init__(self, spell: Spell) -> None:
-        self._spell = spell
+    def __init__(self, speller: Speller) -> None:
+        self._text = speller.text
         self._offset = 0
 
-    def write(self, logprobs: Sequence[TokenLogprob | None], first: int = 0) -> dict[str, Any]:
+    async def write(self, logprobs: Sequence[TokenLogprob | None], pace: Pace, first: int = 0) -> str:
         """``choices[].logprobs`` of these tokens. The first token of a prompt, ``first``, has no logprob: its
         entry is None."""
-        tokens, offsets = [], []
+        tokens, values, tops, offsets = [], [], [], []
         for each in logprobs:
-            text = self._spell(each.token_id if each is not None else first)
-            tokens.append(text)
-            offsets.append(self._offset)
+            text = self._text(each.token_id if each is not None else first)
+            tokens.append(_quoted(text))
+            offsets.append(str(self._offset))
             self._offset += len(text)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if each is None else each.logprob for each in logprobs],
-            "top_logprobs": [
-                None if each is None else {self._spell(token): logprob for token, logprob in each.top}
-                for each in logprobs
-            ],
-            "text_offset": offsets,
-        }
+            if each is None:
+                values.append("null")
+                tops.append("null")
+            else:
+                values.append(_number(each.logprob))
+                top = {_quoted(self._text(token)): _number(logprob) for token, logprob in each.top}
+                tops.append(f"{{{','.join([f'{key}:{value}' for key, value in top.items()])}}}")
+            await pace()
+        return (
+            f'{{"tokens":[{",".join(tokens)}],"token_logprobs":[{",".join(values)}],'
+            f'"top_logprobs":[{",".join(tops)}],"text_offset":[{",".join(offsets)}]}}'
+        )
+
+
+def _number(value: float) -> str:
+    return float.__repr__(value if math.isfinite(value) else _UNLIKELY)

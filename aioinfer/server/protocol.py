@@ -29,6 +29,7 @@ from aioinfer.server.tools import parse_tools
 __all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"]
 
 _MAX_CHOICES = 128
+_LONGEST_INTEGER = 64
 #: arguments of the tokenizer that are no variables of the template
 _RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -37,11 +38,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server offers: the model's name, its default parameters and the format of its chat answers."""
+    """What a server offers: the model's name, its default parameters and the format of its chat answers; and
+    how many messages a chat may have."""
 
     model: str
     defaults: SamplingParams
     chat: ChatFormat = field(default_factory=ChatFormat)
+    max_messages: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,11 @@ def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
     body = _object(raw, served, CHAT)
     template_names = served.chat.template_names
-    messages = parse_messages(body.get("messages"), template_names or frozenset())
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > served.max_messages:
+        most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
+        raise InvalidRequest("messages", most)
+    messages = parse_messages(messages, template_names or frozenset())
     kwargs = _template_kwargs(body, template_names)
     top = body.get("top_logprobs")
     if top is not None and not _flag(body, "logprobs"):
@@ -169,7 +176,7 @@ def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
     ``table`` are refused."""
     try:
-        body = json.loads(raw, parse_constant=_no_constant)
+        body = json.loads(raw, parse_constant=_no_constant, parse_int=_integer)
     except RecursionError:
         raise InvalidRequest("body", "is nested too deeply") from None
     except ValueError as error:
@@ -309,6 +316,14 @@ def _flag(body: Mapping[str, Any], name: str, path: str = "") -> bool:
 
 def _is_ids(values: list[Any]) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _integer(digits: str) -> int:
+    """A Python function, so that other threads run between the integers of a long list; numbers of thousands
+    of digits take long, and no field has one."""
+    if len(digits) > _LONGEST_INTEGER:
+        raise ValueError(f"an integer has {len(digits)} digits")
+    return int(digits)
 
 
 def _no_constant(name: str) -> Any:

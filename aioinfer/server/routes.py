@@ -18,11 +18,15 @@ from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import InvalidRequest, RequestError
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import ChatFormat
-from aioinfer.server.diffusion import step_map_field
 from aioinfer.server.failures import Failure, Refused, as_failure
+from aioinfer.server.limits import Limits
+from aioinfer.server.logprobs import Speller
+from aioinfer.server.pace import Pace
+from aioinfer.server.parsing import BodyParser, plain, refuse_large
 from aioinfer.server.protocol import Call, Served, model_not_found, parse_chat, parse_completion
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.sse import WATCH_INTERVAL, ClientGone, EventStream, is_gone
+from aioinfer.server.whole import whole_answer
 from aioinfer.stream import Stream
 
 __all__ = ["Routes"]
@@ -45,6 +49,8 @@ class Routes:
         self._model = config.served_model_name or engine.config.model_path.name
         key = config.api_key
         self._key = None if key is None else hashlib.sha256(f"Bearer {key}".encode()).digest()
+        self._speller = Speller(self._spell)
+        self._parser = BodyParser()
 
     def add_to(self, app: web.Application, prefix: str, health: str | None) -> None:
         router = app.router
@@ -117,9 +123,14 @@ class Routes:
     # -- generation -----------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request, parse: _Parser, shape: Shape) -> web.StreamResponse:
-        raw = await _read(request)
-        chat = ChatFormat.of(self._config, self._engine.tokenizer)
-        call = parse(raw, Served(self._model, self._engine.default_params, chat))
+        engine = self._engine
+        limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
+        refuse_large(request, limits.body)
+        raw = await plain(request, await _read(request), limits.body)
+        chat = ChatFormat.of(self._config, engine.tokenizer)
+        served = Served(self._model, engine.default_params, chat, self._config.max_messages)
+        call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
+        limits.check_answer(call)
         try:
             return await self._answer(request, call, shape)
         except RequestError as error:
@@ -133,16 +144,16 @@ class Routes:
                 for prompt in call.prompts
             ]
             # The stack closes every stream, on errors and cancellation too.
-            streams = [
-                await stack.enter_async_context(
-                    self._engine.generate(prompts[index // call.n], params, **call.scheduling)
-                )
-                for index, (_, params) in enumerate(call.choices())
-            ]
+            pace, streams = Pace(), []
+            for index, (_, params) in enumerate(call.choices()):
+                stream = self._engine.generate(prompts[index // call.n], params, **call.scheduling)
+                streams.append(await stack.enter_async_context(stream))
+                await pace()
             if call.stream:
                 return await self._stream(request, call, shape, streams)
             results = await _unless_gone(request, _gather(streams))
-            return self._whole(call, shape, results, await self._echoes(call))
+            body = await whole_answer(call, shape, results, await self._echoes(call), self._speller)
+            return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
         self, request: web.Request, call: Call, shape: Shape, streams: Sequence[Stream]
@@ -191,14 +202,16 @@ class Routes:
         self, call: Call, shape: Shape, index: int, stream: Stream, events: EventStream
     ) -> Usage:
         last: Chunk | None = None
-        writer = None if call.params.logprobs is None else shape.logprobs(self._spell)
+        writer = None if call.params.logprobs is None else shape.logprobs(self._speller)
         reader = None if call.answer is None else call.answer.reader()
         counts = replace(stream.usage, completion_tokens=0) if call.continuous_usage else None
         async for chunk in stream:
             if counts is not None:
                 counts = replace(counts, completion_tokens=counts.completion_tokens + len(chunk.token_ids))
             usage = None if counts is None else usage_body([counts], 1)
-            logprobs = writer.write(chunk.logprobs) if writer is not None and chunk.logprobs else None
+            logprobs = "null"
+            if writer is not None and chunk.logprobs:
+                logprobs = await writer.write(chunk.logprobs, Pace())
             if reader is None:
                 await events.send(shape.delta(call, index, chunk, logprobs, usage))
             else:
@@ -209,28 +222,6 @@ class Routes:
         assert last.usage is not None
         return last.usage
 
-    def _whole(
-        self, call: Call, shape: Shape, results: Sequence[Result], echoes: Sequence[str]
-    ) -> web.Response:
-        choices = []
-        for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
-            logprobs = None
-            if result.logprobs is not None:
-                entries = [*(result.prompt_logprobs or []), *result.logprobs]
-                logprobs = shape.logprobs(self._spell).write(entries, result.prompt_token_ids[0])
-            reader = None if call.answer is None else call.answer.reader()
-            choice = shape.choice(index, echo + result.text, result.finish_reason, logprobs, reader)
-            choices.append(choice | step_map_field(result.step_map, call.step_map))
-        body = {
-            "id": call.id,
-            "object": shape.whole_object,
-            "created": call.created,
-            "model": call.model,
-            "choices": choices,
-            "usage": usage_body([result.usage for result in results], call.n),
-        }
-        return web.json_response(body)
-
     def _spell(self, token: int) -> str:
         tokenizer = self._engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
@@ -240,7 +231,8 @@ class Routes:
         if not call.echo:
             return [""] * len(call.choices())
         loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(None, self._echo, prompt) for prompt, _ in call.choices()]
+        texts = [await loop.run_in_executor(None, self._echo, prompt) for prompt in call.prompts]
+        return [text for text in texts for _ in range(call.n)]
 
     def _echo(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from aioinfer.outputs import Chunk, Usage
 from aioinfer.server.answers import AnswerReader
 from aioinfer.server.diffusion import chunk_fields
-from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs
+from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs, Speller
 from aioinfer.server.protocol import Call
 
 __all__ = ["CHAT", "COMPLETION", "Shape", "usage_body"]
@@ -34,20 +34,19 @@ class Shape:
         self.opening = opening
         self._chat = chat
 
-    def logprobs(self, spell: Callable[[int], str]) -> ChatLogprobs | CompletionLogprobs:
+    def logprobs(self, speller: Speller) -> ChatLogprobs | CompletionLogprobs:
         """The writer of the logprobs of one choice."""
-        return ChatLogprobs(spell) if self._chat else CompletionLogprobs(spell)
+        return ChatLogprobs(speller) if self._chat else CompletionLogprobs(speller)
 
     def choice(
         self,
         index: int,
         text: str,
         finish_reason: str,
-        logprobs: dict[str, Any] | None = None,
         reader: AnswerReader | None = None,
     ) -> dict[str, Any]:
-        """A whole choice."""
-        body: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": logprobs}
+        """A whole choice, without its logprobs."""
+        body: dict[str, Any] = {"index": index, "finish_reason": finish_reason}
         if reader is not None:
             body["message"] = reader.message(text)
             body["finish_reason"] = reader.finish_reason(finish_reason)
@@ -69,18 +68,17 @@ class Shape:
         call: Call,
         index: int,
         chunk: Chunk,
-        logprobs: dict[str, Any] | None = None,
+        logprobs: str = "null",
         usage: dict[str, Any] | None = None,
     ) -> str:
         """The event of a chunk; the last one has the finish reason. The delta of a chunk with only a draft is
-        empty. ``usage``: of the choice so far."""
+        empty. ``logprobs`` is JSON; ``usage``: of the choice so far."""
         reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
-        written = "null" if logprobs is None else json.dumps(logprobs)
         delta = self._delta % _quoted(chunk.text)
         if self._chat and chunk.draft is not None and not chunk.text:
             delta = _EMPTY
         more = chunk_fields(chunk, call.step_map)
-        return self._event(call, index, delta, reason, written, more, usage)
+        return self._event(call, index, delta, reason, logprobs, more, usage)
 
     def deltas(
         self,
@@ -88,7 +86,7 @@ class Shape:
         index: int,
         chunk: Chunk,
         reader: AnswerReader,
-        logprobs: dict[str, Any] | None = None,
+        logprobs: str = "null",
         usage: dict[str, Any] | None = None,
     ) -> list[str]:
         """The events of a chunk with parsers: none while its text is held back. The first event has the
@@ -96,7 +94,7 @@ class Shape:
         ended = chunk.finish_reason is not None
         deltas = reader.deltas(chunk.text, ended=ended)
         more = chunk_fields(chunk, call.step_map)
-        if not deltas and (ended or logprobs is not None or more):
+        if not deltas and (ended or logprobs != "null" or more):
             deltas = [{}]
         reason = json.dumps(chunk.finish_reason and reader.finish_reason(chunk.finish_reason))
         return [
@@ -105,7 +103,7 @@ class Shape:
                 index,
                 f'"delta":{json.dumps(delta)}',
                 reason if at == len(deltas) - 1 else "null",
-                json.dumps(logprobs) if at == 0 else "null",
+                logprobs if at == 0 else "null",
                 more if at == len(deltas) - 1 else None,
                 usage,
             )

@@ -363,7 +363,7 @@ class ToyTokenizer:
     def encode_part(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
         return self.encode("".join(f"{message['role']}:{message['content']}\n" for message in messages))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

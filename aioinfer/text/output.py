@@ -22,11 +22,12 @@ class OutputText:
     """Detokenizer, then stop matcher; runs on the event loop, once per token.
 
     Attributes:
+        costly: stop patterns are searched: a push may take milliseconds instead of microseconds.
         pieces: the released text as non-empty pieces. The list only grows: a reader keeps an index into it.
         enabled: there is a detokenizer. An engine without a tokenizer produces no text.
     """
 
-    __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "enabled", "pieces")
+    __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "costly", "enabled", "pieces")
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class OutputText:
         stop_regex: Sequence[str] = (),
     ) -> None:
         self.enabled = detokenizer is not None
+        self.costly = self.enabled and bool(stop_regex)
         self.pieces: list[str] = []
         self._detokenizer = detokenizer
         self._matcher = _matcher(stop, stop_regex)
@@ -50,25 +52,28 @@ class OutputText:
     def push(self, token_id: int) -> str | None:
         """Append an output token; returns the stop string or pattern that it completed, if any.
 
-        The token that ends an output is pushed only if its text is included. Raises TimeoutError if a stop
-        pattern takes too long.
+        The token that ends an output is pushed only if its text is included. Raises TooSlow if a
+        stop pattern takes too long.
         """
         if self._detokenizer is None or self._ended:
             return None
         text = self._detokenizer.push(token_id)
         return self._release(text) if text else None
 
-    def finish(self) -> None:
-        """End of the output: release the held text. Idempotent.
+    def finish(self) -> str | None:
+        """End of the output: release the held text. Idempotent. Raises TooSlow.
 
-        The detokenizer's held text passes the stop matcher, too, and can complete a stop string.
+        The detokenizer's held text passes the stop matcher, too: returns the stop string or pattern that it
+        completes, if any.
         """
         if self._detokenizer is None or self._ended:
-            return
-        self._release(self._detokenizer.finish())
-        if self._matcher is not None:
+            return None
+        text = self._detokenizer.finish()
+        stop = self._release(text) if text else None
+        if stop is None and self._matcher is not None:
             self._append(self._matcher.flush())
         self._ended = True
+        return stop
 
     def ahead(self, token_ids: Sequence[int | None]) -> str:
         """The text behind the released text if these tokens came next: the held text and the tokens' text.

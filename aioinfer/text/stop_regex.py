@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import regex
 
+from aioinfer.text.stop import StopStrings, TooSlow
+
 __all__ = ["StopRegex", "check_pattern"]
 
 #: A match begins at most this many characters before the end of the text; earlier text is released.
@@ -36,12 +38,14 @@ class StopRegex:
     skip before its first one, so they can be released before a match.)
     """
 
-    __slots__ = ("_buffer", "_ended", "_patterns", "_released", "matched")
+    __slots__ = ("_buffer", "_ended", "_node", "_patterns", "_released", "_strings", "matched")
 
     def __init__(self, patterns: Sequence[str], strings: Sequence[str] = ()) -> None:
         """Raises ValueError as :func:`check_pattern` does."""
         self._patterns = [(source, check_pattern(source)) for source in patterns]
-        self._patterns += [(string, _literal(string)) for string in strings]
+        #: the plain strings, and how far the text is in them
+        self._strings = StopStrings.of(strings)
+        self._node = 0
         #: the end of the text: released context up to ``_released``, then the held text
         self._buffer = ""
         self._released = 0
@@ -52,13 +56,15 @@ class StopRegex:
     def push(self, text: str) -> tuple[str, str | None]:
         """Append text: returns the text to release, and the pattern or string that matched, if any.
 
-        After a match nothing is released and nothing is found. Raises TimeoutError if a pattern takes too
-        long; the object cannot be used any more then.
+        After a match nothing is released and nothing is found. Raises TooSlow if a pattern takes too long;
+        the object cannot be used any more then.
         """
         if self._ended:
             return "", None
+        before = len(self._buffer)
         self._buffer += text
-        start = hold = len(self._buffer)
+        self._node, end, string = self._strings.advance(self._node, text)
+        hold = len(self._buffer) - self._strings.depth(self._node)
         first, stop = (len(self._buffer) + 1, 0), None
         budget = _Budget()
         for source, pattern in self._patterns:
@@ -68,10 +74,11 @@ class StopRegex:
             if match.partial:
                 hold = min(hold, match.start())
             elif (match.end(), match.start()) < first:
-                first, stop = (match.end(), match.start()), source
-                start, self.matched = match.start(), match.group()
+                first, stop, self.matched = (match.end(), match.start()), source, match.group()
+        if string is not None and (before + end, before + end - len(string)) < first:
+            first, stop, self.matched = (before + end, before + end - len(string)), string, string
         if stop is not None:
-            safe = self._buffer[self._released : start]
+            safe = self._buffer[self._released : first[1]]
             self._ended, self._buffer, self._released = True, "", 0
             return safe, stop
         hold = max(hold, len(self._buffer) - _WINDOW)
@@ -103,7 +110,7 @@ class _Budget:
     def search(
         self, source: str, pattern: regex.Pattern[str], text: str, start: int
     ) -> regex.Match[str] | None:
-        """A match from ``start`` on; if there is none, a partial one at the end. Raises TimeoutError."""
+        """A match from ``start`` on; if there is none, a partial one at the end. Raises TooSlow."""
         # The library's timeout counts the CPU time of the whole process. While other threads compute, it
         # expires early, and the search is repeated with more until this thread has used its budget.
         timeout = _BUDGET
@@ -112,7 +119,7 @@ class _Budget:
                 return pattern.search(text, pos=start, partial=True, timeout=timeout)
             except TimeoutError:
                 if time.thread_time() >= self._end:
-                    raise TimeoutError(f"stop_regex {source!r} takes too long on this output") from None
+                    raise TooSlow(f"{source!r} takes too long on this output") from None
                 timeout *= 2
 
 
@@ -139,11 +146,6 @@ def check_pattern(source: str) -> regex.Pattern[str]:
     if empty is not None:
         raise ValueError("matches the empty text")
     return pattern
-
-
-@functools.lru_cache(maxsize=256)
-def _literal(string: str) -> regex.Pattern[str]:
-    return regex.compile(regex.escape(string))
 
 
 def _nodes(source: str) -> int:

@@ -14,10 +14,13 @@ from aioinfer.text.template import names_read
 
 __all__ = ["HFTokenizer", "Tokenizer"]
 
-#: Parameters of ``apply_chat_template`` itself, which callers cannot set.
+#: Parameters of ``apply_chat_template`` itself and of its call of the template, which callers cannot set.
 _RESERVED = frozenset(
     {
+        "self",
+        "messages",
         "conversation",
+        "conversations",
         "chat_template",
         "tokenize",
         "tokenizer_kwargs",
@@ -60,7 +63,7 @@ class Tokenizer(Protocol):
     def encode_part(self, text: str) -> list[int]:
         """Ids of a text within another, without special tokens around it. Raises InvalidRequest."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
         """Ids of a conversation through the chat template, up to the answer. Raises InvalidRequest."""
 
     # ``render_chat`` is optional: the text of which ``encode_chat`` is the ``encode_part``. Where a tokenizer
@@ -139,11 +142,11 @@ class HFTokenizer:
         _check_text("text", text)
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
         """Ids of a conversation: those of :meth:`render_chat`. Raises InvalidRequest."""
         return self._encode(self.render_chat(messages, **template_kwargs), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> str:
         """The text of a conversation through the model's chat template.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import subprocess
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, OffsetDetokenizer
@@ -130,6 +132,17 @@ def test_a_template_that_fails_fails_the_request(tokenizer: HFTokenizer, bad: st
     error = refused(tokenizer, [USER], bad=bad)
     assert error.field == "messages"
     assert reason in str(error)
+
+
+def test_all_arguments_of_the_library_are_variables_or_reserved(tokenizer: HFTokenizer) -> None:
+    """A name that is neither raises a TypeError about a function that the caller has never heard of."""
+    functions = PreTrainedTokenizerBase.apply_chat_template, render_jinja_template
+    names = {name for function in functions for name in inspect.signature(function).parameters}
+    names -= {"kwargs", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    for name in [*names, "messages"]:
+        with pytest.raises(InvalidRequest, match=name) as caught:
+            tokenizer.encode_chat([USER], **{name: []})
+        assert caught.value.field == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict", "conversation", "padding"])

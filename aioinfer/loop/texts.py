@@ -1,0 +1,165 @@
+"""Texts: turns the tokens of resolved steps into text, in bounded time per turn of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, RequestError, StepFailed
+from aioinfer.execution.device import StepOutOfMemory
+from aioinfer.text.stop import TooSlow
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.queues import RequestQueues
+    from aioinfer.scheduling.request import Request
+
+__all__ = ["Texts"]
+
+#: tokens without text beyond which nothing is computed for a request
+_MOST_BEHIND = 8
+
+
+class Texts:
+    """The text of every request: stop strings end requests in the scheduler, and held text is released.
+
+    Tokens become text as they are read, at microseconds each. Stop patterns can take milliseconds for a
+    token, so requests that have them wait in ``behind``, where each gets the text of one token in turn, for
+    as long as a turn of the loop may take. Until its text has caught up, a request has not ended, and its
+    newer tokens are not delivered: what it returns does not depend on how long it waited.
+    """
+
+    __slots__ = ("_clock", "_parked", "_queues", "behind", "output_tokens")
+
+    def __init__(self, queues: RequestQueues, clock: Callable[[], float]) -> None:
+        self._queues = queues
+        self._clock = clock
+        #: requests with tokens that have no text yet, in the order in which they get it
+        self.behind: dict[Request, None] = {}
+        #: those of them that were parked here
+        self._parked: set[Request] = set()
+        #: of all requests since the start
+        self.output_tokens = 0
+
+    def advanced(self, request: Request, now: float) -> None:
+        """A step gave the request tokens, or its end."""
+        if request.error is not None:
+            self._fail(request, request.error, now)
+        elif request.text.costly:
+            self.behind[request] = None
+            request.text_behind = True
+            if len(request.output_ids) - len(request.token_times) > _MOST_BEHIND and not request.finished:
+                self._parked.add(request)
+                self._queues.park(request)
+        else:
+            while len(request.token_times) < len(request.output_ids) and self._append(request, now):
+                pass
+            self._close(request, now)
+
+    def catch_up(self, seconds: float | None = None) -> list[Request]:
+        """Go on with the requests that are behind, one token each in turn, for ``seconds`` and at least one
+        token; returns those that have caught up."""
+        now = self._clock()
+        caught_up: list[Request] = []
+        late = False
+        while self.behind and not late:
+            request = next(iter(self.behind))
+            del self.behind[request]
+            more = len(request.token_times) < len(request.output_ids) and self._append(request, now)
+            if more and len(request.token_times) < len(request.output_ids):
+                self.behind[request] = None
+            else:
+                self._caught_up(request)
+                self._close(request, now)
+                caught_up.append(request)
+            late = seconds is not None and self._clock() - now >= seconds
+        return caught_up
+
+    def abort(self, request: Request, error: BaseException | None) -> bool:
+        """End a request, whatever its state; False if it and its text had ended already."""
+        running = self._queues.finish(request, "abort", error)
+        if not running and not request.text_behind:
+            return False
+        request.finish_reason, request.error = "abort", error
+        self._caught_up(request)
+        request.finished_at = self._clock()
+        return True
+
+    def failed(self, request: Request, error: BaseException) -> None:
+        """The scheduler ended a request because its step failed."""
+        self._fail(request, error, self._clock())
+
+    def _append(self, request: Request, now: float) -> bool:
+        """Detokenize the next token; False at the end of the text."""
+        ids, at = request.output_ids, len(request.token_times)
+        request.token_times.append(now)
+        self.output_tokens += 1
+        last = at == len(ids) - 1
+        if last and request.finish_reason == "stop" and not request.params.include_stop:
+            return False
+        try:
+            stop = request.text.push(ids[at])
+        except Exception as error:
+            # A detokenizer that raises on this output must not stop the other requests.
+            self._fail(request, error, now)
+            return False
+        if stop is not None:
+            # Also where the token that completes the stop string is the last one that was allowed.
+            self._queues.finish(request, "stop")
+            self._stop(request, stop)
+            request.trim(at + 1)
+        return stop is None
+
+    def _close(self, request: Request, now: float) -> None:
+        """Release the held text of a request that has ended, unless it was aborted."""
+        if not request.finished:
+            return
+        request.finished_at = now
+        if request.finish_reason == "abort":
+            return
+        # Text held back as the possible begin of a stop string is final now, and what the detokenizer held
+        # back can complete one.
+        try:
+            stop = request.text.finish()
+        except Exception as error:
+            self._fail(request, error, now)
+        else:
+            if stop is not None:
+                self._stop(request, stop)
+
+    def _stop(self, request: Request, stop: str) -> None:
+        request.finish_reason, request.stop_reason = "stop", stop
+
+    def _fail(self, request: Request, error: BaseException, now: float) -> None:
+        self._queues.finish(request, "abort", error)
+        request.finish_reason, request.error = "abort", _reported(error)
+        request.finished_at = now
+        self._caught_up(request)
+
+    def _caught_up(self, request: Request) -> None:
+        """A request is not behind any more; tokens that it ended without are forgotten."""
+        self.behind.pop(request, None)
+        request.text_behind = False
+        if len(request.output_ids) > len(request.token_times):
+            request.trim(len(request.token_times))
+        if request in self._parked:
+            self._parked.discard(request)
+            self._queues.unpark(request)
+
+
+def _step_failed(cause: BaseException) -> EngineError:
+    """A new exception for each request, since several tasks may raise theirs."""
+    error: EngineError = StepFailed(f"the step of this request failed: {cause}")
+    if isinstance(cause, StepOutOfMemory):
+        error = OutOfMemory(f"two steps in turn that held this request ran out of memory: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def _reported(cause: BaseException) -> BaseException:
+    if isinstance(cause, TooSlow):
+        refused = InvalidRequest("stop_regex", str(cause))
+        refused.__cause__ = cause
+        return refused
+    if isinstance(cause, RequestError):
+        return cause
+    return _step_failed(cause)

@@ -1,0 +1,90 @@
+"""Limits: what a call may cost, checked before the work is done. They follow from the model's context unless
+the config states them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aioinfer.config import ServerConfig
+from aioinfer.errors import InvalidRequest
+from aioinfer.server.failures import Failure, Refused
+from aioinfer.server.protocol import Call
+
+__all__ = ["MOST_BODY_MIB", "Limits", "too_large"]
+
+_MIB = 1 << 20
+#: the largest body whatever the context
+MOST_BODY_MIB = 16.0
+#: bytes of a body per token of the context: escaped text has up to 12 per character
+_BYTES_PER_TOKEN = 64
+#: json.loads holds the interpreter's lock: it reads so many values in about 25 ms
+_VALUES = 1 << 18
+#: entries of logprobs that take about 100 MB
+_ENTRIES = 1 << 18
+_MOST_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one server.
+
+    Attributes:
+        context: tokens of prompt and output together.
+        body: bytes of a request body, after decompression.
+        values: JSON values of a body, and keys.
+        logprobs: entries of logprobs in an answer: choices x tokens x (1 + top_logprobs).
+    """
+
+    context: int
+    body: int
+    values: int
+    logprobs: int
+
+    @classmethod
+    def of(cls, config: ServerConfig, max_model_len: int | None) -> Limits:
+        """``max_model_len`` is None while no model is there."""
+        context = max_model_len or 1 << 20
+        body = config.max_body_mib
+        if body is None:
+            body = min(MOST_BODY_MIB, 1.0 + _BYTES_PER_TOKEN * context / _MIB)
+        return cls(
+            context=context,
+            body=int(body * _MIB),
+            values=config.max_body_values or max(_VALUES, 2 * context),
+            logprobs=config.max_answer_logprobs or max(_ENTRIES, (1 + _MOST_TOP_LOGPROBS) * context),
+        )
+
+    def check_values(self, raw: bytes) -> None:
+        """Raise InvalidRequest for a body with more values than the limit. Marks inside texts count, too."""
+        values = sum(raw.count(mark) for mark in (b",", b":", b"[", b"{"))
+        if values > self.values:
+            message = f"has {values} values; this server reads at most {self.values} (max_body_values)"
+            raise InvalidRequest("body", message)
+
+    def check_answer(self, call: Call) -> None:
+        """Raise InvalidRequest for a call whose answer may have more logprobs than the limit."""
+        params = call.params
+        if params.logprobs is None:
+            return
+        tokens = self.context if params.max_tokens is None else params.max_tokens
+        if params.prompt_logprobs is not None:
+            tokens += max(
+                len(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else self.context
+                for prompt in call.prompts
+            )
+        tokens = min(tokens, self.context)
+        entries = len(call.prompts) * call.n * tokens * (1 + params.logprobs)
+        if entries > self.logprobs:
+            raise InvalidRequest(
+                "logprobs",
+                f"{entries} of them may be in the answer (choices x tokens x alternatives); this server "
+                f"returns at most {self.logprobs} (max_answer_logprobs): ask for fewer choices or "
+                "alternatives, or a smaller max_tokens",
+            )
+
+
+def too_large(limit: int) -> Refused:
+    """The failure of a body of more than ``limit`` bytes."""
+    message = f"the body has more than {limit} bytes (max_body_mib)"
+    return Refused(Failure(413, "invalid_request_error", message, param="body", code="body_too_large"))

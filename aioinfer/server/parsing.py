@@ -1,0 +1,96 @@
+"""Parsing: the bodies of requests, decompressed and parsed without holding up the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from aiohttp import web
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.server.failures import Failure, Refused
+from aioinfer.server.limits import Limits, too_large
+
+__all__ = ["BodyParser", "decompress", "plain", "refuse_large"]
+
+_T = TypeVar("_T")
+#: bytes that are decompressed at once: about a millisecond
+_SLICE = 1 << 18
+#: bytes of a body that is parsed on the loop
+_SMALL = 1 << 14
+#: fields that take long whatever their size: patterns are compiled
+_COSTLY = (b"stop_regex",)
+#: zlib reads the header of either format
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+
+
+def refuse_large(request: web.Request, limit: int) -> None:
+    """Raise Refused (413) for a body that is longer than ``limit`` bytes, before any of it is read."""
+    if (request.content_length or 0) > limit:
+        raise too_large(limit)
+
+
+async def plain(request: web.Request, raw: bytes, limit: int) -> bytes:
+    """The body without its encoding, of at most ``limit`` bytes. Raises Refused (413, 415), InvalidRequest.
+
+    An application with these routes may have decompressed it, so an object is accepted whatever the header
+    says.
+    """
+    if len(raw) > limit:
+        raise too_large(limit)
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding in ("", "identity") or raw[:64].lstrip()[:1] in (b"{", b""):
+        return raw
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        message = f"the content encoding {encoding[:40]!r} is not supported: gzip and deflate are"
+        headers = {"Accept-Encoding": "gzip, deflate"}
+        raise Refused(Failure(415, "invalid_request_error", message, headers=headers))
+    return await decompress(raw, limit)
+
+
+async def decompress(raw: bytes, limit: int) -> bytes:
+    """The text of a gzip or zlib body, slice by slice. Raises InvalidRequest; Refused beyond ``limit``."""
+    stream = zlib.decompressobj(_GZIP_OR_ZLIB)
+    out = bytearray()
+    for at in range(0, len(raw), _SLICE):
+        rest = raw[at : at + _SLICE]
+        while not stream.eof:
+            try:
+                part = stream.decompress(rest, _SLICE)
+            except zlib.error as error:
+                raise InvalidRequest("body", f"cannot be decompressed: {error}") from None
+            if not part:
+                break
+            out += part
+            if len(out) > limit:
+                raise too_large(limit)
+            rest = stream.unconsumed_tail
+            await asyncio.sleep(0)
+    if not stream.eof or stream.unused_data:
+        raise InvalidRequest("body", "cannot be decompressed: it is cut off, or goes on behind its end")
+    return bytes(out)
+
+
+class BodyParser:
+    """Parses bodies: small ones at once, others on a worker thread, one at a time.
+
+    A thread does not free the loop while ``json.loads`` runs, since that holds the interpreter's lock; the
+    number of values bounds how long that takes. What is checked in Python afterwards yields to the loop.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def parse(self, parse: Callable[[bytes], _T], raw: bytes, limits: Limits) -> _T:
+        """``parse(raw)``, wherever. Raises InvalidRequest for too many values, and what ``parse`` raises."""
+        if len(raw) <= _SMALL and not any(field in raw for field in _COSTLY):
+            return parse(raw)
+        async with self._turn:
+            return await asyncio.to_thread(_parse, parse, raw, limits)
+
+
+def _parse(parse: Callable[[bytes], _T], raw: bytes, limits: Limits) -> _T:
+    limits.check_values(raw)
+    return parse(raw)

@@ -1,0 +1,295 @@
+"""Large bodies and large answers: refused by size, or read and written in slices."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+import zlib
+from typing import Any
+
+import aiohttp
+import pytest
+
+from aioinfer.config import ServerConfig
+from aioinfer.errors import InvalidRequest
+from aioinfer.outputs import Result, TokenLogprob, Usage
+from aioinfer.params import SamplingParams
+from aioinfer.server import pace, parsing, protocol
+from aioinfer.server.answers import ChatFormat
+from aioinfer.server.failures import Refused
+from aioinfer.server.limits import Limits
+from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs, Speller
+from aioinfer.server.pace import Pace
+from aioinfer.server.parsing import BodyParser, decompress
+from aioinfer.server.protocol import Call, parse_chat, parse_completion
+from aioinfer.server.protocol import Served as Offer
+from aioinfer.server.shapes import CHAT, COMPLETION, Shape
+from aioinfer.server.whole import whole_answer
+from aioinfer.testing import ToyTokenizer
+from tests.server.conftest import Serving
+
+OFFER = Offer("toy", SamplingParams(), ChatFormat())
+LIMITS = Limits.of(ServerConfig(), 4096)
+
+
+async def post(url: str, raw: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    named = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    async with aiohttp.ClientSession() as session, session.post(url, data=raw, headers=named) as response:
+        body: dict[str, Any] = await response.json()
+        return response.status, body
+
+
+# -- bodies -----------------------------------------------------------------------------------------
+
+
+def test_limits_follow_from_the_context() -> None:
+    assert LIMITS.body == (1 << 20) + 64 * 4096
+    assert Limits.of(ServerConfig(), 1 << 20).body == 16 << 20
+    assert Limits.of(ServerConfig(max_body_mib=0.5, max_body_values=7), 1 << 20).body == 1 << 19
+    # A prompt of ids that fills the context passes.
+    for context in (512, 4096, 1 << 17, 1 << 20):
+        Limits.of(ServerConfig(), context).check_values(b"[%s]" % b",".join([b"151643"] * context))
+
+
+async def test_a_body_that_is_declared_too_large_is_not_read(serving: Serving) -> None:
+    async with serving() as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 9000000\r\n\r\n{"
+        )
+        assert b" 413 " in await reader.readline()
+        assert b"max_body_mib" in await reader.readuntil(b"}}")
+        writer.close()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_compressed_bodies_are_read(serving: Serving, encoding: str) -> None:
+    raw = json.dumps({"prompt": [1, 2], "max_tokens": 2, "temperature": 0}).encode()
+    packed = gzip.compress(raw) if encoding == "gzip" else zlib.compress(raw)
+    async with serving() as served:
+        url = f"{served.url}/v1/completions"
+        status, plain = await post(url, raw)
+        assert (status, plain["usage"]["completion_tokens"]) == (200, 2)
+        status, answer = await post(url, packed, Content_Encoding=encoding)
+        assert (status, answer["choices"]) == (200, plain["choices"])
+        for bad in (raw[1:], packed[:-1], packed + b"more", b"\x1f\x8b"):
+            status, answer = await post(url, bad, Content_Encoding=encoding)
+            assert (status, answer["error"]["param"]) == (400, "body")
+        status, answer = await post(url, gzip.compress(b" " * (8 << 20)), Content_Encoding=encoding)
+        assert status == 413
+
+
+async def test_decompression_is_in_slices_and_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gigabyte of zeros in a megabyte."""
+    parts: list[int] = []
+    make = zlib.decompressobj
+
+    class Recorded:
+        def __init__(self, bits: int) -> None:
+            self._inner = make(bits)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def decompress(self, raw: bytes, most: int) -> bytes:
+            part = self._inner.decompress(raw, most)
+            parts.append(len(part))
+            return part
+
+    class Zlib:
+        decompressobj = Recorded
+        error = zlib.error
+
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    packer = zlib.compressobj()
+    bomb = b"".join([packer.compress(bytes(1 << 20)) for _ in range(64)]) + packer.flush()
+    monkeypatch.setattr(parsing, "zlib", Zlib)
+    counting = asyncio.create_task(count())
+    with pytest.raises(Refused) as refused:
+        await decompress(bomb, 4 << 20)
+    counting.cancel()
+    assert refused.value.failure.status == 413
+    assert max(parts) <= 1 << 18
+    assert sum(parts) <= (4 << 20) + (1 << 18)
+    assert turns >= len(parts) - 1
+    # Text that does not shrink takes one pass.
+    parts.clear()
+    text = bytes(range(256)) * 16384
+    assert await decompress(zlib.compress(text, 0), 16 << 20) == text
+    assert len(parts) < 64
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt":[' + b"[]," * 200_000 + b"1]}",
+        b'{"x":' + b'{"a":' * 200_000 + b"1" + b"}" * 200_001,
+        b'{"messages":[' + b'{"role":"user","content":"x"},' * 60_000 + b"{}]}",
+        b'{"prompt":[' + b"1," * 300_000 + b"1]}",
+    ],
+    ids=["lists", "objects", "messages", "ids"],
+)
+async def test_bodies_of_many_values_are_refused_unparsed(
+    raw: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda *given, **named: pytest.fail("parsed"))
+    with pytest.raises(InvalidRequest, match="max_body_values") as refused:
+        await BodyParser().parse(lambda body: parse_completion(body, OFFER), raw, LIMITS)
+    assert refused.value.field == "body"
+
+
+async def test_large_bodies_and_patterns_are_parsed_on_a_worker_thread_one_at_a_time() -> None:
+    here, running, most, threads = threading.get_ident(), 0, 0, []
+    lock = threading.Lock()
+
+    def parse(raw: bytes) -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        threads.append(threading.get_ident())
+        json.loads(raw)
+        with lock:
+            running -= 1
+        return len(raw)
+
+    parser = BodyParser()
+    assert await parser.parse(parse, b"{}", LIMITS) == 2
+    assert threads == [here]
+    large = [b'{"prompt":"%s"}' % (b"x" * 100_000), b'{"stop_regex":"x"}'] * 4
+    assert await asyncio.gather(*(parser.parse(parse, raw, LIMITS) for raw in large))
+    assert here not in threads[1:]
+    assert most == 1
+
+
+def test_integers_of_many_digits_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="4000 digits"):
+        parse_completion(b'{"prompt":[' + b"9" * 4000 + b"]}", OFFER)
+    called = []
+    integer = protocol._integer
+    assert integer("-12") == -12
+    json.loads("[1, -2, 3]", parse_int=called.append)
+    assert len(called) == 3, "a Python function per integer: other threads run in between"
+
+
+def test_the_number_of_messages_is_limited() -> None:
+    raw = json.dumps({"messages": [{"role": "user", "content": "x"}] * 5}).encode()
+    parse_chat(raw, Offer("toy", SamplingParams(), ChatFormat(), max_messages=5))
+    with pytest.raises(InvalidRequest, match="max_messages") as refused:
+        parse_chat(raw, Offer("toy", SamplingParams(), ChatFormat(), max_messages=4))
+    assert refused.value.field == "messages"
+
+
+# -- answers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "refused"),
+    [
+        ({"n": 128, "max_tokens": 400, "logprobs": 20}, True),
+        ({"n": 128, "max_tokens": 400, "logprobs": 3}, False),
+        ({"n": 128, "max_tokens": 400}, False),
+        ({"n": 1, "max_tokens": 1_000_000, "logprobs": 20}, False),
+        ({"n": 4, "max_tokens": 1_000_000, "logprobs": 20}, True),
+        ({"n": 4, "max_tokens": 1, "logprobs": 20, "echo": True}, True),
+        ({"n": 4, "max_tokens": 1, "logprobs": 20, "echo": True, "prompt": [1, 2]}, False),
+    ],
+)
+def test_the_logprobs_of_an_answer_are_limited(body: dict[str, Any], refused: bool) -> None:
+    call = parse_completion(json.dumps({"prompt": "x", **body}).encode(), OFFER)
+    if not refused:
+        LIMITS.check_answer(call)
+        return
+    with pytest.raises(InvalidRequest, match="max_answer_logprobs") as error:
+        LIMITS.check_answer(call)
+    assert error.value.field == "logprobs"
+
+
+def call_for(shape: Shape) -> Call:
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if shape is CHAT else {"prompt": "x"}
+    parse = parse_chat if shape is CHAT else parse_completion
+    return parse(json.dumps({**prompt, "n": 2}).encode(), OFFER)
+
+
+def results(tokens: int) -> list[Result]:
+    top = tuple((token, -float(token)) for token in range(20))
+    logprobs = [TokenLogprob(at % 50, -0.5, top) for at in range(tokens)]
+    return [
+        Result("text", [1] * tokens, "length", Usage(1, tokens), logprobs=logprobs, prompt_token_ids=[1])
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("shape", [CHAT, COMPLETION], ids=["chat", "completion"])
+async def test_a_whole_answer_is_written_in_slices_and_decodes_each_token_once(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "_SLICE", 0.0)
+    decoded: list[int] = []
+
+    def spell(token: int) -> str:
+        decoded.append(token)
+        return f"t{token}\u00e9"
+
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    raw = await whole_answer(call_for(shape), shape, results(500), ["", ""], Speller(spell))
+    counting.cancel()
+    assert turns >= 2 * 500
+    assert sorted(decoded) == list(range(50))
+    choices = json.loads(raw)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    logprobs = choices[1]["logprobs"]
+    if shape is CHAT:
+        entry = logprobs["content"][49]
+        assert (entry["token"], entry["logprob"], bytes(entry["bytes"]).decode()) == ("t49é", -0.5, "t49é")
+        assert entry["top_logprobs"][3] == {"token": "t3é", "logprob": -3.0, "bytes": list("t3é".encode())}
+    else:
+        assert logprobs["tokens"][49] == "t49é"
+        assert logprobs["text_offset"][:3] == [0, 3, 6]
+        assert logprobs["top_logprobs"][49]["t3é"] == -3.0
+
+
+async def test_an_echoed_prompt_is_decoded_once_for_all_choices(serving: Serving) -> None:
+    decoded = []
+
+    class Recorded(ToyTokenizer):
+        def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
+            decoded.append(list(ids))
+            return super().decode(ids)
+
+    async with serving(tokenizer=Recorded()) as served:
+        body = {"prompt": [[1, 2, 3], [4, 5]], "n": 5, "echo": True, "max_tokens": 1, "temperature": 0}
+        status, answer = await post(f"{served.url}/v1/completions", json.dumps(body).encode())
+    assert status == 200
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert [text.startswith(ToyTokenizer().decode([1, 2, 3])) for text in texts] == [True] * 5 + [False] * 5
+    assert decoded == [[1, 2, 3], [4, 5]]
+
+
+async def test_logprobs_are_json_whatever_their_values() -> None:
+    entries = [None, TokenLogprob(1, -float("inf"), ((2, float("nan")),))]
+    speller = Speller(lambda token: '"\\\n')
+    chat = json.loads(await ChatLogprobs(speller).write(entries, Pace()), parse_constant=pytest.fail)
+    assert [each["logprob"] for each in chat["content"]] == [-9999.0]
+    plain = json.loads(await CompletionLogprobs(speller).write(entries, Pace()), parse_constant=pytest.fail)
+    assert plain["token_logprobs"] == [None, -9999.0]
+    assert plain["top_logprobs"] == [None, {'"\\\n': -9999.0}]
