@@ -114,12 +114,16 @@ def test_calls_and_text_similar_to_calls(text: str, content: str, calls: Calls) 
 
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
 )
 
 
 @given(
-    calls=st.lists(st.tuples(st.text("fgh_-", min_size=1), st.dictionaries(st.text(), json_values))),
+    calls=st.lists(
+        st.tuples(st.text("fgh_-", min_size=1), st.dictionaries(st.text(), json_values, max_size=4)),
+        max_size=4,
+    ),
     indent=st.none() | st.integers(0, 2),
     ascii_only=st.booleans(),
     data=st.data(),
