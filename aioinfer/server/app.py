@@ -136,13 +136,12 @@ async def _serve(
 
 
 async def _listen(connections: Connections, bound: socket.socket, config: ServerConfig) -> asyncio.Server:
-    port = bound.getsockname()[1]
-    loop = asyncio.get_running_loop()
     try:
-        return await loop.create_server(connections, sock=bound, backlog=_BACKLOG)
+        # Another program may have begun to listen since the socket was bound. uvloop hangs on this error.
+        bound.listen(_BACKLOG)
     except OSError as error:
-        # Another program may have begun to listen since the socket was bound.
-        raise cannot_listen(error, config.host, port) from error
+        raise cannot_listen(error, config.host, bound.getsockname()[1]) from error
+    return await asyncio.get_running_loop().create_server(connections, sock=bound, backlog=_BACKLOG)
 
 
 def _url(bound: socket.socket, config: ServerConfig) -> str:
