@@ -52,6 +52,7 @@ def failed_start(*arguments: str, limit: int | None = None) -> str:
     return done.stderr
 
 
+@pytest.mark.battery(PROGRAM)
 def test_a_port_in_use_ends_the_program_with_one_line(taken: int) -> None:
     assert failed_start("--port", str(taken)) == f"aioinfer: port {taken} of host 127.0.0.1 is in use\n"
 
