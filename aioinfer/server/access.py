@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.config import ServerConfig, is_loopback
 from aioinfer.server.failures import Failure, Refused
@@ -98,13 +98,11 @@ class WebAccess:
     # -- CORS -----------------------------------------------------------------------------------
 
     @property
-    def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
+    def middleware(self) -> Middleware:
         """Checks every request, and responds to preflight requests."""
 
         @web.middleware
-        async def checked(
-            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-        ) -> web.StreamResponse:
+        async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
             self.check(request)
             if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
                 return self._preflight(request)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import posixpath
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
@@ -21,9 +21,6 @@ from aioinfer.server.logs import ACCESS, ACCESS_FORMAT, HTTP
 from aioinfer.server.routes import Routes
 
 __all__ = ["create_app", "serve", "setup"]
-
-_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Middleware: TypeAlias = Callable[[web.Request, _Handler], Awaitable[web.StreamResponse]]
 
 _MIB = 1 << 20
 _HEALTH = "/health"
@@ -197,7 +194,7 @@ def _mount(
     return mount
 
 
-def _application(config: ServerConfig, *outer: _Middleware) -> web.Application:
+def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
     access = WebAccess(config)
     app = web.Application(
         middlewares=[*outer, _json_errors, _but_health(access.middleware)],
@@ -207,11 +204,11 @@ def _application(config: ServerConfig, *outer: _Middleware) -> web.Application:
     return app
 
 
-def _but_health(middleware: _Middleware) -> _Middleware:
+def _but_health(middleware: Middleware) -> Middleware:
     """A middleware for every path but the health route, which monitors ask by any name and without a key."""
 
     @web.middleware
-    async def selective(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def selective(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == _HEALTH:
             return await handler(request)
         return await middleware(request, handler)
@@ -220,7 +217,7 @@ def _but_health(middleware: _Middleware) -> _Middleware:
 
 
 @web.middleware
-async def _json_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Convert errors outside the routes' handlers, like 403, 404 and 405, to OpenAI's error objects."""
     try:
         return await handler(request)

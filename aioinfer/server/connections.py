@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import cast
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.server.failures import Failure
 from aioinfer.server.logs import Throttle
@@ -102,11 +103,9 @@ class Connections:
     # -- around every request -------------------------------------------------------------------
 
     @property
-    def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
+    def middleware(self) -> Middleware:
         @web.middleware
-        async def counted(
-            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-        ) -> web.StreamResponse:
+        async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
             protocol = None if request.transport is None else request.transport.get_protocol()
             if not isinstance(protocol, _Connection):
                 return await handler(request)
