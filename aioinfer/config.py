@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import ipaddress
 import os
 import sys
 import types
@@ -27,6 +28,7 @@ __all__ = [
     "EngineConfig",
     "ServerConfig",
     "bundled_models",
+    "is_loopback",
     "load_settings",
     "parse_setting",
     "policy_names",
@@ -329,6 +331,16 @@ class ServerConfig:
     served_model_name: str | None = _option(
         None, "server", "model name in the API; default: the directory's name"
     )
+    access_log: bool = _option(False, "server", "log one line per request")
+    #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
+    allowed_hosts: str | None = _option(
+        None,
+        "server",
+        "hosts of requests besides loopback names; *: any; default: any with a key or not on loopback",
+    )
+    cors_origins: str | None = _option(
+        None, "server", "origins of web pages that may use the server, as in https://a.b,https://c.d; *: any"
+    )
 
     tool_call_parser: str | None = _option(
         None, "chat", "format of tool calls: hermes; without a parser tools are refused"
@@ -357,6 +369,21 @@ class ServerConfig:
         "logprobs in an answer, alternatives included; default: 262144, or those of one choice",
         _AT_LEAST_ONE,
     )
+    max_connections: int | None = _option(
+        None,
+        "connections",
+        "open connections; default: 4096, fewer if the limit of open files is low",
+        _AT_LEAST_ONE,
+    )
+    header_timeout: float = _option(
+        10.0, "connections", "seconds until a new connection has sent a request's headers", _POSITIVE
+    )
+    body_timeout: float = _option(
+        30.0, "connections", "seconds from a request's headers to the end of its body", _POSITIVE
+    )
+    idle_timeout: float = _option(
+        75.0, "connections", "seconds between requests before a connection is closed", _POSITIVE
+    )
     ping_interval: float = _option(
         5.0, "connections", "seconds of silence before an SSE comment is sent", _POSITIVE
     )
@@ -371,8 +398,17 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check_fields(self)
         _known_parsers(self)
-        if self.host not in ("127.0.0.1", "::1", "localhost") and not (self.api_key or self.insecure):
+        if not is_loopback(self.host) and not (self.api_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
+
+
+def is_loopback(host: str) -> bool:
+    """A name or address that leads to this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # Names below localhost are reserved, too (RFC 6761, section 6.3).
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def bundled_models() -> list[str]:

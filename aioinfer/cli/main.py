@@ -10,10 +10,12 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,9 +24,12 @@ from typing import Any
 
 from aioinfer import __version__
 from aioinfer.config import GROUPS, EngineConfig, ServerConfig, load_settings, parse_setting, value_names
-from aioinfer.errors import AioInferError
+from aioinfer.errors import AioInferError, ConfigError
 
 __all__ = ["add_settings", "main", "read_settings"]
+
+#: open files that any command needs
+_LEAST_FILES = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,12 +37,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
+        _check_open_files()
         return _run(options.command(options))
     except AioInferError as error:
         print(f"aioinfer: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        print(f"aioinfer: {error.strerror}: raise the limit (ulimit -n)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _check_open_files() -> None:
+    """Raises ConfigError if imports alone could reach the limit of open files, with errors of any kind."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and limit < _LEAST_FILES:
+            raise ConfigError(
+                f"the limit of open files (ulimit -n) is {limit}: at least {_LEAST_FILES} are needed"
+            )
 
 
 def _run(command: Coroutine[Any, Any, int]) -> int:
@@ -54,11 +77,28 @@ def _run(command: Coroutine[Any, Any, int]) -> int:
 
 
 async def _serve(options: argparse.Namespace) -> int:
+    from aioinfer.server.listening import bind
+
+    engine_config = read_settings(EngineConfig, options)
+    config = read_settings(ServerConfig, options)
+    # A port in use is known before the model loads, and before torch does.
+    sockets = await bind(config.host, config.port)
+    try:
+        return await _serve_on(sockets, engine_config, config)
+    finally:
+        for each in sockets:
+            each.close()
+
+
+async def _serve_on(
+    sockets: Sequence[socket.socket], engine_config: EngineConfig, config: ServerConfig
+) -> int:
     from aioinfer.engine import Engine
     from aioinfer.server import serve
 
-    engine = Engine(read_settings(EngineConfig, options))
-    config = read_settings(ServerConfig, options)
+    if config.access_log:
+        logging.getLogger("aioinfer.access").setLevel(logging.INFO)
+    engine = Engine(engine_config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     aborting: list[asyncio.Task[None]] = []
@@ -87,7 +127,7 @@ async def _serve(options: argparse.Namespace) -> int:
         def ready(url: str) -> None:
             _banner(engine.info.description, time.monotonic() - started, url, config, engine.config)
 
-        await serve(engine, config, stop=stop, ready=ready)
+        await serve(engine, config, stop=stop, ready=ready, sockets=sockets)
     finally:
         stopped.cancel()
         await asyncio.gather(engine.aclose(), *aborting)
@@ -318,8 +358,6 @@ def _read_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     import yaml
-
-    from aioinfer.errors import ConfigError
 
     try:
         settings = yaml.safe_load(path.read_text("utf-8")) or {}

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import posixpath
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
+from aioinfer.errors import ConfigError
+from aioinfer.server.access import WebAccess
+from aioinfer.server.connections import Connections
 from aioinfer.server.failures import as_failure
 from aioinfer.server.limits import MOST_BODY_MIB
+from aioinfer.server.listening import bind, cannot_listen, connection_limit
+from aioinfer.server.logs import ACCESS, ACCESS_FORMAT, HTTP
 from aioinfer.server.routes import Routes
 
-__all__ = ["ENGINE", "create_app", "serve", "setup"]
-
-#: key of an application's engine
-ENGINE = web.AppKey("aioinfer.engine", Engine)
+__all__ = ["create_app", "serve", "setup"]
 
 _MIB = 1 << 20
+_HEALTH = "/health"
+_BACKLOG = 128
 
 
 def setup(
@@ -26,26 +33,34 @@ def setup(
     engine: Engine,
     prefix: str = "/v1",
     *,
-    health: str | None = "/health",
+    health: str | None = "../health",
     config: ServerConfig | None = None,
 ) -> None:
     """Add the OpenAI routes under ``prefix``, and a health route, to an application.
 
-    An engine that is not started is started and closed together with the application. Disconnects are
-    detected within a second, even if the application's runner does not cancel handlers. The application's
-    ``client_max_size`` bounds request bodies.
+    ``health`` is an absolute path or relative to the prefix; None: no such route and no trace. An application
+    can have several engines under different prefixes.
+
+    An engine that is not started is started and closed together with the application. When the application
+    shuts down, open requests have ``config.drain_timeout`` seconds to finish, and new ones get 503.
+    Disconnects are detected within a second, even if the application's runner does not cancel handlers. The
+    application's ``client_max_size`` bounds request bodies.
+
+    Raises ConfigError: the prefix is not a path, or the application already has one of the routes.
     """
-    app[ENGINE] = engine
-    Routes(engine, config or ServerConfig()).add_to(app, prefix.rstrip("/"), health)
-    app.cleanup_ctx.append(_engine_context)
+    mount = _mount(app, engine, prefix, health, config or ServerConfig())
+    if _DRAINED not in app:
+        app[_DRAINED] = []
+        app.on_shutdown.append(_drain)
+    app[_DRAINED].append(mount)
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
-    """A new application: the routes, and OpenAI's error objects for every other path."""
+    """A new application: the routes, checks of Host and Origin, and OpenAI's error objects for every other
+    path. It starts, drains and closes the engine as :func:`setup` says."""
     config = config or ServerConfig()
-    most = int((config.max_body_mib or MOST_BODY_MIB) * _MIB)
-    app = web.Application(middlewares=[_json_errors], client_max_size=most)
-    setup(app, engine, config=config)
+    app = _application(config)
+    setup(app, engine, health=_HEALTH, config=config)
     return app
 
 
@@ -55,56 +70,158 @@ async def serve(
     *,
     stop: asyncio.Event | None = None,
     ready: Callable[[str], None] | None = None,
+    sockets: Sequence[socket.socket] | None = None,
 ) -> None:
     """Serve until ``stop`` is set, then drain; cancellation ends it without draining.
 
     While it drains, the server responds to new requests with 503, and running requests have
     ``config.drain_timeout`` seconds to finish. ``ready`` is called with the base URL when requests are
-    accepted. Installs no signal handler.
+    accepted. ``sockets``: bound TCP sockets to listen on, instead of the config's host and port; they are
+    closed at the end. Installs no signal handler.
+
+    Raises ConfigError if it cannot listen.
     """
     config = config or ServerConfig()
     stop = stop or asyncio.Event()
-    runner = web.AppRunner(
-        create_app(engine, config),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=2.0,
-        auto_decompress=False,  # bodies are decompressed in slices
-    )
-    await runner.setup()
+    bound = list(sockets) if sockets is not None else await bind(config.host, config.port)
     try:
-        site = web.TCPSite(runner, config.host, config.port)
-        await site.start()
+        await _serve(engine, config, stop, ready, bound)
+    finally:
+        for each in bound:
+            each.close()
+
+
+async def _serve(
+    engine: Engine,
+    config: ServerConfig,
+    stop: asyncio.Event,
+    ready: Callable[[str], None] | None,
+    sockets: Sequence[socket.socket],
+) -> None:
+    connections = Connections(
+        limit=connection_limit(config.max_connections),
+        header_timeout=config.header_timeout,
+        send_timeout=config.send_timeout,
+        health=_HEALTH,
+    )
+    app = _application(config, connections.middleware)
+    _mount(app, engine, "/v1", _HEALTH, config)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,  # bodies are decompressed in slices
+        access_log=ACCESS if config.access_log else None,
+        access_log_format=ACCESS_FORMAT,
+        keepalive_timeout=config.idle_timeout,
+        logger=HTTP,
+        shutdown_timeout=2.0,
+    )
+    servers: list[asyncio.Server] = []
+    try:
+        await runner.setup()
+        assert runner.server is not None
+        connections.start(runner.server)
+        for each in sockets:
+            servers.append(await _listen(connections, each, config))
         if ready is not None:
-            ready(_url(runner, config))
+            ready(_url(sockets[0], config))
         await stop.wait()
         await engine.aclose(drain=True, timeout=config.drain_timeout)
     finally:
+        for server in servers:
+            server.close()
         await runner.cleanup()
+        connections.stop()
 
 
-def _url(runner: web.AppRunner, config: ServerConfig) -> str:
-    port = runner.addresses[0][1]
+async def _listen(connections: Connections, bound: socket.socket, config: ServerConfig) -> asyncio.Server:
+    try:
+        # Another program may have begun to listen since the socket was bound. uvloop hangs on this error.
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        raise cannot_listen(error, config.host, bound.getsockname()[1]) from error
+    return await asyncio.get_running_loop().create_server(connections, sock=bound, backlog=_BACKLOG)
+
+
+def _url(bound: socket.socket, config: ServerConfig) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{port}"
+    return f"http://{host}:{bound.getsockname()[1]}"
 
 
-async def _engine_context(app: web.Application) -> AsyncIterator[None]:
-    engine = app[ENGINE]
-    ours = engine.state in (EngineState.NEW, EngineState.CLOSED)
-    if ours:
-        await engine.start()
-    yield
-    if ours:
-        await engine.aclose()
+# -- an engine in an application -----------------------------------------------------------------------
+
+
+class _Mount:
+    """The life of an engine in an application: started and closed with it if it was not started before."""
+
+    def __init__(self, engine: Engine, drain_timeout: float) -> None:
+        self._engine = engine
+        self._drain_timeout = drain_timeout
+        self._ours = False
+
+    async def context(self, app: web.Application) -> AsyncIterator[None]:
+        self._ours = self._engine.state in (EngineState.NEW, EngineState.CLOSED)
+        if self._ours:
+            await self._engine.start()
+        yield
+        if self._ours:
+            await self._engine.aclose()
+
+    async def drain(self) -> None:
+        if self._ours:
+            await self._engine.aclose(drain=True, timeout=self._drain_timeout)
+
+
+#: the engines that the application drains when it shuts down
+_DRAINED = web.AppKey("aioinfer.drained", list[_Mount])
+
+
+async def _drain(app: web.Application) -> None:
+    async with asyncio.TaskGroup() as group:
+        for mount in app[_DRAINED]:
+            group.create_task(mount.drain())
+
+
+def _mount(
+    app: web.Application, engine: Engine, prefix: str, health: str | None, config: ServerConfig
+) -> _Mount:
+    prefix = prefix.rstrip("/")
+    if prefix and not prefix.startswith("/"):
+        raise ConfigError(f"prefix must begin with /, got {prefix!r}")
+    if health is not None:
+        health = posixpath.normpath(posixpath.join(prefix or "/", health))
+    Routes(engine, config).add_to(app, prefix, health)
+    mount = _Mount(engine, config.drain_timeout)
+    app.cleanup_ctx.append(mount.context)
+    return mount
+
+
+def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
+    access = WebAccess(config)
+    app = web.Application(
+        middlewares=[*outer, _json_errors, _but_health(access.middleware)],
+        client_max_size=int((config.max_body_mib or MOST_BODY_MIB) * _MIB),
+    )
+    app.on_response_prepare.append(access.add_headers)
+    return app
+
+
+def _but_health(middleware: Middleware) -> Middleware:
+    """A middleware for every path but the health route, which monitors ask by any name and without a key."""
+
+    @web.middleware
+    async def selective(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == _HEALTH:
+            return await handler(request)
+        return await middleware(request, handler)
+
+    return selective
 
 
 @web.middleware
-async def _json_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Convert 404, 405 and 413 to OpenAI's error objects."""
+async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Convert errors outside the routes' handlers, like 403, 404 and 405, to OpenAI's error objects."""
     try:
         return await handler(request)
-    except web.HTTPException as error:
+    except Exception as error:
         return as_failure(error).response()

@@ -15,6 +15,8 @@ __all__ = ["Failure", "Refused", "as_failure"]
 
 _log = logging.getLogger("aioinfer.server")
 
+#: characters of a message or a field's name, both of which can contain what the client sent
+_LONGEST = 1000
 #: The openai client retries 408, 409, 429 and 5xx unless this header is false.
 _NO_RETRY = {"x-should-retry": "false"}
 
@@ -29,18 +31,25 @@ class Failure:
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    #: the connection is closed behind the response
+    close: bool = False
 
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        param = None if self.param is None else _clipped(self.param)
+        return {
+            "error": {"message": _clipped(self.message), "type": self.kind, "param": param, "code": self.code}
+        }
 
     def response(self) -> web.Response:
-        return web.Response(
+        response = web.Response(
             status=self.status,
             headers=self.headers,
             text=json.dumps(self.body()),
             content_type="application/json",
         )
+        if self.close:
+            response.force_close()
+        return response
 
 
 class Refused(Exception):
@@ -73,6 +82,14 @@ def as_failure(error: BaseException) -> Failure:
             return Failure(500, "server_error", "the request failed in the engine", headers=_NO_RETRY)
         case web.HTTPException():
             kind = "invalid_request_error" if error.status < 500 else "server_error"
-            return Failure(error.status, kind, error.reason)
+            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return Failure(error.status, kind, error.reason, headers=allowed)
     _log.error("an unexpected error in a handler", exc_info=error)
     return Failure(500, "server_error", "internal error")
+
+
+def _clipped(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]} ... {text[-half:]}"

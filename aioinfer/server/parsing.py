@@ -10,7 +10,6 @@ from typing import TypeVar
 from aiohttp import web
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.server.failures import Failure, Refused
 from aioinfer.server.limits import Limits, too_large
 
 __all__ = ["BodyParser", "decompress", "plain", "refuse_large"]
@@ -33,7 +32,7 @@ def refuse_large(request: web.Request, limit: int) -> None:
 
 
 async def plain(request: web.Request, raw: bytes, limit: int) -> bytes:
-    """The body without its encoding, of at most ``limit`` bytes. Raises Refused (413, 415), InvalidRequest.
+    """The body without its encoding, of at most ``limit`` bytes. Raises Refused (413), InvalidRequest.
 
     An application with these routes may have decompressed it, so an object is accepted whatever the header
     says.
@@ -43,10 +42,6 @@ async def plain(request: web.Request, raw: bytes, limit: int) -> bytes:
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     if encoding in ("", "identity") or raw[:64].lstrip()[:1] in (b"{", b""):
         return raw
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        message = f"the content encoding {encoding[:40]!r} is not supported: gzip and deflate are"
-        headers = {"Accept-Encoding": "gzip, deflate"}
-        raise Refused(Failure(415, "invalid_request_error", message, headers=headers))
     return await decompress(raw, limit)
 
 

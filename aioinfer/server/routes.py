@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
-from aioinfer.errors import InvalidRequest, RequestError
+from aioinfer.errors import ConfigError, InvalidRequest, RequestError
 from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.server.access import ApiKey, WebAccess
 from aioinfer.server.answers import ChatFormat
-from aioinfer.server.failures import Failure, Refused, as_failure
+from aioinfer.server.bodies import read_body
+from aioinfer.server.disconnects import ClientGone, ended, is_gone, unless_gone, unless_raises
+from aioinfer.server.failures import as_failure
 from aioinfer.server.limits import Limits
 from aioinfer.server.logprobs import Speller
 from aioinfer.server.pace import Pace
 from aioinfer.server.parsing import BodyParser, plain, refuse_large
 from aioinfer.server.protocol import Call, Served, model_not_found, parse_chat, parse_completion
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape, usage_body
-from aioinfer.server.sse import WATCH_INTERVAL, ClientGone, EventStream, is_gone
+from aioinfer.server.sse import EventStream
 from aioinfer.server.whole import whole_answer
 from aioinfer.stream import Stream
 
 __all__ = ["Routes"]
 
-_T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Parser = Callable[[bytes, Served], Call]
-#: seconds from the headers to the end of the body
-_BODY_TIMEOUT = 10.0
 #: nginx's status of a closed connection, for the access log
 _CLIENT_GONE = 499
 
@@ -47,20 +45,35 @@ class Routes:
         self._engine = engine
         self._config = config
         self._model = config.served_model_name or engine.config.model_path.name
-        key = config.api_key
-        self._key = None if key is None else hashlib.sha256(f"Bearer {key}".encode()).digest()
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
+        self._key = ApiKey(config.api_key)
+        self._access = WebAccess(config)
 
     def add_to(self, app: web.Application, prefix: str, health: str | None) -> None:
-        router = app.router
-        router.add_post(f"{prefix}/chat/completions", self._guarded(self.chat))
-        router.add_post(f"{prefix}/completions", self._guarded(self.completions))
-        router.add_get(f"{prefix}/models", self._guarded(self.models))
-        router.add_get(f"{prefix}/models/{{model}}", self._guarded(self.model))
+        """Raises ConfigError if the application has one of the routes."""
+        routes: list[tuple[str, str, _Handler]] = [
+            ("POST", f"{prefix}/chat/completions", self._guarded(self.chat)),
+            ("POST", f"{prefix}/completions", self._guarded(self.completions)),
+            ("GET", f"{prefix}/models", self._guarded(self.models)),
+            ("GET", f"{prefix}/models/{{model}}", self._guarded(self.model)),
+        ]
         if health is not None:
-            router.add_get(health, self.health)
-            router.add_get(health.rsplit("/", 1)[0] + "/debug/trace", self._guarded(self.trace))
+            routes.append(("GET", health, self.health))
+            routes.append(("GET", health.rsplit("/", 1)[0] + "/debug/trace", self._guarded(self.trace)))
+        taken = {
+            (method, route.resource.canonical)
+            for route in app.router.routes()
+            if route.resource is not None
+            for method in (("GET", "POST") if route.method == "*" else (route.method,))
+        }
+        for method, path, _ in routes:
+            if (method, path) in taken:
+                raise ConfigError(
+                    f"the application already has the route {path}: choose another prefix or health path"
+                )
+        for method, path, handler in routes:
+            (app.router.add_get if method == "GET" else app.router.add_post)(path, handler)
 
     # -- endpoints ------------------------------------------------------------------------------
 
@@ -88,6 +101,8 @@ class Routes:
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
+        if not self._key.given:
+            self._access.check_local(request)
         trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
         return web.Response(text=trace, content_type="application/json")
 
@@ -104,21 +119,16 @@ class Routes:
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
-                self._check_key(request)
+                self._key.check(request)
                 return await handler(request)
             except ClientGone:
                 return web.Response(status=_CLIENT_GONE)
             except Exception as error:
+                if isinstance(error, ConnectionError) and is_gone(request):
+                    return web.Response(status=_CLIENT_GONE)
                 return as_failure(error).response()
 
         return guarded
-
-    def _check_key(self, request: web.Request) -> None:
-        if self._key is None:
-            return
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(hashlib.sha256(given).digest(), self._key):
-            raise Refused(Failure(401, "authentication_error", "wrong API key", code="invalid_api_key"))
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -126,7 +136,7 @@ class Routes:
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         refuse_large(request, limits.body)
-        raw = await plain(request, await _read(request), limits.body)
+        raw = await plain(request, await read_body(request, self._config.body_timeout), limits.body)
         chat = ChatFormat.of(self._config, engine.tokenizer)
         served = Served(self._model, engine.default_params, chat, self._config.max_messages)
         call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
@@ -151,7 +161,7 @@ class Routes:
                 await pace()
             if call.stream:
                 return await self._stream(request, call, shape, streams)
-            results = await _unless_gone(request, _gather(streams))
+            results = await unless_gone(request, _gather(streams))
             body = await whole_answer(call, shape, results, await self._echoes(call), self._speller)
             return web.Response(body=body, content_type="application/json", charset="utf-8")
 
@@ -162,17 +172,15 @@ class Routes:
             request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
         )
         # A refusal at tokenizing still gets its HTTP status, before the response begins.
-        for stream in streams:
-            await stream.accepted()
+        await unless_gone(request, _accepted(streams))
         await events.open()
         watch = asyncio.create_task(events.watch())
         try:
-            await _unless_raises(watch, self._send_all(call, shape, streams, events))
+            await unless_raises(watch, self._send_all(call, shape, streams, events))
         except ClientGone:
             return events.response
         finally:
-            watch.cancel()
-            await asyncio.wait([watch])
+            await ended(watch)
         return events.response
 
     async def _send_all(
@@ -193,10 +201,11 @@ class Routes:
             if isinstance(error, ClientGone) or not isinstance(error, Exception):
                 raise error from None
             await events.send(json.dumps(as_failure(call.named(error)).body()))
+            await events.close(failed=True)
         else:
             if call.include_usage:
                 await events.send(shape.usage(call, usage_body([task.result() for task in sending], call.n)))
-        await events.close()
+            await events.close()
 
     async def _send_choice(
         self, call: Call, shape: Shape, index: int, stream: Stream, events: EventStream
@@ -243,13 +252,9 @@ class Routes:
         return tokenizer.decode(cast("list[int]", prompt))
 
 
-async def _read(request: web.Request) -> bytes:
-    """The body. Raises HTTPRequestTimeout if it is incomplete after 10 s."""
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT):
-            return await request.read()
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(reason="the body did not arrive in time") from None
+async def _accepted(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        await stream.accepted()
 
 
 async def _gather(streams: Sequence[Stream]) -> list[Result]:
@@ -264,35 +269,3 @@ async def _gather(streams: Sequence[Stream]) -> list[Result]:
 
 async def _result(stream: Stream) -> Result:
     return await stream
-
-
-async def _unless_gone(request: web.Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await ``work``; raises ClientGone if the client disconnects first.
-
-    :func:`aioinfer.server.serve` cancels handlers on disconnect; an application with these routes may not.
-    """
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        while not task.done():
-            if is_gone(request):
-                raise ClientGone("the client has closed its connection")
-            await asyncio.wait([task], timeout=WATCH_INTERVAL)
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-
-
-async def _unless_raises(watch: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work``; raises the exception of ``watch`` if it ends first."""
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        else:
-            watch.result()
-    finally:
-        task.cancel()
-        await asyncio.wait([task])

@@ -7,7 +7,9 @@ from typing import NoReturn
 
 from aiohttp import web
 
-__all__ = ["ClientGone", "EventStream", "is_gone"]
+from aioinfer.server.disconnects import WATCH_INTERVAL, ClientGone, is_gone
+
+__all__ = ["EventStream"]
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -16,12 +18,6 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
 }
 _PING = b": ping\n\n"
-#: seconds between checks of a connection
-WATCH_INTERVAL = 0.5
-
-
-class ClientGone(ConnectionError):
-    """The client has closed its connection, or has not read for ``send_timeout`` seconds."""
 
 
 class EventStream:
@@ -46,17 +42,21 @@ class EventStream:
         return self._response
 
     async def open(self) -> None:
-        """Send the headers."""
-        await self._response.prepare(self._request)
+        """Send the headers. Raises ClientGone."""
+        try:
+            await self._response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone(str(error)) from error
         await self._write(b": ok\n\n")
 
     async def send(self, data: str) -> None:
         """Send one event. Raises ClientGone. Waits up to the timeout of :meth:`watch`."""
         await self._write(f"data: {data}\n\n".encode())
 
-    async def close(self) -> None:
-        """Send the last event of the protocol and end the response."""
-        await self._write(b"data: [DONE]\n\n", last=True)
+    async def close(self, *, failed: bool = False) -> None:
+        """End the response, with ``[DONE]`` unless its last event was an error: clients that know no errors
+        would take the answer for complete."""
+        await self._write(b"" if failed else b"data: [DONE]\n\n", last=True)
 
     async def watch(self) -> None:
         """Run next to the writers: send pings, and raise ClientGone when the client is gone or has not read
@@ -95,8 +95,3 @@ class EventStream:
             raise ClientGone(str(error)) from error
         finally:
             self._writing -= 1
-
-
-def is_gone(request: web.Request) -> bool:
-    """The connection of a request is closed."""
-    return request.transport is None or request.transport.is_closing()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from aioinfer.execution.device import Device
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server import serve
 from aioinfer.testing import ToyDevice, ToyTokenizer
+from tests.server.raw import Raw
 
 
 @dataclass
@@ -89,6 +90,24 @@ def serving() -> Serving:
             await task
 
     return run
+
+
+Connect = Callable[[Served], Awaitable[Raw]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Opens connections to a server, which are closed behind the test."""
+    opened: list[Raw] = []
+
+    async def connect(served: Served) -> Raw:
+        port = int(served.url.rsplit(":", 1)[1])
+        opened.append(Raw(*await asyncio.open_connection("127.0.0.1", port)))
+        return opened[-1]
+
+    yield connect
+    for each in opened:
+        await each.close()
 
 
 Bundled = Callable[..., AbstractAsyncContextManager[openai.AsyncOpenAI]]

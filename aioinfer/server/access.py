@@ -1,0 +1,153 @@
+"""What may use a server: clients with its key, and web pages only as far as the config says.
+
+A browser lets any page send requests to servers of its machine and network. Two checks keep out pages that
+are not this server's own. ``Host`` must be a name of this server: a page whose name was pointed to this
+address (DNS rebinding) sends its own name. ``Origin`` must be this server or listed in ``cors_origins``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from aioinfer.config import ServerConfig, is_loopback
+from aioinfer.server.failures import Failure, Refused
+
+__all__ = ["ApiKey", "WebAccess"]
+
+#: seconds that a browser may remember the response to a preflight request
+_PREFLIGHT_AGE = "600"
+_METHODS = "GET, POST, OPTIONS"
+#: headers of responses that scripts may read
+_EXPOSED = "Retry-After"
+
+
+class ApiKey:
+    """The key that requests must have in ``Authorization``, or none."""
+
+    def __init__(self, key: str | None) -> None:
+        self.given = key is not None
+        self._digest = b"" if key is None else _digest(key)
+
+    def check(self, request: web.Request) -> None:
+        """Raises Refused (401)."""
+        if not self.given:
+            return
+        # The name of a scheme is case-insensitive (RFC 9110, section 11.1).
+        scheme, _, token = request.headers.get("Authorization", "").strip().partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise _unauthorized(
+                "the API key is missing: send it as 'Authorization: Bearer KEY'", None, "Bearer"
+            )
+        if not hmac.compare_digest(_digest(token.strip()), self._digest):
+            raise _unauthorized("wrong API key", "invalid_api_key", 'Bearer error="invalid_token"')
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def _unauthorized(message: str, code: str | None, challenge: str) -> Refused:
+    headers = {"WWW-Authenticate": challenge}
+    return Refused(Failure(401, "authentication_error", message, code=code, headers=headers))
+
+
+class WebAccess:
+    """Checks ``Host`` and ``Origin``, and answers in the protocol of CORS."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        own = config.allowed_hosts
+        self._listed = frozenset(_items(own or "")) | {config.host.lower()}
+        # A key is not sent by a browser on its own, and an address other than loopback has names that the
+        # server does not know.
+        open_to_names = own is None and (config.api_key is not None or not is_loopback(config.host))
+        self._any_host = open_to_names or "*" in self._listed
+        self._origins = frozenset(item.rstrip("/") for item in _items(config.cors_origins or ""))
+
+    def check(self, request: web.Request) -> None:
+        """Raises Refused (403)."""
+        if not self._any_host:
+            self._check_hosts(request, addresses=False)
+        for origin in request.headers.getall("Origin", ()):
+            if not self._allows_origin(origin, request):
+                raise _forbidden(f"the origin {origin[:200]!r} is not in cors_origins", "origin_not_allowed")
+
+    def check_local(self, request: web.Request) -> None:
+        """The same, also if any host is allowed: ``Host`` is an address, a loopback name or listed."""
+        if "*" not in self._listed:
+            self._check_hosts(request, addresses=True)
+        self.check(request)
+
+    def _check_hosts(self, request: web.Request, *, addresses: bool) -> None:
+        # Browsers always send one.
+        for value in request.headers.getall("Host", ()):
+            name = _name(value)
+            if not (name in self._listed or is_loopback(name) or (addresses and _is_address(name))):
+                raise _forbidden(f"the host {value[:200]!r} is not in allowed_hosts", "host_not_allowed")
+
+    def _allows_origin(self, origin: str, request: web.Request) -> bool:
+        if "*" in self._origins or origin.lower() in self._origins:
+            return True
+        host = request.headers.get("Host", "").lower()
+        return bool(host) and origin.lower().partition("://")[2] == host
+
+    # -- CORS -----------------------------------------------------------------------------------
+
+    @property
+    def middleware(self) -> Middleware:
+        """Checks every request, and responds to preflight requests."""
+
+        @web.middleware
+        async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self.check(request)
+            if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+                return self._preflight(request)
+            return await handler(request)
+
+        return checked
+
+    def _preflight(self, request: web.Request) -> web.Response:
+        headers = {
+            "Access-Control-Allow-Methods": _METHODS,
+            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
+            "Access-Control-Max-Age": _PREFLIGHT_AGE,
+        }
+        return web.Response(status=204, headers=headers)
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """For ``on_response_prepare``: scripts of an allowed origin may read the response."""
+        origin = request.headers.get("Origin")
+        if not self._origins:
+            return
+        response.headers["Vary"] = "Origin"
+        if origin is not None and self._allows_origin(origin, request):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+
+
+def _forbidden(message: str, code: str) -> Refused:
+    return Refused(Failure(403, "permission_error", message, code=code))
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip().lower() for item in text.split(",") if item.strip()]
+
+
+def _name(host: str) -> str:
+    """The name or address in a ``Host`` header, without the port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,228 @@
+"""The open connections of a server: a bounded number, none of which waits for its client for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from aioinfer.server.failures import Failure
+from aioinfer.server.logs import Throttle
+
+__all__ = ["Connections"]
+
+_log = logging.getLogger("aioinfer.server")
+
+#: seconds between two looks at all connections
+_LOOK_INTERVAL = 1.0
+#: connections beyond the limit whose next request gets a response; those beyond these are closed at once
+_SURPLUS = 16
+
+
+class Connections:
+    """Makes the protocols of a listening socket, and counts and watches them.
+
+    aiohttp closes idle connections. This closes those without a first request after ``header_timeout``
+    seconds, and those whose client has not read for ``send_timeout`` seconds. Beyond ``limit`` connections,
+    the one that has been without a request for longest makes room. If all have one, requests of new
+    connections other than to ``health`` get 503.
+    """
+
+    def __init__(self, *, limit: int, header_timeout: float, send_timeout: float, health: str) -> None:
+        self._limit = limit
+        self._header_timeout = header_timeout
+        self._send_timeout = send_timeout
+        self._health = health
+        self._open: set[_Connection] = set()
+        #: those without a request, longest first
+        self._waiting: dict[_Connection, None] = {}
+        self._full = Throttle(_log)
+        self._loop = asyncio.get_running_loop()
+        self._looking: asyncio.TimerHandle | None = None
+        self._handlers: Callable[[], asyncio.Protocol] = asyncio.Protocol
+
+    def start(self, handlers: Callable[[], asyncio.Protocol]) -> None:
+        """``handlers`` makes the protocols that serve requests: a started ``aiohttp.web.Server``."""
+        self._handlers = handlers
+        self._look()
+
+    def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def __call__(self) -> asyncio.Protocol:
+        return _Connection(self, self._handlers())
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    # -- called by connections ------------------------------------------------------------------
+
+    def add(self, connection: _Connection) -> bool:
+        """Whether a new connection is kept."""
+        self._open.add(connection)
+        while len(self._open) > self._limit and self._make_room():
+            pass
+        if len(self._open) > self._limit:
+            connection.surplus = True
+            if len(self._open) > self._limit + _SURPLUS:
+                self._open.discard(connection)
+                self._full.warning(f"{self._limit} connections are open: a new one was closed")
+                return False
+        self._waiting[connection] = None
+        return True
+
+    def remove(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been without a request for longest."""
+        for connection in self._waiting:
+            if not connection.unsent:
+                self.remove(connection)
+                connection.abort()
+                self._full.warning(f"{self._limit} connections are open: an idle one was closed")
+                return True
+        return False
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        late = now - self._header_timeout
+        for connection in [*self._open]:
+            unserved = not connection.served and connection.opened <= late
+            if unserved or connection.stuck(now, self._send_timeout):
+                connection.abort()
+        interval = min(_LOOK_INTERVAL, self._header_timeout / 4, self._send_timeout / 4)
+        self._looking = self._loop.call_later(interval, self._look)
+
+    # -- around every request -------------------------------------------------------------------
+
+    @property
+    def middleware(self) -> Middleware:
+        @web.middleware
+        async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+            protocol = None if request.transport is None else request.transport.get_protocol()
+            if not isinstance(protocol, _Connection):
+                return await handler(request)
+            protocol.served = protocol.busy = True
+            self._waiting.pop(protocol, None)
+            try:
+                if protocol.surplus and request.path != self._health:
+                    return self._refusal()
+                return await handler(request)
+            finally:
+                protocol.busy = False
+                # Behind the response, which is written when this returns.
+                self._loop.call_soon(self._wait_again, protocol)
+
+        return counted
+
+    def _wait_again(self, connection: _Connection) -> None:
+        if connection in self._open and not connection.busy:
+            self._waiting[connection] = None
+
+    def _refusal(self) -> web.Response:
+        self._full.warning(f"{self._limit} connections are open: a request was refused")
+        failure = Failure(
+            503,
+            "service_unavailable_error",
+            "too many connections are open",
+            code="too_many_connections",
+            headers={"Retry-After": "5"},
+            close=True,
+        )
+        return failure.response()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: passes everything to aiohttp's handler."""
+
+    __slots__ = (
+        "_connections",
+        "_handler",
+        "_least",
+        "_paused",
+        "_progress",
+        "_transport",
+        "busy",
+        "opened",
+        "served",
+        "surplus",
+    )
+
+    def __init__(self, connections: Connections, handler: asyncio.Protocol) -> None:
+        self._connections = connections
+        #: None: the connection was not kept
+        self._handler: asyncio.Protocol | None = handler
+        self._transport: asyncio.Transport | None = None
+        self.opened = asyncio.get_running_loop().time()
+        #: it had a request
+        self.served = False
+        #: it has a request now
+        self.busy = False
+        #: it was opened beyond the limit
+        self.surplus = False
+        #: the handler was told to write no more
+        self._paused = False
+        #: fewest unsent bytes since the last write, and since when
+        self._least = 0
+        self._progress = 0.0
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the client has not read, besides those in its and the system's buffers."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def stuck(self, now: float, timeout: float) -> bool:
+        """The client has read nothing for ``timeout`` seconds although the response waits for it."""
+        transport = self._transport
+        if transport is None or not (self._paused or transport.is_closing()):
+            self._least = 0
+            return False
+        unsent = self.unsent
+        if not unsent or not self._least or unsent < self._least:
+            self._least, self._progress = unsent, now
+            return False
+        return now - self._progress >= timeout
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- asyncio.Protocol -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._connections.add(self) and self._handler is not None:
+            self._handler.connection_made(transport)
+        else:
+            self._handler = None
+            self.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connections.remove(self)
+        self._transport = None
+        if self._handler is not None:
+            self._handler.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self._handler is not None:
+            self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._handler is None else self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        if self._handler is not None:
+            self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._handler is not None:
+            self._handler.resume_writing()

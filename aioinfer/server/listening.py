@@ -1,0 +1,114 @@
+"""Sockets of the server, bound before a model loads, and how many the limit of open files allows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+
+from aioinfer.errors import ConfigError
+
+__all__ = ["bind", "cannot_listen", "connection_limit"]
+
+_log = logging.getLogger("aioinfer.server")
+
+#: connections where neither the config nor the limit of open files says fewer
+_DEFAULT_CONNECTIONS = 4096
+#: files that are left for everything else that the process opens while it serves
+_SPARE_FILES = 32
+#: errors of one address of a host that has others, like ::1 where IPv6 is switched off
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+async def bind(host: str, port: int) -> list[socket.socket]:
+    """A bound socket for every address of ``host``, not yet listening; port 0 is one free port for all.
+
+    Raises ConfigError: the host is unknown or not of this machine, the port is in use or not permitted.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host!r} is unknown: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"host {host!r} cannot be used: {error}") from error
+    sockets: list[socket.socket] = []
+    failed: OSError | None = None
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            chosen = sockets[0].getsockname()[1] if sockets else port
+            try:
+                sockets.append(_bound(family, kind, protocol, (address[0], chosen, *address[2:])))
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                failed = error
+        if not sockets:
+            raise failed or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        raise cannot_listen(error, host, port) from error
+    return sockets
+
+
+def _bound(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> socket.socket:
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setblocking(False)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # Otherwise "::" would take the port of "0.0.0.0", too.
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def cannot_listen(error: OSError, host: str, port: int) -> ConfigError:
+    """The error of a socket in words of the config."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            return ConfigError(f"port {port} of host {host} is in use")
+        case errno.EACCES | errno.EPERM:
+            return ConfigError(f"port {port} of host {host} may not be used: {error.strerror}")
+        case errno.EADDRNOTAVAIL:
+            return ConfigError(f"host {host} is not an address of this machine")
+        case _:
+            return ConfigError(f"cannot listen on port {port} of host {host}: {error.strerror or error}")
+
+
+def connection_limit(wanted: int | None) -> int:
+    """The number of connections that may be open at once; ``wanted`` is ``max_connections`` of the config.
+
+    Fewer than ``wanted`` if the limit of open files leaves fewer, which is logged. Raises ConfigError if it
+    leaves none.
+    """
+    possible = _possible_connections()
+    if possible is None:
+        return wanted or _DEFAULT_CONNECTIONS
+    soft, left = possible
+    if left < 1:
+        raise ConfigError(
+            f"the limit of open files (ulimit -n {soft}) leaves none for connections: at least "
+            f"{soft - left + 1} are needed"
+        )
+    if wanted is not None and wanted > left:
+        _log.warning("max_connections is %d, not %d: the limit of open files is %d", left, wanted, soft)
+    return min(wanted or _DEFAULT_CONNECTIONS, left)
+
+
+def _possible_connections() -> tuple[int, int] | None:
+    """The limit of open files, and how many of them are left for connections; None without a limit."""
+    with contextlib.suppress(ImportError, OSError):
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            return soft, soft - len(os.listdir("/proc/self/fd")) - _SPARE_FILES
+    return None

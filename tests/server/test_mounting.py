@@ -1,0 +1,184 @@
+"""Engines in an application of one's own: several of them, conflicts, and what a shutdown leaves time for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.engine import Engine, EngineState
+from aioinfer.errors import ConfigError
+from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.server import create_app, setup
+from aioinfer.testing import ToyDevice, ToyTokenizer
+from tests.engine.conftest import Gate
+from tests.server.test_adversity import ENDLESS, until
+
+BODY = {**ENDLESS, "max_tokens": 4}
+BOTH = ("/a/v1", "/b/v1")
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.release()
+
+
+def make_engine(fault: Any = None) -> Engine:
+    config = EngineConfig(model="toy", page_size=4, num_pages=2048)
+    device = ToyDevice(num_pages=2048, num_slots=config.num_slots, fault=fault)
+    return Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
+
+
+@asynccontextmanager
+async def running(app: web.Application) -> AsyncIterator[str]:
+    """The base URL of an application that runs without cancelling handlers."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def complete(session: aiohttp.ClientSession, url: str, **fields: Any) -> tuple[int, str]:
+    async with session.post(f"{url}/completions", json={**BODY, **fields}) as response:
+        return response.status, await response.text()
+
+
+async def test_two_engines_are_mounted_started_and_closed() -> None:
+    app = web.Application()
+    engines = [make_engine(), make_engine()]
+    for engine, prefix in zip(engines, BOTH, strict=True):
+        setup(app, engine, prefix)
+    async with running(app) as url, aiohttp.ClientSession() as session:
+        for engine, prefix in zip(engines, BOTH, strict=True):
+            before = engine.stats().finished
+            status, text = await complete(session, url + prefix)
+            assert status == 200
+            assert text.endswith("data: [DONE]\n\n")
+            assert engine.stats().finished == before + 1
+            for path in ("/health", "/debug/trace"):
+                async with session.get(url + prefix.removesuffix("/v1") + path) as response:
+                    assert response.status == 200
+    assert [engine.state for engine in engines] == [EngineState.CLOSED] * 2
+
+
+async def test_an_engine_can_have_two_prefixes_and_may_be_started_already() -> None:
+    engine = make_engine()
+    app = web.Application()
+    for prefix in BOTH:
+        setup(app, engine, prefix)
+    async with engine:
+        async with running(app) as url, aiohttp.ClientSession() as session:
+            for prefix in BOTH:
+                assert (await complete(session, url + prefix))[0] == 200
+        assert engine.ready, "the application closes only what it has started"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "health", "path"),
+    [
+        ("/v1", "/other", "/v1/chat/completions"),
+        ("/v1/", "/other", "/v1/chat/completions"),
+        ("/b/v1", "/health", "/health"),
+        ("/b/v1", "../../health", "/health"),
+        ("/own", None, "/own/models"),
+    ],
+)
+async def test_a_route_that_exists_already_is_an_error_and_adds_nothing(
+    prefix: str, health: str | None, path: str
+) -> None:
+    async def own(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_route("*", "/own/models", own)
+    setup(app, make_engine(), "/v1")
+    before = len(app.router.routes()), len(app.cleanup_ctx), len(app.on_shutdown)
+    with pytest.raises(ConfigError, match=f"already has the route {path}"):
+        setup(app, make_engine(), prefix, health=health)
+    assert (len(app.router.routes()), len(app.cleanup_ctx), len(app.on_shutdown)) == before
+
+
+async def test_a_prefix_is_a_path() -> None:
+    with pytest.raises(ConfigError, match="prefix must begin with /"):
+        setup(web.Application(), make_engine(), "v1")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "health", "path"),
+    [
+        ("/v1", "../health", "/health"),
+        ("", "../health", "/health"),
+        ("/llm/v1/", "../health", "/llm/health"),
+        ("/llm/v1", "/ready", "/ready"),
+        ("/llm/v1", "health", "/llm/v1/health"),
+    ],
+)
+async def test_the_health_path_is_relative_to_the_prefix(prefix: str, health: str, path: str) -> None:
+    app = web.Application()
+    setup(app, make_engine(), prefix, health=health)
+    assert path in {resource.canonical for resource in app.router.resources()}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_shutdown_lets_streams_finish_and_refuses_new_requests(gate: Gate, whole: bool) -> None:
+    engines = [make_engine(gate), make_engine()]
+    app = create_app(engines[0]) if whole else web.Application()
+    if not whole:
+        setup(app, engines[0], "/v1")
+    setup(app, engines[1], "/b/v1")
+    async with running(app) as url, aiohttp.ClientSession() as session:
+        streams = [asyncio.create_task(complete(session, f"{url}/v1", stream=each)) for each in (True, False)]
+        await until(lambda: engines[0].stats().running + engines[0].stats().waiting == 2)
+        stopping = asyncio.create_task(app.shutdown())
+        # All engines drain at the same time.
+        await until(lambda: not any(engine.ready for engine in engines))
+        for prefix in ("/v1", "/b/v1"):
+            assert (await complete(session, url + prefix))[0] == 503
+        assert not stopping.done()
+        gate.release()
+        streamed, entire = await asyncio.gather(*streams)
+        assert streamed[0] == entire[0] == 200
+        assert streamed[1].endswith("data: [DONE]\n\n")
+        assert json.loads(entire[1])["choices"][0]["finish_reason"] == "length"
+        await stopping
+
+
+async def test_the_time_to_drain_is_bounded(gate: Gate) -> None:
+    engine = make_engine(gate)
+    app = web.Application()
+    setup(app, engine, config=ServerConfig(drain_timeout=0.05))
+    async with running(app) as url, aiohttp.ClientSession() as session:
+        stream = asyncio.create_task(complete(session, f"{url}/v1"))
+        await until(lambda: engine.stats().running == 1)
+        closing = asyncio.create_task(app.shutdown())
+        _, text = await stream
+        assert '"error"' in text
+        assert "[DONE]" not in text
+        gate.release()
+        await closing
+
+
+async def test_a_mounted_trace_cannot_be_read_by_rebinding() -> None:
+    app = web.Application()
+    setup(app, make_engine())
+    async with running(app) as url, aiohttp.ClientSession() as session:
+        for host, status in (("evil.example", 403), ("localhost", 200)):
+            async with session.get(f"{url}/debug/trace", headers={"Host": host}) as response:
+                assert response.status == status
+            # The application itself decides about its other routes.
+            async with session.get(f"{url}/v1/models", headers={"Host": host}) as response:
+                assert response.status == 200
+        async with session.post(f"{url}/v1/completions", data=json.dumps(BODY)) as response:
+            assert response.status == 415
