@@ -58,7 +58,7 @@ async def test_a_body_that_is_declared_too_large_is_not_read(serving: Serving) -
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 9000000\r\n\r\n{"
         )
         assert b" 413 " in await reader.readline()
