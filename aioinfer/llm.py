@@ -99,9 +99,13 @@ class LLM:
         device = self._opened()
         while len(self._flights) <= self._overlap_steps:
             step = self._core.plan(self._flights[-1][0] if self._flights else None)
+            if step is not None:
+                self._flights.append((step, _launch(device, step)))
+            for request in self._core.take_ended():
+                assert request.error is not None
+                raise request.error
             if step is None:
                 break
-            self._flights.append((step, _launch(device, step)))
         if not self._flights:
             finished, self._finished = self._finished, {}
             return finished

@@ -37,11 +37,13 @@ class StepHandle:
     loop's thread and the device's thread contend for the interpreter lock at every turn.
     """
 
-    __slots__ = ("_landed", "delay", "done", "error", "launched_at", "result", "step")
+    __slots__ = ("_landed", "delay", "done", "error", "launched", "launched_at", "result", "step")
 
     def __init__(self, step: Step, landed: Callable[[], None]) -> None:
         self._landed = landed
         self.step = step
+        #: False for a step that only keeps its place in the order: it could not be packed
+        self.launched = True
         #: on the loop's clock, in seconds; set by the driver
         self.launched_at = 0.0
         self.done = False
@@ -83,7 +85,8 @@ class Launcher(Protocol):
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         """Put a step in flight behind all earlier ones. When it has ended, ``landed`` is called on the loop,
         perhaps before this returns; by then the handle holds the step's result, or the device's exception:
-        ``DeviceLost`` if no later step can succeed."""
+        ``DeviceLost`` if no later step can succeed. Raises what packing the step raised; the step is not in
+        flight then."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         """Close the device; False if it is still busy after ``timeout`` seconds."""
@@ -297,7 +300,9 @@ class InlineLauncher:
                 self._completion.submit(flight, handle)
                 return handle
             result = flight.wait()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise  # meant for the loop, on whose thread this is
+        except BaseException as error:
             handle.settle(None, _diagnose(self._device, error))
         else:
             handle.settle(result)

@@ -7,6 +7,7 @@ the way of a request from its prompt to its text, and stop strings, which end re
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.admission import Limits
+from aioinfer.scheduling.faults import end_with
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.request import Request, RequestState
@@ -30,10 +32,13 @@ from aioinfer.scheduling.step import Step
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
+    from aioinfer.outputs import TokenLogprob
     from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Core"]
+
+_log = logging.getLogger("aioinfer")
 
 _NO_OPTIONS = RequestOptions()
 
@@ -47,9 +52,11 @@ class Core:
         "_compiler_lock",
         "_config",
         "_generation",
+        "_newest_step",
         "_next_key",
         "_seeds",
         "admitted",
+        "ended",
         "info",
         "output_tokens",
         "scheduler",
@@ -69,6 +76,8 @@ class Core:
         self.output_tokens = 0
         #: requests whose first row is in the step that was planned last
         self.admitted: list[Request] = []
+        #: requests that ended because planning raised, until :meth:`take_ended`
+        self.ended: list[Request] = []
         memory = Memory(
             PageAllocator(info.num_pages, info.page_size or config.page_size),
             SlotPool(config.num_slots),
@@ -82,6 +91,7 @@ class Core:
         self._config = config
         self._clock = clock
         self._seeds = random.Random(config.seed)
+        self._newest_step = 0
         self._next_key = 0
         self._compiler: Compiler | None = None
         self._compiler_lock = threading.Lock()
@@ -226,8 +236,9 @@ class Core:
         prefill = 0 if behind is None else behind.prefill_tokens
         if prefill > self._config.max_overlapped_prefill and self.scheduler.queues.has_prefill:
             return None  # the step in flight takes long: requests that arrive meanwhile join the next one
-        step = self.scheduler.plan()
+        step = self._plan()
         if step is not None:
+            self._newest_step = step.id
             now = self._clock()
             # A request that was retracted is announced again: not all of these are new.
             self.admitted = [request for request in step.new_requests if request.admitted_at is None]
@@ -235,28 +246,74 @@ class Core:
                 request.admitted_at = now
         return step
 
+    def _plan(self) -> Step | None:
+        """The scheduler's plan. What planning raises ends the requests that it concerns."""
+        faults, step = self.scheduler.faults, None
+        try:
+            step = self.scheduler.plan()
+        except Exception as error:
+            if not self.scheduler.abandon_plan(error, self._newest_step):
+                raise
+        if faults:
+            for request, cause in faults.take():
+                _log.error("planning failed for %s", request, exc_info=cause)
+                request.error = _step_failed(cause)
+                self._close_text(request, self._clock())
+                self.ended.append(request)
+        return step
+
+    def take_ended(self) -> list[Request]:
+        """The requests that ended since the last call because planning raised."""
+        ended, self.ended = self.ended, []
+        return ended
+
     def resolve(self, step: Step, result: StepResult) -> list[Request]:
-        """Commit a step: tokens, text, stops. Returns the updated requests, finished ones included."""
+        """Commit a step: tokens, text, stops. Returns the updated requests, finished ones included.
+
+        What the text or the logprobs of one request raise ends that request. After any other exception call
+        :meth:`give_up`.
+        """
         now = self._clock()
         advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
-            _record_logprobs(step, result)
+            advanced += self._record_logprobs(step, result, advanced)
         for request in advanced:
             before = len(request.token_times)
             if request.error is None:
                 try:
                     self._append_text(request, now)
-                except Exception as error:
+                except BaseException as error:
                     # A detokenizer that raises on this output must not stop the other requests.
-                    self.scheduler.finish(request, "abort", error)
-                    request.finish_reason, request.error = "abort", error
-                    request.trim(len(request.token_times))
+                    self._end_request(request, error)
             self.output_tokens += len(request.token_times) - before
             if request.error is not None:
                 request.error = _step_failed(request.error)
             if request.finished:
                 self._close_text(request, now)
         return advanced
+
+    def give_up(self, step: Step, error: BaseException, *, launched: bool) -> list[Request]:
+        """A step could not be packed, or its result not be committed: its requests end, all others go on.
+
+        Returns the requests of the step, some of which may have ended before. :meth:`fail` has to follow in
+        the order of the steps for one that was not ``launched``.
+        """
+        if launched:
+            self.scheduler.memory.resolved(step.id)
+        for request in step.requests:
+            if request.finished_at is None:
+                self._end_request(request, error, distrust=True)
+                request.error = _step_failed(error)
+                self._close_text(request, self._clock())
+        return step.requests
+
+    def _end_request(self, request: Request, error: BaseException, *, distrust: bool = False) -> None:
+        """End a request with what one of its own parts raised; tokens without a time are forgotten."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
+        end_with(self.scheduler.queues, request, error, distrust=distrust)
+        request.finish_reason, request.error = "abort", error
+        request.trim(len(request.token_times))
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         """Handle a step that raised; returns the requests that it ended: all requests of the step, or, if it
@@ -302,26 +359,39 @@ class Core:
             # Text held back as the possible begin of a stop string is final now; not after an abort.
             try:
                 request.text.finish()
-            except Exception as error:
-                request.finish_reason, request.error = "abort", _step_failed(error)
+            except BaseException as error:
+                self._end_request(request, error)
+                request.error = _step_failed(error)
+
+    def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Request]) -> list[Request]:
+        """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
+        ended: list[Request] = []
+        decodes = step.generating.requests
+        for index, logprob in result.logprobs.items():
+            request = (
+                decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
+            )
+            if len(request.logprobs) < len(request.output_ids):
+                request.logprobs.append(logprob)
+        for index, logprobs in result.prompt_logprobs.items():
+            row = step.prefilling[index - len(decodes)]
+            if row.scores is None or step.id <= row.request.recovery.junk_until:
+                continue
+            try:
+                _extend(row.request.prompt_logprobs, row.scores[0], logprobs)
+            except BaseException as error:
+                self._end_request(row.request, error)
+                if row.request not in advanced:
+                    ended.append(row.request)
+        return ended
 
 
-def _record_logprobs(step: Step, result: StepResult) -> None:
-    """Keep exactly one record per token."""
-    decodes = step.generating.requests
-    for index, logprob in result.logprobs.items():
-        request = decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
-        if len(request.logprobs) < len(request.output_ids):
-            request.logprobs.append(logprob)
-    for index, logprobs in result.prompt_logprobs.items():
-        row = step.prefilling[index - len(decodes)]
-        known = row.request.prompt_logprobs
-        if row.scores is None or step.id <= row.request.recovery.junk_until:
-            continue
-        # A step from before a retraction may have recorded the first of them already.
-        there = len(known) - row.scores[0]
-        if there >= 0:
-            known += logprobs[there:]
+def _extend(known: list[TokenLogprob], first: int, logprobs: Sequence[TokenLogprob]) -> None:
+    """Append records of the prompt's tokens from the ``first`` on."""
+    # A step from before a retraction may have recorded some of them already.
+    there = len(known) - first
+    if there >= 0:
+        known += logprobs[there:]
 
 
 def _step_failed(cause: BaseException) -> EngineError:

@@ -16,6 +16,7 @@ from aioinfer.errors import (
     EngineFailed,
     InvalidRequest,
     RequestError,
+    StepFailed,
     TimedOut,
     WrongLoop,
 )
@@ -25,6 +26,7 @@ from aioinfer.loop.pacing import Pace
 from aioinfer.loop.tuning import Tuning
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
+from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream, StreamCell
 
@@ -167,6 +169,18 @@ class Runtime:
         if cell.max_lag is not None and cell.lags:
             self.core.scheduler.queues.park(request)
 
+    def audit(self) -> None:
+        """As in DriverEvents."""
+        queues = self.core.scheduler.queues
+        audit(self.core.scheduler)
+        if queues.waiting:
+            assert sorted(each.key for each in queues.waiting.order()) == [
+                each.key for each in queues.waiting
+            ]
+        known = set(queues.unfinished())
+        opened = {request for request in self._open if not request.finished} - self._preparing
+        assert known == opened, f"{opened ^ known} are lost"
+
     def lost(self, cause: BaseException) -> None:
         """End every open stream with EngineFailed, caused by ``cause``."""
         _log.error("the engine is lost", exc_info=cause)
@@ -203,7 +217,12 @@ class Runtime:
     def caught_up(self, request: Request) -> None:
         """The consumer of a parked request has read enough: its request goes on."""
         self.driver.work_arrives()
-        self.core.scheduler.queues.unpark(request)
+        try:
+            self.core.scheduler.queues.unpark(request)
+        except Exception as cause:
+            error = StepFailed(f"the request could not go on: {cause}")
+            error.__cause__ = cause
+            self._end(request, error)
         self.driver.wake()
 
     # -- endings --------------------------------------------------------------------------------
@@ -215,7 +234,7 @@ class Runtime:
         _cell(request).timer = None
         self._end(request, TimedOut(phase, seconds))
 
-    def _end(self, request: Request, error: RequestError | None) -> None:
+    def _end(self, request: Request, error: RequestError | EngineError | None) -> None:
         """End a request, whatever its state."""
         self.core.abort(request, error)
         self._ended(request)
