@@ -59,6 +59,7 @@ class Core:
         "ended",
         "info",
         "output_tokens",
+        "raised",
         "scheduler",
         "tokenizer",
     )
@@ -78,6 +79,8 @@ class Core:
         self.admitted: list[Request] = []
         #: requests that ended because planning raised, until :meth:`take_ended`
         self.ended: list[Request] = []
+        #: what ended a request last, if the state of all others was not checked since
+        self.raised: BaseException | None = None
         memory = Memory(
             PageAllocator(info.num_pages, info.page_size or config.page_size),
             SlotPool(config.num_slots),
@@ -311,6 +314,7 @@ class Core:
         """End a request with what one of its own parts raised; tokens without a time are forgotten."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise error
+        self.raised = error
         end_with(self.scheduler.queues, request, error, distrust=distrust)
         request.finish_reason, request.error = "abort", error
         request.trim(len(request.token_times))

@@ -262,7 +262,8 @@ class Driver:
         if self._garbage is not None:
             self._garbage.launched()
         for request in self._core.admitted:
-            self._tell(self._events.admitted, request)
+            if not request.finished:
+                self._tell(self._events.admitted, request)
 
     def _unlaunched(self, step: Step, error: BaseException) -> StepHandle:
         """A step could not be packed: its requests end at once, before a row that follows is planned.
@@ -279,10 +280,11 @@ class Driver:
         """Something raised and ended these requests: report them, and check that the others can go on."""
         for request in ended:
             self._events.updated(request)
+        cause = self._core.raised or (ended[0].error if ended else None)
+        self._core.raised = None
         try:
             self._events.audit()
         except AssertionError as wrong:
-            cause = ended[0].error if ended else None
             raise RuntimeError(f"the scheduler's state is not what it should be: {wrong!r}") from cause
 
     def _tell(self, event: Callable[[Request], None], request: Request) -> None:
@@ -329,6 +331,8 @@ class Driver:
         resolved = now()
         for request in updated:
             self._tell(self._events.updated, request)
+        if self._core.raised is not None:
+            self._recovered([])
         self._timeline.loop.add(what, step.id, start, resolved)
         self._timeline.loop.add("deliver", step.id, resolved, now())
 

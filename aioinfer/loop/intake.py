@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aioinfer.execution.workers import WorkerExecutor
 from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class Intake:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text")
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="aioinfer-text-grammar")
+        self._workers = WorkerExecutor(2, "aioinfer-text")
+        self._compilers = WorkerExecutor(2, "aioinfer-text-grammar")
 
     async def run(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The result of a blocking call, made on a worker thread."""

@@ -95,6 +95,7 @@ class Runtime:
             garbage=self.tuning.garbage,
             pace=Pace() if config.plan_late else None,
         )
+        launcher.watch(self.lost)
         self._closing: asyncio.Task[None] | None = None
         #: set while closing waits for the open requests
         self._drained: asyncio.Future[None] | None = None
@@ -129,7 +130,7 @@ class Runtime:
                 error = refused
         if error is None:
             return
-        if not isinstance(error, RequestError):
+        if not isinstance(error, (RequestError, EngineError)):
             # Anything that a worker thread can raise, panics of Rust libraries included.
             cause, error = error, InvalidRequest("prompt", f"could not be tokenized: {error!r}")
             error.__cause__ = cause
@@ -183,6 +184,8 @@ class Runtime:
 
     def lost(self, cause: BaseException) -> None:
         """End every open stream with EngineFailed, caused by ``cause``."""
+        if self.state in (EngineState.FAILED, EngineState.CLOSED):
+            return
         _log.error("the engine is lost", exc_info=cause)
         self.failure = cause
         self.state = EngineState.FAILED

@@ -103,8 +103,8 @@ class Ranked(Policy):
         super().add(request)
 
     def remove(self, request: Request) -> None:
-        super().remove(request)
         del self._ranked[self._ranks.pop(request.key)]
+        super().remove(request)
 
     def order(self) -> Iterator[Request]:
         return iter(self._ranked.values())

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -215,6 +216,8 @@ class RequestQueues:
         try:
             self.waiting.add(request)
         except Exception as error:
+            with contextlib.suppress(Exception):
+                self.waiting.remove(request)  # what there is of it
             # So that the request is found when those are ended that the error concerns.
             self.shelved[request.key] = request
             raise PolicyFailed.because(self.waiting, error) from error
@@ -265,12 +268,12 @@ class RequestQueues:
         request.restart()
         request.recovery.retractions += 1
         self.counters.retractions += 1
+        if not request.cursor.survives_retraction:
+            request.recovery.void_until = self.last_step
         if request.parked:
             self.shelved[request.key] = request
         else:
             self._enqueue(request)
-        if not request.cursor.survives_retraction:
-            request.recovery.void_until = self.last_step
 
     def rewind(self, request: Request, computed: int) -> None:
         """Plan a request again from position ``computed``; what is in flight for it is void."""
