@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer import __version__
-from aioinfer.config import GROUPS, EngineConfig, ServerConfig, load_settings, parse_setting, value_names
+from aioinfer.config import GROUPS, EngineConfig, ServerConfig, parse_setting, value_names
 from aioinfer.errors import AioInferError
 
 __all__ = ["add_settings", "main", "read_settings"]
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options.command(options))
     except AioInferError as error:
-        print(f"aioinfer: {error}", file=sys.stderr)
+        print(f"aioinfer: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -311,27 +311,7 @@ def read_settings(cls: type[Any], options: argparse.Namespace) -> Any:
     flags = {name: parse_setting(cls, name, value) for name, value in given.items() if name in names}
     if "model" in names and options.model_argument is not None:
         flags["model"] = options.model_argument
-    return load_settings(cls, flags, file=_read_file(options.config))
-
-
-def _read_file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    import yaml
-
-    from aioinfer.errors import ConfigError
-
-    try:
-        settings = yaml.safe_load(path.read_text("utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings")
-    known = {item.name for cls in (EngineConfig, ServerConfig) for item in dataclasses.fields(cls)}
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise ConfigError(f"{path} has unknown settings: {', '.join(map(str, unknown))}")
-    return settings
+    return cls.load(options.config, **flags)
 
 
 if __name__ == "__main__":

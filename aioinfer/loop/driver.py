@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.errors import StepFailed
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
-from aioinfer.execution.launcher import StepHandle
 from aioinfer.loop.pacing import Pace
 from aioinfer.observe.timeline import now
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.request import Request
 
 if TYPE_CHECKING:
-    from aioinfer.execution.launcher import Launcher
+    from aioinfer.execution.launcher import Launcher, StepHandle
     from aioinfer.loop.core import Core
     from aioinfer.loop.tuning import Garbage
     from aioinfer.scheduling.step import Step
@@ -270,6 +269,8 @@ class Driver:
 
         It keeps its place among the steps in flight: what its requests held becomes free in their order.
         """
+        from aioinfer.execution.launcher import StepHandle  # imports numpy
+
         _log.error("step %d could not be packed", step.id, exc_info=error)
         self._recovered(self._core.give_up(step, error, launched=False))
         flight = StepHandle(step, self._landed)
