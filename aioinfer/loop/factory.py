@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
+from aioinfer.model.spec import read_json_object
 from aioinfer.params import SamplingParams
+from aioinfer.settings import shown
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
@@ -60,15 +61,18 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
     path = config.model_path / "generation_config.json"
     if not path.is_file():
         return SamplingParams()
+    recommended = read_json_object(path)
+    sampled = recommended.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        raise ConfigError(f"model: do_sample in {path.name} must be true or false, got {shown(sampled)}")
     try:
-        recommended = json.loads(path.read_text("utf-8"))
         known = generation(info.block_size).recommended
         values = {name: recommended[name] for name in known if recommended.get(name) is not None}
-        if recommended.get("do_sample") is False:
+        if sampled is False:
             values["temperature"] = 0.0
         return SamplingParams(**values)
-    except (ValueError, InvalidRequest) as error:
-        raise ConfigError(f"{path.name} of the model: {error}") from error
+    except (ValueError, TypeError, InvalidRequest) as error:
+        raise ConfigError(f"model: {path.name}: {error}") from error
 
 
 def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo:

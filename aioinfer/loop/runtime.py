@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
+    AioInferError,
     EngineClosed,
     EngineError,
     EngineFailed,
@@ -251,6 +252,8 @@ class Runtime:
                 _log.exception("%s could not be aborted cleanly", request)
             if not request.finished:
                 request.refuse(make_error())
+            if request.error is not None and not isinstance(request.error, AioInferError):
+                request.error = make_error()  # it ended with what was raised, and was not reported
             self._ended(request)
         self._set_drained()
 
