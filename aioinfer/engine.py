@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
+
+
+_log = logging.getLogger("aioinfer")
 
 
 class Engine:
@@ -98,9 +102,12 @@ class Engine:
         tokenizer = await intake.run(self._load_tokenizer, self.config)
         defaults = await intake.run(factory.default_params, self.config, info)
         config = factory.decide(self.config, info.block_size, asynchronous=launcher.asynchronous)
-        core = Core(config, factory.with_end_tokens(info, tokenizer), tokenizer, intake.loop.time)
+        info = factory.completed(info, tokenizer, config)
+        core = Core(config, info, tokenizer, intake.loop.time)
         self.default_params = defaults
-        return Runtime(config, core, launcher, intake)
+        runtime = Runtime(config, core, launcher, intake)
+        _log.info("started: %s", info.decisions)
+        return runtime
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Stop serving. Idempotent; when cancelled, closing goes on in the background.
@@ -239,7 +246,10 @@ class Engine:
 
     @property
     def info(self) -> DeviceInfo:
-        """The model's and the device's limits. Raises EngineClosed before the engine was started."""
+        """Limits of model and device, and what was decided at the start: implementation, kernels, memory.
+
+        Raises EngineClosed before the engine was started.
+        """
         return self._core.info
 
     @property

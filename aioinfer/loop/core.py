@@ -214,10 +214,11 @@ class Core:
         spelled = [token for word in params.bad_words if not isinstance(word, str) for token in word]
         _check_ids("bad_words", spelled, info.vocab_size)
         if len(prompt_ids) >= info.max_model_len:
+            why = f" ({info.length_reason})" if info.length_reason else ""
             raise InvalidRequest(
                 "prompt",
-                f"has {len(prompt_ids)} tokens; the model takes {info.max_model_len} "
-                "tokens of prompt and output together",
+                f"has {len(prompt_ids)} tokens; the engine takes {info.max_model_len} "
+                f"tokens of prompt and output together{why}",
             )
         if self.tokenizer is None and (params.stop or params.stop_regex):
             field = "stop" if params.stop else "stop_regex"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
+    "completed",
     "decide",
     "default_params",
     "grammar_compiler",
@@ -80,6 +81,18 @@ def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo
     if tokenizer is None:
         return info
     return dataclasses.replace(info, eos_token_ids=info.eos_token_ids | tokenizer.eos_token_ids)
+
+
+def completed(info: DeviceInfo, tokenizer: Tokenizer | None, config: EngineConfig) -> DeviceInfo:
+    """``info`` with the end tokens of the tokenizer, and with what the engine decided; ``config`` leaves
+    nothing open: see :func:`decide`."""
+    info = with_end_tokens(info, tokenizer)
+    return dataclasses.replace(
+        info,
+        page_size=config.page_size if info.page_size is None else info.page_size,
+        overlap_steps=config.overlap_steps,
+        deterministic=config.deterministic,
+    )
 
 
 def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
 from aioinfer.model.layers import Quantization, check_quantization, choose_layers, make_layers
 from aioinfer.model.moe.backend import MoEBackend
-from aioinfer.model.registry import own_implementation
+from aioinfer.model.registry import own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress, read_json_object
 from aioinfer.model.weights import RandomWeights, Weights, weight_files
 from aioinfer.settings import shown
@@ -95,12 +96,16 @@ def load_model(
         check_quantization(None, config.architectures[0], quantization)
         from aioinfer.model.transformers_model import TransformersLM
 
-        return TransformersLM(path, config, chosen, device, progress, random_weights)
+        fallback = TransformersLM(path, config, chosen, device, progress, random_weights)
+        reason = "asked for" if force_transformers else why_not_own(config)
+        fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason)
+        return fallback
     attention = choose_attention(device, _head_dim(config), chosen, kernels, progress)
     sizes = _inner_sizes(config)
-    check_quantization(choose_layers(attention, sizes), config.architectures[0], quantization)
+    layers = choose_layers(attention, sizes)
+    check_quantization(layers, config.architectures[0], quantization)
     weights = random_weights or Weights(path, dtype=chosen, device=device, progress=progress)
-    return build_decoder(
+    model = build_decoder(
         path,
         family,
         config,
@@ -111,6 +116,9 @@ def load_model(
         experts=experts,
         blocks=blocks,
     )
+    name = "torch" if layers.name == "sdpa" else layers.name
+    model.spec = dataclasses.replace(model.spec, layer_kernels=name, layer_reason=layers.reason)
+    return model
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,19 @@ class ModelSpec:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
     num_parameters: int
-    #: name of the backend of a mixture of experts; None in a model without experts
+    #: name of the backend of a mixture of experts, and why it; None in a model without experts
     expert_kernels: str | None = None
+    expert_reason: str = ""
     #: positions of a block of a block diffusion model, whose logits are those of the position itself, not of
     #: the next one; None for an autoregressive model
     block_size: int | None = None
     #: the token of unknown positions of a block; None for an autoregressive model
     mask_token_id: int | None = None
+    #: name of the backend of the layers between attention, and why it; empty if they are transformers' own
+    layer_kernels: str = ""
+    layer_reason: str = ""
+    #: why transformers computes the model; empty if this package's own code does
+    fallback_reason: str = ""
 
     @property
     def unit(self) -> int:
