@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineState", "Prompt"]
 
-
 _log = logging.getLogger("aioinfer")
 
 
@@ -113,8 +112,9 @@ class Engine:
         """Stop serving. Idempotent; when cancelled, closing goes on in the background.
 
         With ``drain``, open requests may finish first, for at most ``timeout`` seconds (default
-        ``config.drain_timeout``). Those left then end with :class:`~aioinfer.EngineClosed`. A second call
-        without ``drain`` cuts the waiting short.
+        ``config.drain_timeout``, 30); leaving an ``async with`` block without an exception does the same.
+        Those left then end with :class:`~aioinfer.EngineClosed`. A second call without ``drain`` cuts the
+        waiting short.
         """
         self._forget_dead_loop()
         if self._loop is None:
@@ -133,6 +133,7 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Drain for up to ``config.drain_timeout`` seconds, and close; after an exception, close at once."""
         await self.aclose(drain=kind is None)
 
     def _reset(self, state: EngineState) -> None:

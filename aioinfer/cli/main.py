@@ -37,7 +37,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aioinfer: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return _interrupted(signal.SIGINT)
+
+
+def _interrupted(number: int) -> int:
+    """Say that a signal ended the command; returns the exit status of a shell for it."""
+    print(f"aioinfer: interrupted by {signal.Signals(number).name}", file=sys.stderr)
+    return 128 + number
+
+
+async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
+    """Have SIGINT and SIGTERM cancel the command, which then closes what it opened."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[int] = []
+
+    def interrupt(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):  # not on the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt, number)
+    try:
+        return await command
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return _interrupted(received[0])
+    finally:
+        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
 
 
 def _run(command: Coroutine[Any, Any, int]) -> int:
@@ -47,7 +78,7 @@ def _run(command: Coroutine[Any, Any, int]) -> int:
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(command)
+        return runner.run(_interruptible(command))
 
 
 # -- commands ------------------------------------------------------------------------------------------
@@ -62,16 +93,18 @@ async def _serve(options: argparse.Namespace) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     aborting: list[asyncio.Task[None]] = []
+    received: list[int] = []
 
-    def signalled() -> None:
+    def signalled(number: int) -> None:
         """The first signal drains the server; the second one aborts running requests."""
+        received.append(number)
         if stop.is_set() and not starting_up:
             aborting.append(loop.create_task(engine.aclose()))
         stop.set()
 
     starting_up = True
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled)
+        loop.add_signal_handler(number, signalled, number)
     started = time.monotonic()
     starting = asyncio.ensure_future(engine.start(_Progress()))
     stopped = asyncio.ensure_future(stop.wait())
@@ -80,7 +113,7 @@ async def _serve(options: argparse.Namespace) -> int:
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
-            return 0
+            return _interrupted(received[0])
         starting.result()
         starting_up = False
 

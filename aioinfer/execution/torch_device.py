@@ -77,6 +77,8 @@ class TorchDevice:
             if not lacks_memory(error):
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
+        # The algorithms of diffusion models draw their tokens themselves.
+        sampling = None if spec.block_size else choose_sampling(device, config.sampling_backend)
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graph_rows)
@@ -93,7 +95,7 @@ class TorchDevice:
             fallback_reason=spec.fallback_reason,
             dtype=str(spec.dtype).removeprefix("torch."),
             device=str(device),
-            kernels=_kernels(spec, choice, choose_sampling(device, config.sampling_backend)),
+            kernels=_kernels(spec, choice, sampling),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
             kv_bytes=size.num_pages * parts.page_bytes,
             model_positions=spec.max_model_len,
@@ -155,14 +157,15 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
 
 
-def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice) -> dict[str, str]:
+def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice | None) -> dict[str, str]:
     """By part of the model, its backend and the reason for it."""
     chosen = {"attention": (attention.name, attention.reason)}
     if spec.layer_kernels:
         chosen["layers"] = (spec.layer_kernels, spec.layer_reason)
     if spec.expert_kernels:
         chosen["experts"] = (spec.expert_kernels, spec.expert_reason)
-    chosen["sampling"] = (sampling.name, sampling.reason)
+    if sampling is not None:
+        chosen["sampling"] = (sampling.name, sampling.reason)
     return {part: f"{name} ({reason})" for part, (name, reason) in chosen.items()}
 
 

@@ -45,6 +45,8 @@ class Workers(Generic[_Work]):
         self._fail = fail
         self._inbox: SimpleQueue[_Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        #: told to end
+        self._closing: list[threading.Thread] = []
         self._lock = threading.Lock()
         #: pieces of work that are not finished, by id; and of these the ones at hand, by thread
         self._open: dict[int, _Work] = {}
@@ -78,9 +80,10 @@ class Workers(Generic[_Work]):
         """Have the threads end after the work that was put; returns them. Idempotent."""
         with self._lock:
             threads, self._threads = self._threads, []
+            self._closing += threads
         for _ in threads:
             self._inbox.put(None)
-        return threads
+        return [thread for thread in self._closing if thread.is_alive()]
 
     def _start(self) -> None:
         """One more thread, if there is work for it. Under the lock."""

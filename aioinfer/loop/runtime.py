@@ -59,7 +59,12 @@ def require_loop(loop: asyncio.AbstractEventLoop) -> None:
     except RuntimeError:
         running = None
     if running is not loop:
-        raise WrongLoop("the engine belongs to the event loop that started it, and this is not it")
+        where = "there is no running loop here" if running is None else "this is another one"
+        raise WrongLoop(
+            f"the engine belongs to the event loop that started it, and {where}. Start and use it in one "
+            "asyncio.run, on that thread; with pytest-asyncio, give the fixture that starts it and the tests "
+            "the same loop_scope"
+        )
 
 
 class Runtime:
@@ -279,17 +284,30 @@ class Runtime:
         await asyncio.shield(self._closing)
 
     async def _close(self, drain: float) -> None:
-        if drain > 0 and self._busy and self.failure is None:
-            self._drained = self.loop.create_future()
-            timer = self.loop.call_later(drain, self._set_drained)
+        """Cancelled at any point, twice too, it leaves nothing behind that does not end by itself."""
+        try:
+            if drain > 0 and self._busy and self.failure is None:
+                await self._drain(drain)
+        finally:
+            self._end_all(lambda: EngineClosed("the engine was closed"))
+            self.driver.stop()
+            self.tuning.undo()
+            self._intake.close()
+            try:
+                await self.launcher.aclose()
+            finally:
+                self.state = EngineState.CLOSED
+
+    async def _drain(self, seconds: float) -> None:
+        """Wait for the open requests."""
+        count = len(self._open)
+        _log.info("closing waits up to %g s for %d request%s", seconds, count, "s" * (count > 1))
+        self._drained = self.loop.create_future()
+        timer = self.loop.call_later(seconds, self._set_drained)
+        try:
             await self._drained
+        finally:
             timer.cancel()
-        self._end_all(lambda: EngineClosed("the engine was closed"))
-        self.driver.stop()
-        self.tuning.undo()
-        await self.launcher.aclose()
-        self._intake.close()
-        self.state = EngineState.CLOSED
 
     @property
     def _busy(self) -> bool:

@@ -126,8 +126,9 @@ class ModelInfo:
     """Facts about a model directory that its config determines."""
 
     architecture: str
-    #: whether a built-in implementation computes it, not transformers'
+    #: whether a built-in implementation computes it, not transformers'; and why not
     own: bool
+    fallback_reason: str
     head_dim: int
     dtype: torch.dtype
     #: inner dimensions of the layers' matrix products
@@ -155,6 +156,7 @@ def inspect_model(
     return ModelInfo(
         architecture=config.architectures[0],
         own=family is not None,
+        fallback_reason="" if family else "asked for" if force_transformers else why_not_own(config),
         head_dim=_head_dim(config),
         dtype=_choose_dtype(config, dtype),
         inner_sizes=_inner_sizes(config),
