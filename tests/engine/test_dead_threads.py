@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -107,7 +106,7 @@ async def test_a_text_worker_that_dies_is_replaced(make_engine: MakeEngine) -> N
     async with make_engine() as engine:
         await engine.generate("text", SHORT)
         workers: Any = engine._started()._intake._workers
-        threads = [each for each in threading.enumerate() if each.name == "aioinfer-text"]
+        threads = list(workers._workers._threads)
         assert threads
         for thread in threads:
             await asyncio.to_thread(kill_worker, workers._workers, thread)
