@@ -9,19 +9,25 @@ and its bounds.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import ipaddress
 import os
 import sys
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from aioinfer import plugins
 from aioinfer.errors import ConfigError
+from aioinfer.settings import (
+    field_options,
+    load_settings,
+    parse_setting,
+    read_settings_file,
+    shown,
+    value_names,
+    warn_of_variables,
+)
 
 __all__ = [
     "GROUPS",
@@ -60,7 +66,7 @@ class _Bounds:
             wanted = f"be at least {self.low:g}"
         else:
             wanted = "be positive" if self.low_open else "not be negative"
-        raise ConfigError(f"{name} must {wanted}, got {value!r}")
+        raise ConfigError(f"{name} must {wanted}, got {shown(value)}")
 
 
 _AT_LEAST_ONE = _Bounds(1)
@@ -285,6 +291,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if not self.model.strip() or "\0" in self.model:
+            raise ConfigError(f"model must name a directory or a bundled model, got {shown(self.model)}")
         if self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.max_step_tokens < self.max_running_requests:
@@ -292,6 +300,24 @@ class EngineConfig:
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_running_requests "
                 f"({self.max_running_requests}): every running request may need a token in one step"
             )
+
+    @classmethod
+    def load(
+        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
+    ) -> EngineConfig:
+        """A config from the sources of the command line.
+
+        Args:
+            path: a YAML file; None: no file. It may hold the fields of :class:`ServerConfig`, too.
+            environ: variables, ``AIOINFER_CHUNK_SIZE`` for ``chunk_size``; None: those of the process.
+            settings: fields; they take precedence over the variables, these over the file, and the file over
+                the defaults.
+
+        Raises:
+            ConfigError: a value is invalid, or the file cannot be read or has an unknown key.
+            TypeError: one of ``settings`` is no field.
+        """
+        return _load(cls, path, environ, settings)
 
     @property
     def model_path(self) -> Path:
@@ -401,6 +427,32 @@ class ServerConfig:
         if not is_loopback(self.host) and not (self.api_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
 
+    @classmethod
+    def load(
+        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
+    ) -> ServerConfig:
+        """As :meth:`EngineConfig.load`, also from the same file."""
+        return _load(cls, path, environ, settings)
+
+
+_Config = TypeVar("_Config", EngineConfig, ServerConfig)
+
+
+def _load(
+    cls: type[_Config],
+    path: str | Path | None,
+    environ: Mapping[str, str] | None,
+    settings: Mapping[str, Any],
+) -> _Config:
+    known = {item.name for kind in (EngineConfig, ServerConfig) for item in dataclasses.fields(kind)}
+    if unknown := sorted(settings.keys() - {item.name for item in dataclasses.fields(cls)}):
+        raise TypeError(f"{cls.__name__} has no field {unknown[0]}")
+    environ = os.environ if environ is None else environ
+    warn_of_variables(environ, known)
+    file = {} if path is None else read_settings_file(path, known)
+    config: _Config = load_settings(cls, settings, environ, file)
+    return config
+
 
 def is_loopback(host: str) -> bool:
     """A name or address that leads to this machine only."""
@@ -418,80 +470,11 @@ def bundled_models() -> list[str]:
     return sorted(entry.name for entry in _BUNDLED.iterdir() if (entry / "config.json").is_file())
 
 
-def load_settings(
-    cls: type[Any],
-    flags: Mapping[str, Any] = types.MappingProxyType({}),
-    environ: Mapping[str, str] | None = None,
-    file: Mapping[str, Any] = types.MappingProxyType({}),
-) -> Any:
-    """Build a config dataclass from flags, environment and file settings, in this order of precedence.
-
-    Keys of ``file`` that are not fields of ``cls`` are ignored: one file can configure several classes.
-    """
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):
-        variable = f"AIOINFER_{item.name.upper()}"
-        if item.name in flags:
-            values[item.name] = flags[item.name]
-        elif variable in environ:
-            values[item.name] = parse_setting(cls, item.name, environ[variable])
-        elif item.name in file:
-            values[item.name] = file[item.name]
-    return cls(**values)
-
-
-def parse_setting(cls: type[Any], name: str, text: str) -> Any:
-    """The value of a field from the text of a flag or an environment variable. Raises ConfigError."""
-    options = _options(cls, name)
-    if type(None) in options and text.lower() in ("", "none", "null"):
-        return None
-    if bool in options:
-        lowered = text.lower()
-        if lowered in ("1", "true", "yes", "on"):
-            return True
-        if lowered in ("0", "false", "no", "off"):
-            return False
-        raise ConfigError(f"{name} must be true or false, got {text!r}")
-    for kind in (int, float):
-        if kind in options or any(isinstance(option, kind) for option in options):
-            try:
-                return kind(text)
-            except ValueError:
-                raise ConfigError(f"{name} must be a number, got {text!r}") from None
-    return text
-
-
-#: the annotations of a class, evaluated once
-_hints: Callable[..., dict[str, Any]] = functools.cache(typing.get_type_hints)
-
-
-def value_names(cls: type[Any], name: str) -> tuple[str, ...]:
-    """The values of a field that is a Literal or a bool, as text; empty for other fields."""
-    options = _options(cls, name)
-    if bool in options:
-        return ("true", "false")
-    return tuple(str(option) for option in options if not isinstance(option, type))
-
-
-def _options(cls: type[Any], name: str) -> tuple[Any, ...]:
-    """The types that a field accepts, and the values of a Literal."""
-    hint = _hints(cls)[name]
-    # ``Literal[...] | None`` is a typing.Union.
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    parts = typing.get_args(hint) if union else (hint,)
-    return tuple(
-        option
-        for part in parts
-        for option in (typing.get_args(part) if typing.get_origin(part) is Literal else (part,))
-    )
-
-
 def _check_fields(config: Any) -> None:
     """Check the type of every field first, then the bounds of the numbers. Raises ConfigError."""
     items = dataclasses.fields(config)
     for item in items:
-        _check_type(item.name, getattr(config, item.name), _options(type(config), item.name))
+        _check_type(item.name, getattr(config, item.name), field_options(type(config), item.name))
     for item in items:
         value, bounds = getattr(config, item.name), item.metadata["bounds"]
         if bounds is not None and value is not None:
@@ -503,11 +486,11 @@ def _check_type(name: str, value: Any, options: tuple[Any, ...]) -> None:
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return
     if isinstance(value, bool) and bool not in kinds:
-        raise ConfigError(f"{name} must not be true or false, got {value!r}")
+        raise ConfigError(f"{name} must not be true or false, got {shown(value)}")
     if isinstance(value, kinds) or (not isinstance(value, bool) and value in options):
         return
     wanted = ", ".join(getattr(option, "__name__", repr(option)) for option in options)
-    raise ConfigError(f"{name} must be one of {wanted}; got {value!r}")
+    raise ConfigError(f"{name} must be one of {wanted}; got {shown(value)}")
 
 
 def policy_names() -> tuple[str, ...]:
@@ -522,4 +505,4 @@ def _known_parsers(config: ServerConfig) -> None:
     for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING_PARSERS)):
         value = getattr(config, name)
         if value is not None and value not in known:
-            raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+            raise ConfigError(f"{name} must be one of {', '.join(known)}; got {shown(value)}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
+
+_log = logging.getLogger("aioinfer")
 
 
 class Engine:
@@ -115,16 +118,20 @@ class Engine:
         tokenizer = await intake.run(self._load_tokenizer, self.config)
         defaults = await intake.run(factory.default_params, self.config, info)
         config = factory.decide(self.config, info.block_size, asynchronous=launcher.asynchronous)
-        core = Core(config, factory.with_end_tokens(info, tokenizer), tokenizer, clock_of(intake.loop))
+        info = factory.completed(info, tokenizer, config)
+        core = Core(config, info, tokenizer, clock_of(intake.loop))
         self.default_params = defaults
-        return Runtime(config, core, launcher, intake)
+        runtime = Runtime(config, core, launcher, intake)
+        _log.info("started: %s", info.decisions)
+        return runtime
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Stop serving. Idempotent; when cancelled, closing goes on in the background.
 
         With ``drain``, open requests may finish first, for at most ``timeout`` seconds (default
-        ``config.drain_timeout``). Those left then end with :class:`~aioinfer.EngineClosed`. A second call
-        without ``drain`` cuts the waiting short.
+        ``config.drain_timeout``, 30); leaving an ``async with`` block without an exception does the same.
+        Those left then end with :class:`~aioinfer.EngineClosed`. A second call without ``drain`` cuts the
+        waiting short.
         """
         self._forget_dead_loop()
         if self._loop is None:
@@ -143,6 +150,7 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Drain for up to ``config.drain_timeout`` seconds, and close; after an exception, close at once."""
         await self.aclose(drain=kind is None)
 
     def _reset(self, state: EngineState) -> None:
@@ -272,7 +280,10 @@ class Engine:
 
     @property
     def info(self) -> DeviceInfo:
-        """The model's and the device's limits. Raises EngineClosed before the engine was started."""
+        """Limits of model and device, and what was decided at the start: implementation, kernels, memory.
+
+        Raises EngineClosed before the engine was started.
+        """
         return self._core.info
 
     @property

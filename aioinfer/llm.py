@@ -296,13 +296,16 @@ class LLM:
         self._mend()
         self._latest = {}
         self._changing = True
+        failed: list[Request] = []
         while len(self._flights) <= self._overlap_steps:
             step = self._core.plan(self._flights[-1][0] if self._flights else None)
+            failed += self._take_ended(self._core.take_ended(), returned=True)
             if step is None:
                 break
             self._flights.append((step, _launch(device, step)))
-        idle = not self._flights
-        ended, error = ([], None) if idle else self._read()
+        idle = not self._flights and not failed
+        ended, error = self._read() if self._flights else ([], None)
+        ended += failed
         self._changing = False
         if idle and self._open:
             raise EngineError("no step can be planned for the requests that are left")

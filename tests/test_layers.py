@@ -46,7 +46,8 @@ LAYERS: list[set[str]] = [
     # what a caller gives: parameters and configuration
     {"params", "config"},
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
-    {"text", "cache", "native"},
+    # config values from text, variables and files
+    {"text", "cache", "native", "settings"},
     # leaves
     {"errors", "outputs", "plugins"},
 ]

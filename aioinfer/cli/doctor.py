@@ -107,7 +107,9 @@ def _plan(config: EngineConfig) -> list[Finding]:
     if model.own:
         operations = f"{'torch' if layers.name == 'sdpa' else layers.name}: {layers.reason}"
     sampling = choose_sampling(device, config.sampling_backend)
-    code = "this package's own code" if model.own else "transformers' code over paged attention"
+    code = "this package's own code"
+    if not model.own:
+        code = f"transformers' code over paged attention ({model.fallback_reason})"
     code += ", with random weights" if config.load_format == "random" else ""
     dtype = str(model.dtype).removeprefix("torch.")
     experts: list[Finding] = []

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer import __version__
-from aioinfer.config import GROUPS, EngineConfig, ServerConfig, load_settings, parse_setting, value_names
+from aioinfer.config import GROUPS, EngineConfig, ServerConfig, parse_setting, value_names
 from aioinfer.errors import AioInferError, ConfigError
 
 __all__ = ["add_settings", "main", "read_settings"]
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_open_files()
         return _run(options.command(options))
     except AioInferError as error:
-        print(f"aioinfer: {error}", file=sys.stderr)
+        print(f"aioinfer: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -48,7 +48,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aioinfer: {error.strerror}: raise the limit (ulimit -n)", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return _interrupted(signal.SIGINT)
+
+
+def _interrupted(number: int) -> int:
+    """Say that a signal ended the command; returns the exit status of a shell for it."""
+    print(f"aioinfer: interrupted by {signal.Signals(number).name}", file=sys.stderr)
+    return 128 + number
+
+
+async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
+    """Have SIGINT and SIGTERM cancel the command, which then closes what it opened."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[int] = []
+
+    def interrupt(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):  # not on the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt, number)
+    try:
+        return await command
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return _interrupted(received[0])
+    finally:
+        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
 
 
 def _check_open_files() -> None:
@@ -70,7 +101,7 @@ def _run(command: Coroutine[Any, Any, int]) -> int:
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(command)
+        return runner.run(_interruptible(command))
 
 
 # -- commands ------------------------------------------------------------------------------------------
@@ -102,16 +133,18 @@ async def _serve_on(
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     aborting: list[asyncio.Task[None]] = []
+    received: list[int] = []
 
-    def signalled() -> None:
+    def signalled(number: int) -> None:
         """The first signal drains the server; the second one aborts running requests."""
+        received.append(number)
         if stop.is_set() and not starting_up:
             aborting.append(loop.create_task(engine.aclose()))
         stop.set()
 
     starting_up = True
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled)
+        loop.add_signal_handler(number, signalled, number)
     started = time.monotonic()
     starting = asyncio.ensure_future(engine.start(_Progress()))
     stopped = asyncio.ensure_future(stop.wait())
@@ -120,7 +153,7 @@ async def _serve_on(
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
-            return 0
+            return _interrupted(received[0])
         starting.result()
         starting_up = False
 
@@ -351,25 +384,7 @@ def read_settings(cls: type[Any], options: argparse.Namespace) -> Any:
     flags = {name: parse_setting(cls, name, value) for name, value in given.items() if name in names}
     if "model" in names and options.model_argument is not None:
         flags["model"] = options.model_argument
-    return load_settings(cls, flags, file=_read_file(options.config))
-
-
-def _read_file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    import yaml
-
-    try:
-        settings = yaml.safe_load(path.read_text("utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings")
-    known = {item.name for cls in (EngineConfig, ServerConfig) for item in dataclasses.fields(cls)}
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise ConfigError(f"{path} has unknown settings: {', '.join(map(str, unknown))}")
-    return settings
+    return cls.load(options.config, **flags)
 
 
 if __name__ == "__main__":

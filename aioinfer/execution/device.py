@@ -6,6 +6,7 @@ device of :mod:`aioinfer.testing.toy`, which needs no torch at all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +61,46 @@ class DeviceInfo:
     block_size: int | None = None
     #: of a diffusion model, what stands where nothing is known
     mask_token_id: int | None = None
+    #: "own" for this package's code, "transformers" for its implementation over paged attention; and why that
+    implementation: str = ""
+    fallback_reason: str = ""
+    dtype: str = ""
+    device: str = ""
+    #: by part (attention, layers, experts, sampling), the backend and why it: "native (the device is a cpu)"
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    #: of the CPU that compute; 0 on other devices
+    threads: int = 0
+    #: bytes of the KV pool
+    kv_bytes: int = 0
+    #: positions that the model knows
+    model_positions: int | None = None
+    #: why ``max_model_len`` is less than these, and which setting changes that; empty if it is not
+    length_reason: str = ""
+    #: of the engine, as resolved for this device
+    overlap_steps: int | None = None
+    deterministic: bool = False
+
+    @property
+    def decisions(self) -> str:
+        """What was decided at the start, in one line for the log."""
+        parts = [self.description]
+        if self.implementation:
+            why = f" ({self.fallback_reason})" if self.fallback_reason else ""
+            code = "own code" if self.implementation == "own" else "transformers' code"
+            parts = [f"{self.description}, by {code}{why}"]
+        if self.kernels:
+            parts.append("kernels: " + ", ".join(f"{part} {name}" for part, name in self.kernels.items()))
+        if self.threads:
+            parts.append(f"{self.threads} threads")
+        pages = f"{self.num_pages} KV pages"
+        if self.page_size is not None:
+            pages += f" of {self.page_size}, {self.num_pages * self.page_size} tokens"
+        parts.append(f"{pages}, {self.kv_bytes / 2**30:.2f} GiB" if self.kv_bytes else pages)
+        why = f" ({self.length_reason})" if self.length_reason else ""
+        parts.append(f"max_model_len {self.max_model_len}{why}")
+        parts.append(f"overlap_steps {self.overlap_steps}")
+        parts.append(f"deterministic {str(self.deterministic).lower()}")
+        return "; ".join(parts)
 
 
 @dataclass(slots=True)

@@ -16,14 +16,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.execution.workers import Workers
 from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
 from aioinfer.text.grammar import GrammarState
 
@@ -71,7 +71,7 @@ class GrammarWorker:
         self._patience = patience
         self._changed = threading.Condition()
         self._threaded = threaded
-        self._workers = _Workers("aioinfer-masks", self._work)
+        self._workers = Workers("aioinfer-masks", _MOST_THREADS, self._work, self._fail)
         #: work in progress
         self._batches: list[_Batch] = []
 
@@ -107,7 +107,8 @@ class GrammarWorker:
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""
-        self._workers.close()
+        for thread in self._workers.close():
+            thread.join()
 
     def _catch_up(self, states: Sequence[GrammarState]) -> None:
         """These have missed what there is of their output: have them accept it, like any token."""
@@ -184,6 +185,17 @@ class GrammarWorker:
                 state.at_work = False
             self._changed.notify_all()
 
+    def _fail(self, batch: _Batch, error: BaseException) -> None:
+        """The thread that had this work has ended: so do the requests whose masks it was to compute."""
+        with self._changed:
+            if batch in self._batches:
+                self._batches.remove(batch)
+            for state in batch.states:
+                if state.at_work:
+                    state.fail(f"the thread of its grammar ended: {error!r}")
+                    state.at_work = False
+            self._changed.notify_all()
+
     def _accept(self, batch: _Batch) -> list[GrammarState] | None:
         """Accept the next token; if there is none, the states whose masks are to be filled."""
         with self._changed:
@@ -201,11 +213,13 @@ class _Batch:
     """Tokens for one thread to accept, with their states, and states for it to fill the masks of. Another
     thread may take them away, until this one has begun with the masks."""
 
-    __slots__ = ("accepted", "tokens")
+    __slots__ = ("accepted", "states", "tokens")
 
     def __init__(self, tokens: list[_Tokens], accepted: list[GrammarState] | None = None) -> None:
         self.tokens = deque(tokens)
         self.accepted: list[GrammarState] = [] if accepted is None else accepted
+        #: all that the batch began with
+        self.states = [*self.accepted, *(state for state, _ in tokens)]
 
 
 def _fill(states: list[GrammarState]) -> dict[int, npt.NDArray[np.int32]]:
@@ -225,40 +239,3 @@ def _fill(states: list[GrammarState]) -> dict[int, npt.NDArray[np.int32]]:
             state.restrict(mask)
             masks[id(state)] = mask
     return masks
-
-
-class _Workers:
-    """Daemon threads over one queue: one, and more while work is stuck, up to a few."""
-
-    def __init__(self, name: str, work: Callable[[_Batch], None]) -> None:
-        self._name = name
-        self._work = work
-        self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        #: pieces of work that are not finished
-        self._open = 0
-
-    def put(self, work: _Batch) -> None:
-        with self._lock:
-            self._open += 1
-            if len(self._threads) < min(self._open, _MOST_THREADS):
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        self._inbox.put(work)
-
-    def close(self) -> None:
-        """Let the threads end. Idempotent."""
-        for _ in self._threads:
-            self._inbox.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def _run(self) -> None:
-        while (work := self._inbox.get()) is not None:
-            self._work(work)
-            del work
-            with self._lock:
-                self._open -= 1

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -38,11 +39,13 @@ class StepHandle:
     loop's thread and the device's thread contend for the interpreter lock at every turn.
     """
 
-    __slots__ = ("_landed", "delay", "done", "error", "launched_at", "result", "step")
+    __slots__ = ("_landed", "delay", "done", "error", "launched", "launched_at", "result", "step")
 
     def __init__(self, step: Step, landed: Callable[[], None]) -> None:
         self._landed = landed
         self.step = step
+        #: False for a step that only keeps its place in the order: it could not be packed
+        self.launched = True
         #: on the loop's clock, in seconds; set by the driver
         self.launched_at = 0.0
         self.done = False
@@ -84,11 +87,39 @@ class Launcher(Protocol):
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         """Put a step in flight behind all earlier ones. When it has ended, ``landed`` is called on the loop,
         perhaps before this returns; by then the handle holds the step's result, or the device's exception:
-        ``DeviceLost`` if no later step can succeed."""
+        ``DeviceLost`` if no later step can succeed. Raises what packing the step raised; the step is not in
+        flight then."""
+
+    def watch(self, lost: Callable[[BaseException], None]) -> None:
+        """Have ``lost``, a bound method, called on the loop when a thread ends that was not asked to, or soon
+        if that has happened. Holds no reference to its object."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         """Close the device; False if it is still busy after ``timeout`` seconds. One that is still being
         opened is told to stop."""
+
+
+class _Watch:
+    """Reports a thread that ended unasked, once. It is called by the thread itself, on its way out: nothing
+    polls, and an idle engine learns of it as fast as a busy one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lost: weakref.WeakMethod[Callable[[BaseException], None]] | None = None
+        self._error: BaseException | None = None
+
+    def tell(self, lost: Callable[[BaseException], None]) -> None:
+        """Report to ``lost`` from now on. On the loop."""
+        self._lost = weakref.WeakMethod(lost)
+        if self._error is not None:
+            self._loop.call_soon(self.report, self._error)
+
+    def report(self, error: BaseException) -> None:
+        """A thread has ended with ``error``. On the loop."""
+        self._error = error
+        lost = None if self._lost is None else self._lost()
+        if lost is not None:
+            lost(error)
 
 
 class _Poster:
@@ -97,12 +128,21 @@ class _Poster:
     def __init__(self, device: Device, loop: asyncio.AbstractEventLoop) -> None:
         self.device = device
         self.loop = loop
+        self.watch = _Watch(loop)
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
             self.loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
             _log.debug("a result arrived after its loop was closed")
+
+    def died(self, thread: str, error: BaseException) -> DeviceLost:
+        """A thread ends with an error that escaped it: report it, as the DeviceLost that is returned."""
+        _empty_frames(error)
+        lost = DeviceLost(f"the {thread} thread ended: {error!r}")
+        lost.__cause__ = error
+        self.post(self.watch.report, lost)
+        return lost
 
     def land(self, flight: Flight, handle: StepHandle) -> None:
         """Wait for a flight and post its result or its error."""
@@ -138,9 +178,12 @@ class _CompletionThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._flights.get()) is not None:
-            self._poster.land(*item)
-            del item
+        try:
+            while (item := self._flights.get()) is not None:
+                self._poster.land(*item)
+                del item
+        except BaseException as error:
+            self._poster.died("completion", error)
         if self._rested is not None:
             self._poster.post(self._rested)
 
@@ -159,6 +202,7 @@ class ThreadLauncher:
         self._rested: asyncio.Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._opening: Opening | None = None
+        self._poster: _Poster | None = None
 
     @property
     def asynchronous(self) -> bool:
@@ -171,12 +215,13 @@ class ThreadLauncher:
         self._device.lane = self.timeline.device
         opened: asyncio.Future[DeviceInfo] = loop.create_future()
         self._rested = loop.create_future()
+        self._poster = _Poster(self._device, loop)
         # A daemon: a device that hangs must not keep the interpreter from exiting. aclose() joins it.
         self._thread = threading.Thread(
             target=_launch_thread,
             args=(
                 self._inbox,
-                _Poster(self._device, loop),
+                self._poster,
                 opened,
                 self._rested,
                 self._opening,
@@ -192,6 +237,10 @@ class ThreadLauncher:
         handle = StepHandle(step, landed)
         self._inbox.put((self._device.prepare(step), handle))
         return handle
+
+    def watch(self, lost: Callable[[BaseException], None]) -> None:
+        assert self._poster is not None, "not started"
+        self._poster.watch.tell(lost)
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._rested is None or self._thread is None:
@@ -227,6 +276,20 @@ def _launch_thread(
         _empty_frames(error)
         poster.post(_settle, opened, None, error)
     completion = None if device.synchronous else _CompletionThread(poster)
+    try:
+        _serve(inbox, poster, completion, lane)
+    except BaseException as error:
+        poster.died("launch", error)
+    if completion is not None:
+        completion.end()
+        completion.join()
+    _close(device)
+    poster.post(_settle, rested, None)
+
+
+def _serve(inbox: _Inbox, poster: _Poster, completion: _CompletionThread | None, lane: Lane) -> None:
+    """Launch what comes, until the end is asked for."""
+    device = poster.device
     while (item := inbox.get()) is not None:
         prepared, handle = item
         start = now()
@@ -242,11 +305,6 @@ def _launch_thread(
                 completion.submit(flight, handle)
             del flight
         del item, prepared, handle
-    if completion is not None:
-        completion.end()
-        completion.join()
-    _close(device)
-    poster.post(_settle, rested, None)
 
 
 #: what the device prepared for a step, and the step's handle; None ends the launch thread
@@ -264,6 +322,7 @@ class InlineLauncher:
         self.timeline = Timeline()
         self._device = device
         self._completion: _CompletionThread | None = None
+        self._poster: _Poster | None = None
         #: set when the completion thread has ended and the device is closed
         self._rested: asyncio.Future[None] | None = None
 
@@ -289,7 +348,8 @@ class InlineLauncher:
             self._rested = rested = loop.create_future()
             # Without a reference to the launcher, as above.
             close = partial(_close_at_rest, self._device, rested)
-            self._completion = _CompletionThread(_Poster(self._device, loop), close)
+            self._poster = _Poster(self._device, loop)
+            self._completion = _CompletionThread(self._poster, close)
         return info
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
@@ -303,11 +363,17 @@ class InlineLauncher:
                 self._completion.submit(flight, handle)
                 return handle
             result = flight.wait()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise  # meant for the loop, on whose thread this is
+        except BaseException as error:
             handle.settle(None, _diagnose(self._device, error))
         else:
             handle.settle(result)
         return handle
+
+    def watch(self, lost: Callable[[BaseException], None]) -> None:
+        if self._poster is not None:
+            self._poster.watch.tell(lost)
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._completion is None or self._rested is None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from aioinfer.execution.backends import Backend
     from aioinfer.execution.graphs import Capture
+    from aioinfer.execution.sizing import PoolSize
+    from aioinfer.model.backend import Backend as Choice
     from aioinfer.model.spec import CausalLM, ModelSpec
 
 __all__ = ["TorchDevice", "pick_device"]
@@ -55,6 +57,7 @@ class TorchDevice:
         from aioinfer.model.attention.backend import choose_attention
         from aioinfer.model.layers import why_variant
         from aioinfer.native.bindings import ThreadsUnavailable
+        from aioinfer.sampling.backend import choose_sampling
 
         config = self._config
         device = pick_device(config.device)
@@ -81,6 +84,8 @@ class TorchDevice:
             if not lacks_memory(error):
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
+        # The algorithms of diffusion models draw their tokens themselves.
+        sampling = None if spec.block_size else choose_sampling(device, config.sampling_backend)
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graph_rows)
@@ -93,6 +98,15 @@ class TorchDevice:
             page_size=config.page_size,
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,
+            implementation="transformers" if spec.fallback_reason else "own",
+            fallback_reason=spec.fallback_reason,
+            dtype=str(spec.dtype).removeprefix("torch."),
+            device=str(device),
+            kernels=_kernels(spec, choice, sampling),
+            threads=torch.get_num_threads() if device.type == "cpu" else 0,
+            kv_bytes=size.num_pages * parts.page_bytes,
+            model_positions=spec.max_model_len,
+            length_reason=_length_reason(config, spec, size, device),
         )
 
     def _load(self, device: torch.device, progress: Progress | None) -> CausalLM:
@@ -148,6 +162,29 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
+
+
+def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice | None) -> dict[str, str]:
+    """By part of the model, its backend and the reason for it."""
+    chosen = {"attention": (attention.name, attention.reason)}
+    if spec.layer_kernels:
+        chosen["layers"] = (spec.layer_kernels, spec.layer_reason)
+    if spec.expert_kernels:
+        chosen["experts"] = (spec.expert_kernels, spec.expert_reason)
+    if sampling is not None:
+        chosen["sampling"] = (sampling.name, sampling.reason)
+    return {part: f"{name} ({reason})" for part, (name, reason) in chosen.items()}
+
+
+def _length_reason(config: EngineConfig, spec: ModelSpec, size: PoolSize, device: torch.device) -> str:
+    """Why sequences may be shorter than the model's positions; empty if they may not."""
+    wanted = spec.max_model_len if config.max_model_len is None else config.max_model_len
+    if size.max_model_len < wanted - wanted % spec.unit:
+        knob = "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_gib"
+        if config.num_pages is not None:
+            knob = "num_pages"
+        return f"the KV pool holds no more, {knob} sets its size; the model knows {spec.max_model_len}"
+    return "" if size.max_model_len == spec.max_model_len else f"the model knows {spec.max_model_len}"
 
 
 def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str) -> str:

@@ -6,6 +6,7 @@ the way of a request from its prompt to its text, and stop strings, which end re
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +30,13 @@ from aioinfer.scheduling.step import Step
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
+    from aioinfer.outputs import TokenLogprob
     from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Core"]
+
+_log = logging.getLogger("aioinfer")
 
 _NO_OPTIONS = RequestOptions()
 
@@ -45,10 +49,12 @@ class Core:
         "_compiler_lock",
         "_config",
         "_generation",
+        "_newest_step",
         "_next_key",
         "_seeds",
         "admitted",
         "clock",
+        "ended",
         "info",
         "scheduler",
         "texts",
@@ -68,6 +74,9 @@ class Core:
         self.admitted: list[Request] = []
         self._generation = generation(info.block_size)
         self._config = config
+        #: requests that ended because planning raised, until :meth:`take_ended`
+        self.ended: list[Request] = []
+        self._newest_step = 0
         self.scheduler = self._new_scheduler()
         #: seconds; of request metrics
         self.clock = clock
@@ -299,8 +308,9 @@ class Core:
         prefill = 0 if behind is None else behind.prefill_tokens
         if prefill > self._config.max_overlapped_prefill and self.scheduler.queues.has_prefill:
             return None  # the step in flight takes long: requests that arrive meanwhile join the next one
-        step = self.scheduler.plan()
+        step = self._plan()
         if step is not None:
+            self._newest_step = step.id
             now = self.clock()
             # A request that was retracted is announced again: not all of these are new.
             self.admitted = [request for request in step.new_requests if request.admitted_at is None]
@@ -308,17 +318,39 @@ class Core:
                 request.admitted_at = now
         return step
 
+    def _plan(self) -> Step | None:
+        """The scheduler's plan. What planning raises ends the requests that it concerns."""
+        faults, step = self.scheduler.faults, None
+        try:
+            step = self.scheduler.plan()
+        except Exception as error:
+            if not self.scheduler.abandon_plan(error, self._newest_step):
+                raise
+        if faults:
+            for request, cause in faults.take():
+                _log.error("planning failed for %s", request, exc_info=cause)
+                self.texts.failed(request, cause)
+                self.ended.append(request)
+        return step
+
+    def take_ended(self) -> list[Request]:
+        """The requests that ended since the last call because planning raised."""
+        ended, self.ended = self.ended, []
+        return ended
+
     def resolve(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Request]:
         """Commit a step: tokens, text, stops. Returns the updated requests, finished ones included.
 
-        After ``seconds`` of searching for stop patterns, the rest is left to :meth:`catch_up`.
+        After ``seconds`` of searching for stop patterns, the rest is left to :meth:`catch_up`. What the text
+        or the logprobs of one request raise ends that request; after any other exception call
+        :meth:`give_up`.
         """
         now = self.clock()
         # If some are behind, catch_up() is due in this turn of the loop anyway.
         searching = seconds is None or not self.texts.behind
         advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
-            _record_logprobs(step, result)
+            advanced += self._record_logprobs(step, result, advanced)
         for request in advanced:
             self.texts.advanced(request, now)
         if not self.texts.behind:
@@ -329,6 +361,19 @@ class Core:
     def catch_up(self, seconds: float) -> list[Request]:
         """Search for stop patterns in the text of steps that are resolved; returns the updated requests."""
         return self.texts.catch_up(seconds)
+
+    def give_up(self, step: Step, error: BaseException, *, launched: bool) -> list[Request]:
+        """A step could not be packed, or its result not be committed: its requests end, all others go on.
+
+        Returns the requests of the step, some of which may have ended before. :meth:`fail` has to follow in
+        the order of the steps for one that was not ``launched``.
+        """
+        if launched:
+            self.scheduler.memory.resolved(step.id)
+        for request in step.requests:
+            if request.finished_at is None:
+                self.texts.end(request, error, distrust=True)
+        return step.requests
 
     def fail(self, step: Step, error: BaseException) -> list[Request]:
         """Handle a step that raised; returns the requests that it ended: all requests of the step, or, if it
@@ -348,23 +393,35 @@ class Core:
             return True
         return self.texts.abort(request, error)
 
+    def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Request]) -> list[Request]:
+        """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
+        ended: list[Request] = []
+        decodes = step.generating.requests
+        for index, logprob in result.logprobs.items():
+            request = (
+                decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
+            )
+            if len(request.logprobs) < len(request.output_ids):
+                request.logprobs.append(logprob)
+        for index, logprobs in result.prompt_logprobs.items():
+            row = step.prefilling[index - len(decodes)]
+            if row.scores is None or step.id <= row.request.recovery.junk_until:
+                continue
+            try:
+                _extend(row.request.prompt_logprobs, row.scores[0], logprobs)
+            except BaseException as error:
+                self.texts.end(row.request, error)
+                if row.request not in advanced:
+                    ended.append(row.request)
+        return ended
 
-def _record_logprobs(step: Step, result: StepResult) -> None:
-    """Keep exactly one record per token."""
-    decodes = step.generating.requests
-    for index, logprob in result.logprobs.items():
-        request = decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
-        if len(request.logprobs) < len(request.output_ids):
-            request.logprobs.append(logprob)
-    for index, logprobs in result.prompt_logprobs.items():
-        row = step.prefilling[index - len(decodes)]
-        known = row.request.prompt_logprobs
-        if row.scores is None or step.id <= row.request.recovery.junk_until:
-            continue
-        # A step from before a retraction may have recorded the first of them already.
-        there = len(known) - row.scores[0]
-        if there >= 0:
-            known += logprobs[there:]
+
+def _extend(known: list[TokenLogprob], first: int, logprobs: Sequence[TokenLogprob]) -> None:
+    """Append records of the prompt's tokens from the ``first`` on."""
+    # A step from before a retraction may have recorded some of them already.
+    there = len(known) - first
+    if there >= 0:
+        known += logprobs[there:]
 
 
 def _of_all(params: SamplingParams, refused: InvalidRequest) -> InvalidRequest:

@@ -12,8 +12,10 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from aioinfer.errors import StepFailed
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.loop.pacing import Pace
 from aioinfer.observe.timeline import now
@@ -45,6 +47,9 @@ class DriverEvents(Protocol):
 
     def lost(self, cause: BaseException) -> None:
         """No step can succeed any more: DeviceLost, or an error of the driver itself."""
+
+    def audit(self) -> None:
+        """Assert that every open request is where it should be. O(pages and requests)."""
 
 
 class Driver:
@@ -245,18 +250,62 @@ class Driver:
         step = self._core.plan(self._flights[-1].step if self._flights else None)
         if step is not None:
             self._timeline.loop.add("plan", step.id, start, now())
+        if self._core.ended:
+            self._recovered(self._core.take_ended())
+            self._again()
         return step
 
     def _launch(self, step: Step) -> None:
         start = now()
-        flight = self._launcher.launch(step, self._landed)
+        try:
+            flight = self._launcher.launch(step, self._landed)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            flight = self._unlaunched(step, error)
         self._timeline.loop.add("pack", step.id, start, now())
         flight.launched_at = self._clock()
         self._flights.append(flight)
         if self._garbage is not None:
             self._garbage.launched()
         for request in self._core.admitted:
-            self._events.admitted(request)
+            if not request.finished:
+                self._tell(self._events.admitted, request)
+
+    def _unlaunched(self, step: Step, error: BaseException) -> StepHandle:
+        """A step could not be packed: its requests end at once, before a row that follows is planned.
+
+        It keeps its place among the steps in flight: what its requests held becomes free in their order.
+        """
+        from aioinfer.execution.launcher import StepHandle  # imports numpy
+
+        _log.error("step %d could not be packed", step.id, exc_info=error)
+        self._recovered(self._core.give_up(step, error, launched=False))
+        flight = StepHandle(step, self._landed)
+        flight.done, flight.error, flight.launched = True, error, False
+        return flight
+
+    def _recovered(self, ended: list[Request]) -> None:
+        """Something raised and ended these requests: report them, and check that the others can go on."""
+        for request in ended:
+            self._events.updated(request)
+        cause = self._core.texts.raised or (ended[0].error if ended else None)
+        self._core.texts.raised = None
+        try:
+            self._events.audit()
+        except AssertionError as wrong:
+            raise RuntimeError(f"the scheduler's state is not what it should be: {wrong!r}") from cause
+
+    def _tell(self, event: Callable[[Request], None], request: Request) -> None:
+        """Report a request. What that raises ends it."""
+        try:
+            event(request)
+        except Exception as error:
+            _log.error("%s could not be reported", request, exc_info=error)
+            failed = StepFailed(f"the request could not be reported: {error}")
+            failed.__cause__ = error
+            self._core.abort(request, failed)
+            self._recovered([request])
 
     def _resolve(self, flight: StepHandle) -> None:
         """Commit a flight that has landed and report the requests that it updated."""
@@ -271,9 +320,18 @@ class Driver:
             self._timeline.noticed(flight.delay)
             if self._pace is not None:
                 self._pace.landed(step, flight.launched_at, self._last_progress, flight.delay)
-            updated = self._core.resolve(step, result, _SEARCHING)
+            try:
+                updated = self._core.resolve(step, result, _SEARCHING)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as raised:
+                _log.error("the result of step %d could not be committed", step.id, exc_info=raised)
+                self._recovered(self._core.give_up(step, raised, launched=True))
+                updated = []
         else:
-            if isinstance(error, StepOutOfMemory):
+            if not flight.launched:
+                what = "drop"
+            elif isinstance(error, StepOutOfMemory):
                 what = "run out"
                 _log.warning("step %d of %d tokens ran out of memory: %s", step.id, step.num_tokens, error)
             else:
@@ -281,7 +339,9 @@ class Driver:
             updated = self._core.fail(step, error)
         resolved = now()
         for request in updated:
-            self._events.updated(request)
+            self._tell(self._events.updated, request)
+        if self._core.texts.raised is not None:
+            self._recovered([])
         self._timeline.loop.add(what, step.id, start, resolved)
         self._timeline.loop.add("deliver", step.id, resolved, now())
         if self._core.texts.behind:

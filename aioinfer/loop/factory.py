@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
+from aioinfer.model.spec import read_json_object
 from aioinfer.params import SamplingParams
+from aioinfer.settings import shown
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
+    "completed",
     "decide",
     "default_params",
     "grammar_compiler",
@@ -70,15 +72,18 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
     path = config.model_path / "generation_config.json"
     if not path.is_file():
         return SamplingParams()
+    recommended = read_json_object(path)
+    sampled = recommended.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        raise ConfigError(f"model: do_sample in {path.name} must be true or false, got {shown(sampled)}")
     try:
-        recommended = json.loads(path.read_text("utf-8"))
         known = generation(info.block_size).recommended
         values = {name: recommended[name] for name in known if recommended.get(name) is not None}
-        if recommended.get("do_sample") is False:
+        if sampled is False:
             values["temperature"] = 0.0
         return SamplingParams(**values)
-    except (ValueError, InvalidRequest) as error:
-        raise ConfigError(f"{path.name} of the model: {error}") from error
+    except (ValueError, TypeError, InvalidRequest) as error:
+        raise ConfigError(f"model: {path.name}: {error}") from error
 
 
 def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo:
@@ -86,6 +91,18 @@ def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo
     if tokenizer is None:
         return info
     return dataclasses.replace(info, eos_token_ids=info.eos_token_ids | tokenizer.eos_token_ids)
+
+
+def completed(info: DeviceInfo, tokenizer: Tokenizer | None, config: EngineConfig) -> DeviceInfo:
+    """``info`` with the end tokens of the tokenizer, and with what the engine decided; ``config`` leaves
+    nothing open: see :func:`decide`."""
+    info = with_end_tokens(info, tokenizer)
+    return dataclasses.replace(
+        info,
+        page_size=config.page_size if info.page_size is None else info.page_size,
+        overlap_steps=config.overlap_steps,
+        deterministic=config.deterministic,
+    )
 
 
 def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) -> EngineConfig:

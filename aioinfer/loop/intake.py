@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.execution.workers import WorkerExecutor
 from aioinfer.loop.options import Prepared, PromptSource
-from aioinfer.loop.workers import Workers
 from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Intake:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._workers = Workers(_THREADS, "aioinfer-text")
-        self._compilers = Workers(_THREADS, "aioinfer-text-grammar")
+        self._workers = WorkerExecutor(_THREADS, "aioinfer-text")
+        self._compilers = WorkerExecutor(_THREADS, "aioinfer-text-grammar")
         self._short = _Lane(loop, self._workers, _THREADS)
         self._long = _Lane(loop, self._workers, 1)
         self._grammars = _Lane(loop, self._compilers, _THREADS)
@@ -106,7 +106,7 @@ class _Lane:
 
     __slots__ = ("_busy", "_executor", "_loop", "_width", "waiting")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Workers, width: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: WorkerExecutor, width: int) -> None:
         self._loop = loop
         self._executor = executor
         self._width = width

@@ -217,10 +217,11 @@ class PromptSource:
             raise self._too_long(f"the prompt has {count} {what}")
 
     def _too_long(self, found: str) -> InvalidRequest:
-        limit = self._info.max_model_len
+        limit, reason = self._info.max_model_len, self._info.length_reason
+        why = f" ({reason})" if reason else ""
         return InvalidRequest(
             "prompt",
-            f"This model's maximum context length is {limit} tokens, prompt and output together. "
+            f"This model's maximum context length is {limit} tokens{why}, prompt and output together. "
             f"However, {found}.",
             code="context_length_exceeded",
         )

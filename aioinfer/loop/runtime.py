@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
+    AioInferError,
     EngineClosed,
     EngineError,
     EngineFailed,
     InvalidRequest,
     RequestError,
+    StepFailed,
     TimedOut,
     WrongLoop,
 )
@@ -25,6 +27,7 @@ from aioinfer.loop.pacing import Pace
 from aioinfer.loop.tuning import Tuning
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
+from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream, StreamCell
 
@@ -56,7 +59,12 @@ def require_loop(loop: asyncio.AbstractEventLoop) -> None:
     except RuntimeError:
         running = None
     if running is not loop:
-        raise WrongLoop("the engine belongs to the event loop that started it, and this is not it")
+        where = "there is no running loop here" if running is None else "this is another one"
+        raise WrongLoop(
+            f"the engine belongs to the event loop that started it, and {where}. Start and use it in one "
+            "asyncio.run, on that thread; with pytest-asyncio, give the fixture that starts it and the tests "
+            "the same loop_scope"
+        )
 
 
 class Runtime:
@@ -95,6 +103,7 @@ class Runtime:
             garbage=self.tuning.garbage,
             pace=Pace() if config.plan_late else None,
         )
+        launcher.watch(self.lost)
         self._closing: asyncio.Task[None] | None = None
         #: set while closing waits for the open requests
         self._drained: asyncio.Future[None] | None = None
@@ -128,7 +137,7 @@ class Runtime:
             except Exception as refused:
                 error = refused
         assert error is not None
-        if not isinstance(error, RequestError):
+        if not isinstance(error, (RequestError, EngineError)):
             # Anything that a worker thread can raise, panics of Rust libraries included.
             cause, error = error, InvalidRequest("prompt", f"could not be tokenized: {error!r}")
             error.__cause__ = cause
@@ -174,8 +183,22 @@ class Runtime:
         if cell.max_lag is not None and cell.lags:
             self.core.scheduler.queues.park(request)
 
+    def audit(self) -> None:
+        """As in DriverEvents."""
+        queues = self.core.scheduler.queues
+        audit(self.core.scheduler)
+        if queues.waiting:
+            assert sorted(each.key for each in queues.waiting.order()) == [
+                each.key for each in queues.waiting
+            ]
+        known = set(queues.unfinished())
+        opened = {request for request in self._open if not request.finished} - self._preparing.keys()
+        assert known == opened, f"{opened ^ known} are lost"
+
     def lost(self, cause: BaseException) -> None:
         """End every open stream with EngineFailed, caused by ``cause``."""
+        if self.state in (EngineState.FAILED, EngineState.CLOSED):
+            return
         _log.error("the engine is lost", exc_info=cause)
         self.failure = cause
         self.state = EngineState.FAILED
@@ -210,7 +233,12 @@ class Runtime:
     def caught_up(self, request: Request) -> None:
         """The consumer of a parked request has read enough: its request goes on."""
         self.driver.work_arrives()
-        self.core.scheduler.queues.unpark(request)
+        try:
+            self.core.scheduler.queues.unpark(request)
+        except Exception as cause:
+            error = StepFailed(f"the request could not go on: {cause}")
+            error.__cause__ = cause
+            self._end(request, error)
         self.driver.wake()
 
     # -- endings --------------------------------------------------------------------------------
@@ -222,7 +250,7 @@ class Runtime:
         _cell(request).timer = None
         self._end(request, TimedOut(phase, seconds))
 
-    def _end(self, request: Request, error: RequestError | None) -> None:
+    def _end(self, request: Request, error: RequestError | EngineError | None) -> None:
         """End a request, whatever its state."""
         self.core.abort(request, error)
         self._ended(request)
@@ -236,6 +264,8 @@ class Runtime:
                 _log.exception("%s could not be aborted cleanly", request)
             if not request.ended:
                 request.refuse(make_error())
+            if request.error is not None and not isinstance(request.error, AioInferError):
+                request.error = make_error()  # it ended with what was raised, and was not reported
             self._ended(request)
         self._set_drained()
 
@@ -261,17 +291,30 @@ class Runtime:
         await asyncio.shield(self._closing)
 
     async def _close(self, drain: float) -> None:
-        if drain > 0 and self._busy and self.failure is None:
-            self._drained = self.loop.create_future()
-            timer = self.loop.call_later(drain, self._set_drained)
+        """Cancelled at any point, twice too, it leaves nothing behind that does not end by itself."""
+        try:
+            if drain > 0 and self._busy and self.failure is None:
+                await self._drain(drain)
+        finally:
+            self._end_all(lambda: EngineClosed("the engine was closed"))
+            self.driver.stop()
+            self.tuning.undo()
+            self._intake.close()
+            try:
+                await self.launcher.aclose()
+            finally:
+                self.state = EngineState.CLOSED
+
+    async def _drain(self, seconds: float) -> None:
+        """Wait for the open requests."""
+        count = len(self._open)
+        _log.info("closing waits up to %g s for %d request%s", seconds, count, "s" * (count > 1))
+        self._drained = self.loop.create_future()
+        timer = self.loop.call_later(seconds, self._set_drained)
+        try:
             await self._drained
+        finally:
             timer.cancel()
-        self._end_all(lambda: EngineClosed("the engine was closed"))
-        self.driver.stop()
-        self.tuning.undo()
-        await self.launcher.aclose()
-        self._intake.close()
-        self.state = EngineState.CLOSED
 
     def outlive_loop(self) -> None:
         """The loop was closed before the engine: end what is left. A stream that is kept does not keep the

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, RequestError, StepFailed
 from aioinfer.execution.device import StepOutOfMemory
+from aioinfer.scheduling.faults import end_with
 from aioinfer.text.stop import TooSlow
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Texts:
     newer tokens are not delivered: what it returns does not depend on how long it waited.
     """
 
-    __slots__ = ("_clock", "_parked", "_queues", "behind", "output_tokens")
+    __slots__ = ("_clock", "_parked", "_queues", "behind", "output_tokens", "raised")
 
     def __init__(self, queues: RequestQueues, clock: Callable[[], float]) -> None:
         self._queues = queues
@@ -39,6 +40,8 @@ class Texts:
         self._parked: set[Request] = set()
         #: of all requests since the start
         self.output_tokens = 0
+        #: what ended a request last, if the state of all others was not checked since
+        self.raised: BaseException | None = None
 
     def advanced(self, request: Request, now: float) -> None:
         """A step gave the request tokens, or its end."""
@@ -88,6 +91,17 @@ class Texts:
         """The scheduler ended a request because its step failed."""
         self._fail(request, error, self._clock())
 
+    def end(self, request: Request, error: BaseException, *, distrust: bool = False) -> None:
+        """End a request with what one of its own parts raised; tokens without a time are forgotten.
+
+        ``distrust``: its KV must not be shared. Raises RuntimeError if the request cannot be ended.
+        """
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
+        self.raised = error
+        end_with(self._queues, request, error, distrust=distrust)
+        self._fail(request, error, self._clock())
+
     def _append(self, request: Request, now: float) -> bool:
         """Detokenize the next token; False at the end of the text."""
         ids, at = request.output_ids, len(request.token_times)
@@ -98,9 +112,9 @@ class Texts:
             return False
         try:
             stop = request.text.push(ids[at])
-        except Exception as error:
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
             # A detokenizer that raises on this output must not stop the other requests.
-            self._fail(request, error, now)
+            self.end(request, error)
             return False
         if stop is not None:
             # Also where the token that completes the stop string is the last one that was allowed.
@@ -120,8 +134,8 @@ class Texts:
         # back can complete one.
         try:
             stop = request.text.finish()
-        except Exception as error:
-            self._fail(request, error, now)
+        except BaseException as error:
+            self.end(request, error)
         else:
             if stop is not None:
                 self._stop(request, stop)
@@ -160,6 +174,6 @@ def _reported(cause: BaseException) -> BaseException:
         refused = InvalidRequest("stop_regex", str(cause))
         refused.__cause__ = cause
         return refused
-    if isinstance(cause, RequestError):
+    if isinstance(cause, (RequestError, EngineError)):
         return cause
     return _step_failed(cause)

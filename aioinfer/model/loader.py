@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
+from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
 from aioinfer.model.layers import Quantization, check_quantization, choose_layers, make_layers
 from aioinfer.model.moe.backend import MoEBackend
-from aioinfer.model.registry import own_implementation
-from aioinfer.model.spec import CausalLM, Progress
+from aioinfer.model.registry import own_implementation, why_not_own
+from aioinfer.model.spec import CausalLM, Progress, read_json_object
 from aioinfer.model.weights import RandomWeights, Weights, weight_files
+from aioinfer.settings import shown
 
 __all__ = ["ModelInfo", "inspect_model", "load_model"]
 
+#: names of models on Hugging Face's hub, with an owner
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+_Arguments = ParamSpec("_Arguments")
+_Loaded = TypeVar("_Loaded")
+
+
+def _blaming_the_config(load: Callable[_Arguments, _Loaded]) -> Callable[_Arguments, _Loaded]:
+    """Turn what a config that makes no sense can raise anywhere into a ConfigError."""
+
+    @functools.wraps(load)
+    def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Loaded:
+        try:
+            return load(*args, **kwargs)
+        except ConfigError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"model: config.json describes no model: {type(error).__name__}: {error}"
+            ) from error
+
+    return wrapped
+
+
+@_blaming_the_config
 def load_model(
     path: Path,
     *,
@@ -67,12 +96,16 @@ def load_model(
         check_quantization(None, config.architectures[0], quantization)
         from aioinfer.model.transformers_model import TransformersLM
 
-        return TransformersLM(path, config, chosen, device, progress, random_weights)
+        fallback = TransformersLM(path, config, chosen, device, progress, random_weights)
+        reason = "asked for" if force_transformers else why_not_own(config)
+        fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason)
+        return fallback
     attention = choose_attention(device, _head_dim(config), chosen, kernels, progress)
     sizes = _inner_sizes(config)
-    check_quantization(choose_layers(attention, sizes), config.architectures[0], quantization)
+    layers = choose_layers(attention, sizes)
+    check_quantization(layers, config.architectures[0], quantization)
     weights = random_weights or Weights(path, dtype=chosen, device=device, progress=progress)
-    return build_decoder(
+    model = build_decoder(
         path,
         family,
         config,
@@ -83,6 +116,9 @@ def load_model(
         experts=experts,
         blocks=blocks,
     )
+    name = "torch" if layers.name == "sdpa" else layers.name
+    model.spec = dataclasses.replace(model.spec, layer_kernels=name, layer_reason=layers.reason)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +126,9 @@ class ModelInfo:
     """Facts about a model directory that its config determines."""
 
     architecture: str
-    #: whether a built-in implementation computes it, not transformers'
+    #: whether a built-in implementation computes it, not transformers'; and why not
     own: bool
+    fallback_reason: str
     head_dim: int
     dtype: torch.dtype
     #: inner dimensions of the layers' matrix products
@@ -102,6 +139,7 @@ class ModelInfo:
     blocks: Blocks | None
 
 
+@_blaming_the_config
 def inspect_model(
     path: Path,
     *,
@@ -118,6 +156,7 @@ def inspect_model(
     return ModelInfo(
         architecture=config.architectures[0],
         own=family is not None,
+        fallback_reason="" if family else "asked for" if force_transformers else why_not_own(config),
         head_dim=_head_dim(config),
         dtype=_choose_dtype(config, dtype),
         inner_sizes=_inner_sizes(config),
@@ -149,13 +188,11 @@ def _read_config(path: Path) -> Any:
 
     from aioinfer.model.configs import OWN_CONFIGS
 
-    if not path.is_dir():
-        raise ConfigError(f"model: there is no directory {path}, and no bundled model of that name")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"model: {path} has no config.json")
+    _check_directory(path)
+    stated = read_json_object(path / "config.json")
+    check_numbers(stated)
     try:
-        stated = json.loads((path / "config.json").read_text("utf-8"))
-        own = OWN_CONFIGS.get(stated.get("model_type"))
+        own = OWN_CONFIGS.get(str(stated.get("model_type")))
         if own is not None:
             config: Any = own.from_dict(stated)
         else:
@@ -164,11 +201,35 @@ def _read_config(path: Path) -> Any:
     except Exception as error:
         # Each of the many config classes raises its own types of errors.
         raise ConfigError(f"model: the config of {path.name} cannot be used: {error}") from error
-    if not config.architectures:
+    named = config.architectures
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
         raise ConfigError(f"model: the config of {path.name} names no architecture")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("model: quantised checkpoints are not supported")
     return config
+
+
+def _check_directory(path: Path) -> None:
+    """Raise ConfigError, with what the path is instead, unless it is a directory with a config.json."""
+    try:
+        found = path.is_dir()
+        names = {entry.name for entry in path.iterdir()} if found else set()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {shown(str(path))} cannot be read: {error}") from error
+    if found and "config.json" in names:
+        return
+    if path.suffix == ".gguf" or any(name.endswith(".gguf") for name in names):
+        raise ConfigError(f"model: {path} is a GGUF model, which is not supported; safetensors are")
+    if "adapter_config.json" in names:
+        raise ConfigError(f"model: {path} is a LoRA adapter, which is not supported; merge it into its base")
+    if found:
+        raise ConfigError(f"model: {path} has no config.json")
+    if path.exists():
+        raise ConfigError(f"model: {path} is a file; a directory with config.json and safetensors is needed")
+    hint = ""
+    if _HUB_ID.fullmatch(str(path)):
+        hint = f". Nothing is downloaded: 'hf download {path} --local-dir DIR' fetches a model of that name"
+    raise ConfigError(f"model: there is no directory {path}, and no bundled model of that name{hint}")
 
 
 def _head_dim(config: Any) -> int:

@@ -10,7 +10,7 @@ from aioinfer.model.families.base import Family
 from aioinfer.model.families.llada2 import LLaDA2
 from aioinfer.model.families.llama import LlamaLike
 
-__all__ = ["own_implementation"]
+__all__ = ["own_implementation", "why_not_own"]
 
 _SDAR = Blocks(4, 151669)
 #: architecture -> (the model types whose configs it accepts, its family)
@@ -51,3 +51,14 @@ def own_implementation(config: Any) -> Family | None:
     if family.blocks is not None:
         raise ConfigError(f"model: {architecture} with {unsupported_reason} is not supported")
     return None
+
+
+def why_not_own(config: Any) -> str:
+    """Why :func:`own_implementation` has none for a config."""
+    architecture = config.architectures[0]
+    model_types, family = _OWN.get(architecture, (frozenset(), None))
+    if family is None:
+        return f"there is no own code for {architecture}"
+    if config.model_type not in model_types:
+        return f"the model type of {architecture} is {config.model_type}"
+    return f"{architecture} has {family.unsupported_reason(config)}"

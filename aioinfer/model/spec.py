@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.errors import ConfigError
+from aioinfer.settings import shown
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from aioinfer.model.batch import Batch
 
 __all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids", "read_json_object"]
+
+_log = logging.getLogger("aioinfer")
 
 #: ``progress(stage, done, total)`` while a model loads
 Progress = Callable[[str, int, int], None]
@@ -38,13 +42,19 @@ class ModelSpec:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
     num_parameters: int
-    #: name of the backend of a mixture of experts; None in a model without experts
+    #: name of the backend of a mixture of experts, and why it; None in a model without experts
     expert_kernels: str | None = None
+    expert_reason: str = ""
     #: positions of a block of a block diffusion model, whose logits are those of the position itself, not of
     #: the next one; None for an autoregressive model
     block_size: int | None = None
     #: the token of unknown positions of a block; None for an autoregressive model
     mask_token_id: int | None = None
+    #: name of the backend of the layers between attention, and why it; empty if they are transformers' own
+    layer_kernels: str = ""
+    layer_reason: str = ""
+    #: why transformers computes the model; empty if this package's own code does
+    fallback_reason: str = ""
 
     @property
     def unit(self) -> int:
@@ -76,23 +86,32 @@ class CausalLM(Protocol):
 def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
     """The end tokens of a checkpoint: those of generation_config.json, else those of ``config``.
 
-    Raises ConfigError if generation_config.json is not a JSON object.
+    Ids that the vocabulary does not have are left out, as -1, which some configs use for none.
+
+    Raises ConfigError if generation_config.json is not a JSON object, or if the ids are not integers.
     """
-    eos = getattr(config, "eos_token_id", None)
+    eos, source = getattr(config, "eos_token_id", None), "config.json"
     file = path / "generation_config.json"
     if file.is_file():
         stated = read_json_object(file).get("eos_token_id")
-        eos = eos if stated is None else stated
-    if eos is None:
-        return frozenset()
-    return frozenset(eos) if isinstance(eos, (list, tuple)) else frozenset({eos})
+        if stated is not None:
+            eos, source = stated, file.name
+    ids = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(f"model: eos_token_id in {source} must be token ids, got {shown(eos)}")
+    known = frozenset(token for token in ids if 0 <= token < config.vocab_size)
+    if any(token >= config.vocab_size for token in ids):
+        _log.warning(
+            "eos_token_id in %s is %s; the model has %d tokens", source, shown(eos), config.vocab_size
+        )
+    return known
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a model directory. Raises ConfigError."""
     try:
         value = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"model: {file.name} holds no JSON object")

@@ -67,7 +67,10 @@ class Weights:
         opened = self._files.get(name)
         if opened is None:
             raise ConfigError(f"model: the checkpoint has no tensor {name}")
-        tensor: torch.Tensor = opened.get_tensor(name)
+        try:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        except Exception as error:
+            raise ConfigError(f"model: {name} cannot be read from its file: {error}") from error
         if tuple(tensor.shape) != shape:
             raise ConfigError(f"model: {name} is shaped {tuple(tensor.shape)}, the config says {shape}")
         self._taken.add(name)
@@ -143,10 +146,14 @@ def weight_files(path: Path) -> list[Path]:
             )
         return [single]
     weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ConfigError(f"model: {index.name} has no weight_map")
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+        raise ConfigError(f"model: {index.name} has no weight_map of file names")
     files = [path / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.is_file():
             raise ConfigError(f"model: {index.name} names {file.name}, which is missing")
     return files
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")

@@ -97,6 +97,9 @@ class BlockBatch:
         # At once: a request whose prompt is cached may be the only one that wants a row of this step.
         self.add(request)
 
+    def abandon(self, last_step: int) -> None:
+        self.last_step = min(self.last_step, last_step)
+
     def planned(
         self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues
     ) -> MultiStepBudget | None:

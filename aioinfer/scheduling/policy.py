@@ -101,13 +101,15 @@ class Ranked(Policy):
         raise NotImplementedError
 
     def add(self, request: Request) -> None:
-        super().add(request)
-        rank = self._ranks[request.key] = (self.rank(request), request.key)
+        # What may raise comes first: a rank that cannot be computed or compared leaves the queue as it was.
+        rank = (self.rank(request), request.key)
         self._ranked[rank] = request
+        self._ranks[request.key] = rank
+        super().add(request)
 
     def remove(self, request: Request) -> None:
-        super().remove(request)
         del self._ranked[self._ranks.pop(request.key)]
+        super().remove(request)
 
     def order(self) -> Iterator[Request]:
         return iter(self._ranked.values())

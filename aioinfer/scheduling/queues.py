@@ -13,12 +13,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import PrefixLeaders
 from aioinfer.scheduling.counters import SchedulerCounters
+from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.request import Request, RequestState
@@ -57,6 +59,10 @@ class RunningBatch(Protocol):
         self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues
     ) -> MultiStepBudget | None:
         """The step has these rows; returns how many forwards it may take, if it may take several."""
+
+    def abandon(self, last_step: int) -> None:
+        """Planning raised: no step has the rows that were begun after ``last_step``, and the requests that
+        run end."""
 
     def remove(self, request: Request) -> None:
         """The request generates no more, for now or for good."""
@@ -132,8 +138,15 @@ class RequestQueues:
     # -- the life of a request -----------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
-        self._enqueue(request)
+        """Queue a request whose prompt fits (``length < max_length``) and that was never queued.
+
+        Raises PolicyFailed, and does not queue it, if the policy raises.
+        """
+        try:
+            self._enqueue(request)
+        except PolicyFailed:
+            del self.shelved[request.key]
+            raise
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
         """End a request, whatever its state. The only way any request ends; True the first time.
@@ -200,7 +213,14 @@ class RequestQueues:
     # -- from place to place --------------------------------------------------------------------
 
     def _enqueue(self, request: Request) -> None:
-        self.waiting.add(request)
+        try:
+            self.waiting.add(request)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self.waiting.remove(request)  # what there is of it
+            # So that the request is found when those are ended that the error concerns.
+            self.shelved[request.key] = request
+            raise PolicyFailed.because(self.waiting, error) from error
         self.queued_tokens += request.length
 
     def _dequeue(self, request: Request) -> None:
@@ -248,12 +268,12 @@ class RequestQueues:
         request.restart()
         request.recovery.retractions += 1
         self.counters.retractions += 1
+        if not request.cursor.survives_retraction:
+            request.recovery.void_until = self.last_step
         if request.parked:
             self.shelved[request.key] = request
         else:
             self._enqueue(request)
-        if not request.cursor.survives_retraction:
-            request.recovery.void_until = self.last_step
 
     def rewind(self, request: Request, computed: int) -> None:
         """Plan a request again from position ``computed``; what is in flight for it is void."""

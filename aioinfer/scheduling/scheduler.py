@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import Admitter, PrefixLeaders, StepBudget
+from aioinfer.scheduling.faults import PlanFaults, PolicyFailed
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import policy_class
 from aioinfer.scheduling.queues import RequestQueues, RunningBatch
@@ -36,7 +37,17 @@ class Scheduler:
     each by exactly one call of :meth:`resolve`, :meth:`fail` or :meth:`run_out`.
     """
 
-    __slots__ = ("_prefilled_last", "_short", "_urgent", "admitter", "cap", "config", "queues", "ratio")
+    __slots__ = (
+        "_prefilled_last",
+        "_short",
+        "_urgent",
+        "admitter",
+        "cap",
+        "config",
+        "faults",
+        "queues",
+        "ratio",
+    )
 
     def __init__(
         self,
@@ -54,6 +65,8 @@ class Scheduler:
         self.admitter = Admitter(self.queues.waiting, memory, leaders, config)
         self.ratio = NewTokenRatio(config)
         self.cap = StepCap(config.max_step_tokens, least=batch.unit)
+        #: requests that ended because planning raised for them
+        self.faults = PlanFaults(self.queues)
         self._prefilled_last = False
         #: a request lost pages while the current step was planned
         self._short = False
@@ -78,13 +91,20 @@ class Scheduler:
     # -- plan -----------------------------------------------------------------------------------
 
     def plan(self) -> Step | None:
-        """The next step, or None if nothing can be computed before a launched step resolves."""
+        """The next step, or None if nothing can be computed before a launched step resolves.
+
+        What raises for one request ends that request, and what raises in the queue's order ends those that
+        wait: see ``faults``. After any other exception call :meth:`abandon_plan`.
+        """
         config, queues, memory = self.config, self.queues, self.queues.memory
         if not queues.batch.may_plan(in_flight=queues.last_step > memory.pages.last_resolved):
             return None
         budget = StepBudget(config, memory.pages.page_size, self.cap.tokens, queues.batch.unit)
         self._short = False
-        self._preempt()
+        try:
+            self._preempt()
+        except PolicyFailed as error:
+            self.faults.end(queues.waiting, error)
         starved = self._grow()
         generating, prefilling = NO_ROWS, list[Row]()
         if queues.batch.locked:
@@ -97,23 +117,38 @@ class Scheduler:
                 prefilling = self._prefill(budget)
             if not generating and (config.mixed or not prefilling):
                 generating = self._generate(budget, starved)
-        return self._step(generating, prefilling, self.cap.tokens - budget.tokens)
+        return self._step(generating, prefilling)
 
-    def _step(self, generating: Generating, prefilling: list[Row], num_tokens: int) -> Step | None:
+    def _step(self, generating: Generating, prefilling: list[Row]) -> Step | None:
         if not (generating or prefilling):
             self._begin_anew()
             return None
         queues = self.queues
-        queues.last_step += 1
         self._prefilled_last = bool(prefilling)
         multi_step = queues.batch.planned(generating, prefilling, queues)
         prefill_tokens = sum(len(row.ids) for row in prefilling) if prefilling else 0
+        # Not what the budget lacks: a chunk for which planning raised was paid for and has no row.
+        num_tokens = generating.num_tokens + sum(row.length for row in prefilling)
         counters = queues.counters
         counters.steps += 1
         counters.prefill_tokens += prefill_tokens
         counters.decode_tokens += num_tokens - prefill_tokens
         self.ratio.decay()
-        return Step(queues.last_step, generating, tuple(prefilling), num_tokens, multi_step)
+        step = Step(queues.last_step + 1, generating, tuple(prefilling), num_tokens, multi_step)
+        queues.last_step = step.id
+        return step
+
+    def abandon_plan(self, error: Exception, newest: int) -> bool:
+        """After :meth:`plan` raised: end the requests that the step could have had, all that run; if none
+        does, those that wait. All others go on. Returns whether there was any.
+
+        ``newest``: id of the newest step that was returned.
+        """
+        queues = self.queues
+        queues.last_step = newest
+        queues.batch.abandon(queues.last_step)
+        self.faults.end(queues.running.values() or queues.waiting, error)
+        return bool(self.faults)
 
     def _generate(self, budget: StepBudget, starved: list[Request]) -> Generating:
         """A token or block for every request in the batch, as far as the step holds them."""
@@ -133,8 +168,12 @@ class Scheduler:
         for request in list(queues.prefilling.values()):
             if budget.room() <= 0:
                 return rows
-            if request.key not in queues.growing:
+            if request.key in queues.growing:
+                continue
+            try:
                 rows += self._chunk(request, budget)
+            except Exception as error:
+                self.faults.end([request], error)
         if reserve is not None and not self._short:
             rows += self._admissions(budget, reserve)
         return rows
@@ -153,13 +192,24 @@ class Scheduler:
             return
         if not parked and memory.available <= reserve.pages():
             return  # not one page to give: no need to look into the queue
-        eldest, admitted = queues.waiting.eldest(), False
-        for request, most in self.admitter.choose(budget, room, Outlook(memory, reserve), self._urgent):
-            if budget.room() <= 0 or not self._admit(request, reserve):
+        admitted = False
+        try:
+            eldest = queues.waiting.eldest()
+            chosen = self.admitter.choose(budget, room, Outlook(memory, reserve), self._urgent)
+        except Exception as error:
+            self.faults.end(queues.waiting, PolicyFailed.because(queues.waiting, error))
+            return
+        for request, most in chosen:
+            if budget.room() <= 0:
                 break
-            admitted = True
-            reserve.add(request)
-            yield from self._chunk(request, budget, most)
+            try:
+                if not self._admit(request, reserve):
+                    break
+                admitted = True
+                reserve.add(request)
+                yield from self._chunk(request, budget, most)
+            except Exception as error:
+                self.faults.end([request], error)
         if not admitted or eldest is None or eldest not in queues.waiting:
             return
         if not queues.leaders.holds_back(eldest):
@@ -176,9 +226,15 @@ class Scheduler:
             victim = next(victims(queues.running.values()), None) if queues.counters.parkings else None
             if victim is None or not victim.parked:
                 return False
-            queues.retract(victim)
+            self._retract(victim)
         queues.admitted(request)
         return True
+
+    def _retract(self, request: Request) -> None:
+        try:
+            self.queues.retract(request)
+        except PolicyFailed as error:
+            self.faults.end((), error)  # but for this request, which the policy did not queue
 
     def _chunk(self, request: Request, budget: StepBudget, most: int | None = None) -> list[Row]:
         """The prefill row of the next positions of an admitted request, if it needs one."""
@@ -242,7 +298,7 @@ class Scheduler:
                     self._short = True
                     starved.append(request)
                     break
-                queues.retract(victim)
+                self._retract(victim)
                 self._short = True
                 self.ratio.rise()
             else:
@@ -270,7 +326,10 @@ class Scheduler:
         urgent, self._urgent = self._urgent, None
         if not self.config.preemption or not queues.waiting:
             return
-        first = self.admitter.head()
+        try:
+            first = self.admitter.head()
+        except Exception as error:
+            raise PolicyFailed.because(queues.waiting, error) from error
         assert first is not None
         if urgent is not None and urgent in queues.waiting and urgent.priority >= first.priority:
             self._urgent = first = urgent
@@ -280,7 +339,7 @@ class Scheduler:
             return
         for victim in self._make_room(first):
             self._urgent = first
-            queues.retract(victim)
+            self._retract(victim)
             queues.counters.preemptions += 1
 
     def _make_room(self, first: Request) -> list[Request]:

@@ -84,9 +84,14 @@ class TokenBatch:
         # Not before the decodes of this step are chosen: the token to decode is sampled in it.
         self._joining.append(request)
 
+    def abandon(self, last_step: int) -> None:
+        self._joining.clear()
+        self.last_step = min(self.last_step, last_step)
+
     def planned(self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues) -> None:
         for request in self._joining:
-            self.add(request)
+            if not request.finished:
+                self.add(request)
         self._joining.clear()
 
     # -- pages ----------------------------------------------------------------------------------

@@ -59,6 +59,9 @@ class TimedLauncher:
         else:
             handle.settle(result, delay=0.0)
 
+    def watch(self, lost: Callable[[BaseException], None]) -> None:
+        """There is no thread."""
+
     async def aclose(self, timeout: float = 10.0) -> bool:
         self._device.close()
         return not self.hung

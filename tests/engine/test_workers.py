@@ -10,8 +10,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from aioinfer.loop import workers
-from aioinfer.loop.workers import Workers
+from aioinfer.execution.workers import WorkerExecutor
 from tests.engine.conftest import MakeEngine
 from tests.tiers import PROGRAM, battery
 
@@ -21,7 +20,7 @@ def named(prefix: str) -> list[str]:
 
 
 def test_threads_are_started_on_demand_and_end_with_the_pool() -> None:
-    pool = Workers(3, "demand")
+    pool = WorkerExecutor(3, "demand")
     assert named("demand") == []
     for _ in range(20):
         assert pool.submit(divmod, 7, 2).result() == (3, 1)
@@ -35,12 +34,12 @@ def test_threads_are_started_on_demand_and_end_with_the_pool() -> None:
         pool.submit(divmod, 1, 0).result()
     pool.shutdown(wait=False)
     assert named("demand") == []
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="shut down"):
         pool.submit(int)
 
 
 def test_waiting_calls_are_cancelled_and_running_ones_not_waited_for() -> None:
-    pool, begun, hold = Workers(1, "held"), threading.Event(), threading.Event()
+    pool, begun, hold = WorkerExecutor(1, "held"), threading.Event(), threading.Event()
     running = pool.submit(lambda: begun.set() or hold.wait())
     waiting = pool.submit(int)
     begun.wait()
@@ -51,18 +50,6 @@ def test_waiting_calls_are_cancelled_and_running_ones_not_waited_for() -> None:
     assert running.result()
     pool.shutdown(wait=True)
     assert named("held") == []
-
-
-def test_idle_threads_end_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_IDLE", 0.001)
-    pool = Workers(2, "idle")
-    for _ in range(50):
-        assert pool.submit(int).result() == 0
-        for thread in threading.enumerate():
-            if thread.name.startswith("idle") and _ % 5 == 0:
-                thread.join(timeout=60)
-    pool.shutdown()
-    assert named("idle") == []
 
 
 async def test_closing_an_engine_ends_its_worker_threads(make_engine: MakeEngine) -> None:

@@ -77,7 +77,7 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[
     [
         broken(lambda path: (path / "config.json").unlink(), "no config.json"),
         broken(lambda path: (path / "model.safetensors").unlink(), "no model.safetensors"),
-        broken(lambda path: (path / "config.json").write_text("{"), "cannot be used"),
+        broken(lambda path: (path / "config.json").write_text("{"), "cannot be read"),
         broken(edit_config(architectures=None), "names no architecture"),
         broken(edit_config(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised"),
         broken(edit_config(model_type="nonsense"), "cannot be used"),

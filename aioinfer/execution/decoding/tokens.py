@@ -83,11 +83,14 @@ class TokenPacker:
 
     def __init__(self, num_slots: int) -> None:
         self._table = SamplingTable(num_slots)
-        self._resets: list[PenaltyReset] = []
+        #: by slot, those that no packed step has yet
+        self._resets: dict[int, PenaltyReset] = {}
 
     def admit(self, new: Mapping[int, NewRequestData]) -> None:
-        resets = (self._table.admit(slot, data) for slot, data in new.items())
-        self._resets = [reset for reset in resets if reset is not None]
+        for slot, data in new.items():
+            reset = self._table.admit(slot, data)
+            if reset is not None:
+                self._resets[slot] = reset
 
     def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], TokenWork]:
         slots, cu_q, kv_len = layout.slots, layout.placement.cu_q, layout.placement.kv_len
@@ -119,8 +122,10 @@ class TokenPacker:
             GrammarRow(row, state, int(sample_positions[row]), row >= step.num_generating)
             for row, state in sampling.grammars
         ]
+        # A step that cannot be packed leaves its resets to the next one.
+        resets, self._resets = list(self._resets.values()), {}
         return sections, TokenWork(
-            sample_rows, sampling, self._resets, grammars, scores, len(banned_ids), score_ids
+            sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids
         )
 
 

@@ -132,6 +132,7 @@ def build_decoder(
         eos_token_ids=eos_token_ids(path, config),
         num_parameters=weights.num_parameters,
         expert_kernels=backend.name if backend else None,
+        expert_reason=backend.reason if backend else "",
         block_size=blocks.size if blocks else None,
         mask_token_id=blocks.mask_token_id if blocks else None,
     )

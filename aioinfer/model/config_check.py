@@ -1,0 +1,94 @@
+"""Checks of the numbers in a config.json before any class of transformers reads them.
+
+The many config classes take nearly everything and fail later, each in its own way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from aioinfer.errors import ConfigError
+from aioinfer.settings import shown
+
+__all__ = ["check_numbers"]
+
+_LARGEST = 2**31 - 1
+#: integers from 1 on
+_SIZES = frozenset(
+    {
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "n_embd",
+        "n_head",
+        "n_layer",
+        "num_attention_heads",
+        "num_experts_per_tok",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "vocab_size",
+    }
+)
+#: lengths of sequences, for each position of which there are rotary factors in memory
+_LENGTHS = frozenset({"max_position_embeddings", "n_positions", "original_max_position_embeddings"})
+_LONGEST = 2**26
+#: integers from 0 on
+_COUNTS = frozenset(
+    {
+        "first_k_dense_replace",
+        "max_window_layers",
+        "num_experts",
+        "num_local_experts",
+        "num_shared_experts",
+        "sliding_window",
+    }
+)
+#: finite numbers above 0
+_NUMBERS = frozenset(
+    {
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "high_freq_factor",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "low_freq_factor",
+        "partial_rotary_factor",
+        "rms_norm_eps",
+        "rope_local_base_freq",
+        "rope_theta",
+        "rotary_emb_base",
+    }
+)
+#: objects whose numbers are checked, too
+_PARTS = frozenset({"rope_parameters", "rope_scaling", "text_config"})
+
+
+def check_numbers(stated: Mapping[str, Any], file: str = "config.json", prefix: str = "") -> None:
+    """Raise ConfigError, with the names of the file and the field, for a number that no model can have.
+
+    Fields that are null are as good as absent, and unknown ones are the config class's affair.
+    """
+    for name, value in stated.items():
+        if value is None:
+            continue
+        if name in _PARTS and isinstance(value, Mapping):
+            check_numbers(value, file, f"{prefix}{name}.")
+        elif (wanted := _wanted(name, value)) is not None:
+            raise ConfigError(f"model: {prefix}{name} in {file} must be {wanted}, got {shown(value)}")
+
+
+def _wanted(name: str, value: Any) -> str | None:
+    """What a field must be instead of ``value``; None if that will do."""
+    number = not isinstance(value, bool) and isinstance(value, (int, float))
+    for names, low, high in ((_SIZES, 1, _LARGEST), (_LENGTHS, 1, _LONGEST), (_COUNTS, 0, _LARGEST)):
+        if name in names:
+            fits = number and isinstance(value, int) and low <= value <= high
+            return None if fits else f"an integer in [{low}, {high}]"
+    if name in _NUMBERS:
+        fits = number and 0 < value <= _LARGEST and math.isfinite(value)
+        return None if fits else "a positive number"
+    return None

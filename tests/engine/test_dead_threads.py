@@ -1,0 +1,156 @@
+"""Threads that end unasked: an engine says so at once, also when it is idle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine, EngineState
+from aioinfer.execution.device import DeviceLost
+from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.params import Grammar, SamplingParams
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.conftest import Gate, MakeEngine
+from tests.engine.test_launchers import AsynchronousToy
+from tests.execution.test_workers import kill as kill_worker
+
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def kill(queue: Any) -> None:
+    """The thread that waits at the queue cannot make anything of this."""
+    queue.put(42)
+
+
+async def test_a_launch_thread_that_dies_fails_an_idle_engine(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    await engine.start()
+    assert (await engine.generate([1], SHORT)).token_ids == toy_generate([1], SHORT)
+    kill(engine._started().launcher._inbox)  # type: ignore[attr-defined]
+    await until(lambda: not engine.ready)
+    assert engine.state is EngineState.FAILED
+    with pytest.raises(errors.EngineFailed, match="the launch thread ended") as caught:
+        engine.generate([1])
+    assert isinstance(caught.value.__cause__, DeviceLost)
+    assert isinstance(caught.value.__cause__.__cause__, TypeError)
+    await engine.aclose()
+    assert engine.state is EngineState.CLOSED
+    await engine.start()
+    assert (await engine.generate([1], SHORT)).token_ids == toy_generate([1], SHORT)
+    await engine.aclose()
+
+
+async def test_a_launch_thread_that_dies_ends_every_stream(make_engine: MakeEngine, gate: Gate) -> None:
+    engine = make_engine(fault=gate)
+    await engine.start()
+    streams = [engine.generate([number], LONG) for number in range(1, 12)]
+    kill(engine._started().launcher._inbox)  # type: ignore[attr-defined]
+    gate.release()
+    async with asyncio.timeout(10):
+        for stream in streams:
+            with pytest.raises(errors.EngineFailed, match="the launch thread ended"):
+                await stream
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+async def test_a_completion_thread_that_dies_fails_the_engine_and_closes_the_device(
+    launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model="toy", page_size=4, num_pages=64)
+    device = AsynchronousToy(num_slots=config.num_slots)
+    engine = Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: ToyTokenizer())
+    await engine.start()
+
+    def die(self: Any, *flight: Any) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr("aioinfer.execution.launcher._Poster.land", die)
+    async with asyncio.timeout(10):
+        with pytest.raises(errors.EngineFailed, match="the completion thread ended"):
+            await engine.generate([1], SHORT)
+        await engine.aclose()
+    assert device.closed
+
+
+async def test_an_engine_that_is_dropped_is_not_kept_by_its_threads(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    await engine.start()
+    engine._started().driver.stop()
+    launcher = engine._started().launcher
+    thread = launcher._thread  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    del engine, launcher
+    import gc
+
+    gc.collect()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive()
+
+
+async def test_a_text_worker_that_dies_is_replaced(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        await engine.generate("text", SHORT)
+        workers: Any = engine._started()._intake._workers
+        threads = list(workers._workers._threads)
+        assert threads
+        for thread in threads:
+            await asyncio.to_thread(kill_worker, workers._workers, thread)
+        assert len((await engine.generate("text", SHORT)).token_ids) == 5
+        assert engine.ready
+
+
+async def test_a_text_worker_that_dies_over_a_prompt_fails_its_request(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        workers: Any = engine._started()._intake._workers
+        healthy = workers._workers._work
+
+        def die(call: Any) -> None:
+            raise MemoryError
+
+        workers._workers._work = die
+        async with asyncio.timeout(10):
+            with pytest.raises(errors.AioInferError, match="MemoryError"):
+                await engine.generate("text", SHORT)
+        workers._workers._work = healthy
+        assert len((await engine.generate("text", SHORT)).token_ids) == 5
+
+
+async def test_a_mask_thread_that_dies_fails_the_outputs_that_it_had(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = ToyDevice(num_slots=16)
+    worker: Any = GrammarWorker(1.0)
+    device.masks = worker
+    accept = worker._accept
+    deaths = [1]
+
+    def die(batch: Any) -> Any:
+        if deaths:
+            deaths.clear()
+            raise MemoryError
+        return accept(batch)
+
+    monkeypatch.setattr(worker, "_accept", die)
+    constrained = SamplingParams(temperature=0, max_tokens=8, grammar=Grammar("regex", "[a-h]{8}"))
+    async with make_engine(device=device) as engine, asyncio.timeout(10):
+        free = engine.generate([1], SHORT)
+        with pytest.raises(errors.StepFailed, match="the thread of its grammar ended: MemoryError"):
+            await engine.generate([1, 2], constrained)
+        assert (await free).token_ids == toy_generate([1], SHORT)
+        assert len((await engine.generate([1, 2], constrained)).text) == 8
+    worker.close()

@@ -1,0 +1,170 @@
+"""An engine logs one line of what it decided at start, and tells it in ``engine.info``; closing logs what it
+waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine, EngineState
+from aioinfer.params import SamplingParams
+from tests.engine.conftest import Gate, MakeEngine
+from tests.model.checkpoints import make_checkpoint
+
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+
+
+def settings(path: Path, **changes: Any) -> EngineConfig:
+    backends: dict[str, Any] = {"attention_backend": "sdpa", "sampling_backend": "torch"}
+    return EngineConfig(**{"model": str(path), "threads": 1, "num_pages": 32, **backends, **changes})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3", path)
+    return path
+
+
+async def test_a_start_logs_one_line_of_what_was_decided(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "aioinfer"):
+        async with Engine(settings(checkpoint)) as engine:
+            info = engine.info
+    (line,) = lines(caplog)
+    assert line.startswith("started: Qwen3ForCausalLM")
+    assert "\n" not in line
+    for part in (
+        "by own code",
+        "kernels: attention sdpa (asked for), layers torch (asked for), sampling torch (asked for)",
+        "1 threads",
+        "32 KV pages of 16, 512 tokens",
+        "max_model_len 256",
+        "overlap_steps 1",
+        "deterministic false",
+    ):
+        assert part in line, (part, line)
+    assert (info.implementation, info.fallback_reason, info.length_reason) == ("own", "", "")
+    assert (info.dtype, info.device, info.threads, info.overlap_steps) == ("float32", "cpu", 1, 1)
+    assert info.kernels["attention"] == "sdpa (asked for)"
+    assert (
+        info.kv_bytes == 32 * 16 * 3 * 2 * 2 * 16 * 4
+    )  # pages, positions, layers, K and V, heads, dims, fp32
+    assert info.model_positions == info.max_model_len == 256
+
+
+async def test_a_fallback_says_why(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "aioinfer"):
+        async with Engine(settings(checkpoint, transformers_fallback=True)) as engine:
+            assert (engine.info.implementation, engine.info.fallback_reason) == ("transformers", "asked for")
+    assert "by transformers' code (asked for)" in lines(caplog)[0]
+
+
+async def test_a_fallback_of_an_unknown_family_names_it(tmp_path: Path) -> None:
+    make_checkpoint("gpt2", tmp_path)
+    async with Engine(settings(tmp_path)) as engine:
+        assert engine.info.fallback_reason == "there is no own code for GPT2LMHeadModel"
+
+
+async def test_a_context_that_the_pool_cuts_is_told_with_the_knob(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "aioinfer"):
+        async with Engine(settings(checkpoint, num_pages=4)) as engine:
+            assert (engine.info.max_model_len, engine.info.model_positions) == (64, 256)
+            with pytest.raises(errors.InvalidRequest, match="num_pages") as caught:
+                await engine.generate([1] * 100)
+    reason = "the KV pool holds no more, num_pages sets its size; the model knows 256"
+    assert f"max_model_len 64 ({reason})" in lines(caplog)[0]
+    assert reason in str(caught.value)
+    assert "the model takes" not in str(caught.value)
+
+
+async def test_a_context_that_the_caller_cut_names_no_knob(checkpoint: Path) -> None:
+    async with Engine(settings(checkpoint, max_model_len=100)) as engine:
+        assert engine.info.length_reason == "the model knows 256"
+
+
+async def test_closing_says_how_many_requests_it_waits_for(
+    make_engine: MakeEngine, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(fault=gate)
+    await engine.start()
+    streams = [engine.generate([number], LONG) for number in (1, 2)]
+    with caplog.at_level(logging.INFO, "aioinfer"):
+        closing = asyncio.create_task(engine.aclose(drain=True, timeout=20))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gate.release()
+        await closing
+    assert lines(caplog) == ["closing waits up to 20 s for 2 requests"]
+    assert {(await stream).finish_reason for stream in streams} == {"length"}
+
+
+async def test_closing_an_idle_engine_says_nothing(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    await engine.start()
+    with caplog.at_level(logging.INFO, "aioinfer"):
+        await engine.aclose(drain=True)
+    assert not lines(caplog)
+
+
+def test_the_wrong_loop_is_told_what_to_do(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(engine.start())
+
+    async def use() -> None:
+        engine.generate([1])
+
+    with pytest.raises(errors.WrongLoop, match=r"one asyncio\.run.*pytest-asyncio.*loop_scope"):
+        asyncio.run(use())
+    with pytest.raises(errors.WrongLoop, match="there is no running loop here"):
+        engine.generate([1])
+    loop.run_until_complete(engine.aclose())
+    loop.close()
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("cancels", [1, 2, 3])
+def test_a_close_that_is_cancelled_leaves_nothing_behind(
+    make_engine: MakeEngine, gate: Gate, drain: bool, cancels: int
+) -> None:
+    engine = make_engine(fault=gate)
+    before = set(threading.enumerate())
+
+    async def run() -> Any:
+        await engine.start()
+        stream = engine.generate([1, 2], LONG)
+        engine.generate("text", LONG)
+        await asyncio.to_thread(gate.arrived.acquire)
+        closing = asyncio.create_task(engine.aclose(drain=drain))
+        await asyncio.sleep(0)
+        for _ in range(cancels):
+            closing.cancel()
+            await asyncio.sleep(0)
+        gate.release()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        return stream  # the loop ends, and cancels what goes on in the background
+
+    stream = asyncio.run(run())
+    assert engine.state is EngineState.CLOSED
+    assert stream._cell.request.finished
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name
