@@ -23,13 +23,15 @@ _PATIENCE = aiohttp.ClientTimeout(total=30.0)
 
 
 class Canaries:
-    """Clients of one server. ``failures`` has what any of them saw that was not as expected."""
+    """Clients of one server, and of its probe. ``failures`` has what any of them saw that was not as
+    expected."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, probe: str) -> None:
         self.failures: list[str] = []
         #: what the awaitable of the last :meth:`watch` returned
         self.result: Any = None
         self._url = url
+        self._probe = probe
         self._slowest = dict.fromkeys(KINDS, 0.0)
 
     async def __aenter__(self) -> Self:
@@ -44,7 +46,7 @@ class Canaries:
     async def watch(self, until: Awaitable[Any]) -> dict[str, float]:
         """Run until ``until`` is done; the longest wait of each kind, in milliseconds."""
         self._slowest = dict.fromkeys(KINDS, 0.0)
-        async with self._session.post(f"{self._url}/probe"):
+        async with self._session.post(f"{self._probe}/probe"):
             pass
         done = asyncio.ensure_future(until)
         async with asyncio.TaskGroup() as group:
@@ -55,7 +57,7 @@ class Canaries:
 
     async def probe(self) -> dict[str, Any]:
         """What the server says of itself since :meth:`watch` began."""
-        async with self._session.get(f"{self._url}/probe") as response:
+        async with self._session.get(f"{self._probe}/probe") as response:
             found: dict[str, Any] = await response.json()
             return found
 

@@ -46,8 +46,12 @@ def run(options: argparse.Namespace, report: Report) -> None:
     """A row per attack."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with target_process(options.loop, options.model, [*_SETTINGS, *options.set], log) as (url, process):
-            asyncio.run(_measure(options, report, url))
+        with target_process(options.loop, options.model, [*_SETTINGS, *options.set], log) as (
+            url,
+            probe,
+            process,
+        ):
+            asyncio.run(_measure(options, report, url, probe))
             if process.poll() is not None:
                 report.error(f"the server ended with {process.returncode}")
         if "Traceback" in (text := log.read_text()):
@@ -56,8 +60,8 @@ def run(options: argparse.Namespace, report: Report) -> None:
             )
 
 
-async def _measure(options: argparse.Namespace, report: Report, url: str) -> None:
-    async with Canaries(url) as canaries:
+async def _measure(options: argparse.Namespace, report: Report, url: str, probe: str) -> None:
+    async with Canaries(url, probe) as canaries:
         await canaries.watch(asyncio.sleep(1.0))  # warm
         alone = await canaries.watch(asyncio.sleep(options.alone))
         lag = await canaries.probe()

@@ -2,8 +2,8 @@
 
     python -m bench.attack.target --loop uvloop --model tiny-chat
 
-Prints its URL when it accepts requests and ends with SIGTERM. Beside the routes of the engine it has two of
-its own: ``POST /probe`` begins an interval, ``GET /probe`` reports it (:class:`Probe`).
+Prints its URL when it accepts requests, and that of the probe, and ends with SIGTERM. The probe listens on a
+port of its own, on the same loop: ``POST /probe`` begins an interval, ``GET /probe`` reports it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from typing import Any
 
 from aiohttp import web
 
+from aioinfer.config import EngineConfig, ServerConfig, parse_setting
+from aioinfer.engine import Engine
+from aioinfer.server import serve
 from bench.report import percentiles
 
-__all__ = ["TOLERATED", "LoopLag", "holdings", "target_process"]
+__all__ = ["LoopLag", "holdings", "target_process"]
 
-#: what a request may say beside 2xx without being an error of the server: refused, or told to come again
-TOLERATED = frozenset({400, 401, 403, 404, 405, 408, 411, 413, 415, 422, 429, 431, 503})
 #: seconds between two looks at the loop
 _INTERVAL = 0.002
 
@@ -82,16 +83,24 @@ def holdings() -> dict[str, int]:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    from aioinfer.config import EngineConfig, ServerConfig, parse_setting
-    from aioinfer.engine import Engine
-    from aioinfer.server import create_app
-
     pairs = (text.split("=", 1) for text in arguments.set)
     values = {name: parse_setting(EngineConfig, name, text) for name, text in pairs}
     engine = Engine(EngineConfig(model=arguments.model, **values))
-    app = create_app(engine, ServerConfig(port=0))
     lag = LoopLag(asyncio.get_running_loop())
+    probe = await _listen(_probe(engine, lag))
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    address = f"http://127.0.0.1:{probe.addresses[0][1]}"
+    try:
+        await serve(
+            engine, ServerConfig(port=0), stop=stop, ready=lambda url: print(url, address, flush=True)
+        )
+    finally:
+        lag.stop()
+        await probe.cleanup()
 
+
+def _probe(engine: Engine, lag: LoopLag) -> web.Application:
     async def begin(request: web.Request) -> web.Response:
         lag.start()
         return web.json_response({})
@@ -99,26 +108,28 @@ async def _serve(arguments: argparse.Namespace) -> None:
     async def end(request: web.Request) -> web.Response:
         gc.collect()
         stats = engine.stats()
-        held = {name: getattr(stats, name) for name in ("running", "waiting") if hasattr(stats, name)}
+        held = {"running": stats.running, "waiting": stats.waiting + stats.arriving}
         return web.json_response({"lag_ms": lag.report(), **holdings(), **held})
 
+    app = web.Application()
     app.router.add_post("/probe", begin)
     app.router.add_get("/probe", end)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    return app
+
+
+async def _listen(app: web.Application) -> web.AppRunner:
+    runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    await stop.wait()
-    lag.stop()
-    await runner.cleanup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
 
 
 @contextmanager
-def target_process(loop: str, model: str, settings: Sequence[str], log: Path) -> Iterator[tuple[str, Any]]:
-    """A server in a process; gives its URL and the process. What it logs goes to the file ``log``."""
+def target_process(
+    loop: str, model: str, settings: Sequence[str], log: Path
+) -> Iterator[tuple[str, str, Any]]:
+    """A server in a process; gives its URL, that of its probe, and the process. What it logs goes to the
+    file ``log``."""
     command = [sys.executable, "-m", "bench.attack.target", "--loop", loop, "--model", model]
     for setting in settings:
         command += ["--set", setting]
@@ -126,10 +137,10 @@ def target_process(loop: str, model: str, settings: Sequence[str], log: Path) ->
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        if not url:
+        line = process.stdout.readline().split()
+        if len(line) != 2:
             raise RuntimeError(f"the server did not start:\n{log.read_text()[-2000:]}")
-        yield url, process
+        yield line[0], line[1], process
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     finally:

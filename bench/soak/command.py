@@ -51,17 +51,21 @@ def run(options: argparse.Namespace, report: Report) -> None:
         raise BadOptions(f"--clients must be at least {len(KINDS)}: there is one of each kind")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with target_process(options.loop, options.model, [*_SETTINGS, *options.set], log) as (url, process):
-            asyncio.run(_measure(options, report, url))
+        with target_process(options.loop, options.model, [*_SETTINGS, *options.set], log) as (
+            url,
+            probe,
+            process,
+        ):
+            asyncio.run(_measure(options, report, url, probe))
             if process.poll() is not None:
                 report.error(f"the server ended with {process.returncode}")
         if "Traceback" in (text := log.read_text()):
             report.error(f"tracebacks; the last: {text[text.rindex('Traceback') :][:2000]}")
 
 
-async def _measure(options: argparse.Namespace, report: Report, url: str) -> None:
+async def _measure(options: argparse.Namespace, report: Report, url: str, probe: str) -> None:
     soak = Soak(url)
-    async with Canaries(url) as canaries:
+    async with Canaries(url, probe) as canaries:
         alone = await canaries.watch(asyncio.sleep(5.0))
         # What is started with the first requests (threads, compiled grammars) belongs to "before".
         await _load(options, soak, _WARM_UP, canaries)
