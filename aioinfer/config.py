@@ -419,7 +419,9 @@ class ServerConfig:
     stall_timeout: float = _option(
         120.0, "connections", "seconds without a finished step before /health returns 503", _POSITIVE
     )
-    drain_timeout: float = _option(30.0, "limits", "seconds that SIGTERM waits for running requests")
+    drain_timeout: float = _option(
+        30.0, "limits", "seconds that SIGTERM waits for running requests", _NOT_NEGATIVE
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -275,8 +275,9 @@ def _launch_thread(
     except BaseException as error:
         _empty_frames(error)
         poster.post(_settle, opened, None, error)
-    completion = None if device.synchronous else _CompletionThread(poster)
+    completion = None
     try:
+        completion = None if device.synchronous else _CompletionThread(poster)
         _serve(inbox, poster, completion, lane)
     except BaseException as error:
         poster.died("launch", error)

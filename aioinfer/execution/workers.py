@@ -90,6 +90,11 @@ class Workers(Generic[_Work]):
             self._inbox.put(None)
         return [thread for thread in self._closing if thread.is_alive()]
 
+    def abandon(self) -> None:
+        """As :meth:`close`, without the lock, for a finalizer."""
+        for _ in self._threads:
+            self._inbox.put(None)
+
     def idle(self, done: Callable[[_Work], bool]) -> list[threading.Thread]:
         """The threads that :meth:`close` has told to end and that end at once: they have no work, or are
         ``done`` with it."""
@@ -136,7 +141,12 @@ class Workers(Generic[_Work]):
                 failed = [self._open.pop(key) for key in list(self._open) if key not in at_hand]
             if threading.current_thread() in self._threads:
                 self._threads.remove(threading.current_thread())
-                self._start()
+                try:
+                    self._start()
+                except RuntimeError:  # no thread can be started
+                    if not self._threads:
+                        failed += self._open.values()
+                        self._open.clear()
         for work in failed:
             self._fail(work, error)
 
@@ -182,7 +192,9 @@ class WorkerExecutor(Executor):
             thread.join(max(0.0, until - time.monotonic()))
 
     def __del__(self) -> None:
-        self.shutdown(wait=False, cancel_futures=True)
+        # On any thread, at any point: nothing here waits for a lock or a thread.
+        self._closed = True
+        self._workers.abandon()
 
 
 def _call(call: _Call) -> None:

@@ -104,6 +104,7 @@ class Core:
         scheduler.queues.last_step = newest
         scheduler.memory.resolved(newest)
         self.scheduler = scheduler
+        self.ended, self.admitted, self._newest_step = [], [], newest
         count, self.texts = self.texts.output_tokens, self._new_texts()
         self.texts.output_tokens = count
 
@@ -371,7 +372,8 @@ class Core:
         if launched:
             self.scheduler.memory.resolved(step.id)
         for request in step.requests:
-            if request.finished_at is None:
+            # A request that has ended, but for its text, goes on getting that.
+            if request.finished_at is None and not (request.finished and request.text_behind):
                 self.texts.end(request, error, distrust=True)
         return step.requests
 

@@ -357,10 +357,14 @@ class Driver:
         self._catching_up = False
         try:
             for request in self._core.catch_up(_SEARCHING):
-                self._events.updated(request)
-        except Exception as error:
+                self._tell(self._events.updated, request)
+            if self._core.texts.raised is not None:
+                self._recovered([])
+        except BaseException as error:
             self._events.lost(error)
-        if self._core.texts.behind:
+            if not isinstance(error, Exception):
+                raise
+        if self._core.texts.behind and not self._stopping:
             self._catch_up_soon()
         self._again()  # requests that were parked until then can go on
 

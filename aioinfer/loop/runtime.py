@@ -152,7 +152,12 @@ class Runtime:
 
     def _submit(self, request: Request, prepared: Prepared) -> None:
         self.driver.work_arrives()
-        self.core.submit(request, prepared)
+        try:
+            self.core.submit(request, prepared)
+        except (RequestError, EngineError):
+            raise
+        except Exception as cause:
+            raise StepFailed(f"the request could not be queued: {cause}") from cause
         _cell(request).notify()
         self.driver.wake()
 
@@ -232,6 +237,8 @@ class Runtime:
 
     def caught_up(self, request: Request) -> None:
         """The consumer of a parked request has read enough: its request goes on."""
+        if request.ended:
+            return
         self.driver.work_arrives()
         try:
             self.core.scheduler.queues.unpark(request)

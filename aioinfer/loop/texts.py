@@ -46,7 +46,7 @@ class Texts:
     def advanced(self, request: Request, now: float) -> None:
         """A step gave the request tokens, or its end."""
         if request.error is not None:
-            self._fail(request, request.error, now)
+            self.failed(request, request.error)
         elif request.text.costly:
             self.behind[request] = None
             request.text_behind = True
@@ -88,8 +88,12 @@ class Texts:
         return True
 
     def failed(self, request: Request, error: BaseException) -> None:
-        """The scheduler ended a request because its step failed."""
-        self._fail(request, error, self._clock())
+        """The scheduler ended a request because its step failed. If its text is behind, it fails only when
+        the text has caught up without a stop: a request does not fail because its text was late."""
+        if request.text_behind:
+            request.error = error
+        else:
+            self._fail(request, error, self._clock())
 
     def end(self, request: Request, error: BaseException, *, distrust: bool = False) -> None:
         """End a request with what one of its own parts raised; tokens without a time are forgotten.
@@ -98,9 +102,10 @@ class Texts:
         """
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise error
-        self.raised = error
+        if not isinstance(error, TooSlow):  # a refusal, which leaves nothing half changed
+            self.raised = error
         end_with(self._queues, request, error, distrust=distrust)
-        self._fail(request, error, self._clock())
+        self.failed(request, error)
 
     def _append(self, request: Request, now: float) -> bool:
         """Detokenize the next token; False at the end of the text."""
@@ -114,6 +119,7 @@ class Texts:
             stop = request.text.push(ids[at])
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
             # A detokenizer that raises on this output must not stop the other requests.
+            request.text_behind = False
             self.end(request, error)
             return False
         if stop is not None:
@@ -127,6 +133,8 @@ class Texts:
         """Release the held text of a request that has ended, unless it was aborted."""
         if not request.finished:
             return
+        if request.error is not None and request.finished_at is None:
+            self._fail(request, request.error, now)
         request.finished_at = now
         if request.finish_reason == "abort":
             return
@@ -141,7 +149,7 @@ class Texts:
                 self._stop(request, stop)
 
     def _stop(self, request: Request, stop: str) -> None:
-        request.finish_reason, request.stop_reason = "stop", stop
+        request.finish_reason, request.stop_reason, request.error = "stop", stop, None
 
     def _fail(self, request: Request, error: BaseException, now: float) -> None:
         self._queues.finish(request, "abort", error)
@@ -157,7 +165,10 @@ class Texts:
             request.trim(len(request.token_times))
         if request in self._parked:
             self._parked.discard(request)
-            self._queues.unpark(request)
+            try:
+                self._queues.unpark(request)
+            except Exception as error:
+                self.end(request, error)
 
 
 def _step_failed(cause: BaseException) -> EngineError:

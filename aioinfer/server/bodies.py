@@ -8,6 +8,7 @@ from aiohttp import web
 
 from aioinfer.server.disconnects import ClientGone, is_gone
 from aioinfer.server.failures import Failure, Refused
+from aioinfer.server.limits import too_large
 
 __all__ = ["read_body"]
 
@@ -17,16 +18,16 @@ _ENCODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 
 
-async def read_body(request: web.Request, timeout: float) -> bytes:
+async def read_body(request: web.Request, timeout: float, limit: int) -> bytes:
     """The body as it was sent, or decompressed where the application does that.
 
     Raises Refused: it is not declared as JSON in UTF-8, cannot be decompressed, or is incomplete after
-    ``timeout`` seconds. Raises HTTPRequestEntityTooLarge, and ClientGone.
+    ``timeout`` seconds, or has more than ``limit`` bytes. Raises ClientGone.
     """
     _check_headers(request)
     try:
         async with asyncio.timeout(timeout):
-            return await request.read()
+            return await _read(request, limit)
     except TimeoutError:
         raise _refused(408, f"the body did not arrive within {timeout:g} s", close=True) from None
     except web.RequestPayloadError as error:
@@ -35,6 +36,17 @@ async def read_body(request: web.Request, timeout: float) -> bytes:
         # aiohttp closes the connection, because the rest of the body is lost.
         message = "the body does not have the encoding that its headers declare"
         raise _refused(400, message, close=True) from error
+
+
+async def _read(request: web.Request, limit: int) -> bytes:
+    if request.content.at_eof():
+        return await request.read()  # a middleware has read it, or there is nothing to read
+    body = bytearray()
+    async for part in request.content.iter_any():
+        body += part
+        if len(body) > limit:
+            raise too_large(limit)
+    return bytes(body)
 
 
 def _check_headers(request: web.Request) -> None:

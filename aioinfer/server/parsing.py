@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 _SLICE = 1 << 18
 #: bytes of a body that is parsed on the loop
 _SMALL = 1 << 14
-#: fields that take long whatever their size: patterns are compiled
-_COSTLY = (b"stop_regex",)
+#: what takes long whatever its size: patterns are compiled, and an escape may spell their field
+_COSTLY = (b"stop_regex", b"\\u")
 #: zlib reads the header of either format
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 
@@ -80,10 +80,19 @@ class BodyParser:
 
     async def parse(self, parse: Callable[[bytes], _T], raw: bytes, limits: Limits) -> _T:
         """``parse(raw)``, wherever. Raises InvalidRequest for too many values, and what ``parse`` raises."""
-        if len(raw) <= _SMALL and not any(field in raw for field in _COSTLY):
+        if len(raw) <= _SMALL and not any(mark in raw for mark in _COSTLY):
+            limits.check_values(raw)
             return parse(raw)
-        async with self._turn:
-            return await asyncio.to_thread(_parse, parse, raw, limits)
+        await self._turn.acquire()
+        future = asyncio.get_running_loop().run_in_executor(None, _parse, parse, raw, limits)
+        # The turn is that of the thread: it goes on when the client has left.
+        future.add_done_callback(self._ended)
+        return await asyncio.shield(future)
+
+    def _ended(self, future: asyncio.Future[Any]) -> None:
+        self._turn.release()
+        if not future.cancelled():
+            future.exception()  # retrieved, also if the client has left
 
 
 def _parse(parse: Callable[[bytes], _T], raw: bytes, limits: Limits) -> _T:

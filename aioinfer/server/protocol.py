@@ -123,7 +123,13 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     prompts: list[Any]
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
         prompts = [prompt]
-    elif isinstance(prompt, list) and prompt and all(isinstance(item, (str, list)) for item in prompt):
+    elif (
+        isinstance(prompt, list)
+        and prompt
+        and all(
+            isinstance(item, str) or (isinstance(item, list) and item and _is_ids(item)) for item in prompt
+        )
+    ):
         prompts = prompt
     else:
         raise InvalidRequest("prompt", "must be text, token ids, or a non-empty list of either")
@@ -176,7 +182,7 @@ def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
     ``table`` are refused."""
     try:
-        body = json.loads(raw, parse_constant=_no_constant, parse_int=_integer)
+        body = json.loads(raw.decode(), parse_constant=_no_constant, parse_int=_integer, parse_float=_float)
     except RecursionError:
         raise InvalidRequest("body", "is nested too deeply") from None
     except ValueError as error:
@@ -324,6 +330,13 @@ def _integer(digits: str) -> int:
     if len(digits) > _LONGEST_INTEGER:
         raise ValueError(f"an integer has {len(digits)} digits")
     return int(digits)
+
+
+def _float(digits: str) -> float:
+    """As :func:`_integer`."""
+    if len(digits) > _LONGEST_INTEGER:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return float(digits)
 
 
 def _no_constant(name: str) -> Any:

@@ -136,7 +136,9 @@ class Routes:
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         refuse_large(request, limits.body)
-        raw = await plain(request, await read_body(request, self._config.body_timeout), limits.body)
+        raw = await plain(
+            request, await read_body(request, self._config.body_timeout, limits.body), limits.body
+        )
         chat = ChatFormat.of(self._config, engine.tokenizer)
         served = Served(self._model, engine.default_params, chat, self._config.max_messages)
         call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
@@ -173,10 +175,11 @@ class Routes:
         )
         # A refusal at tokenizing still gets its HTTP status, before the response begins.
         await unless_gone(request, _accepted(streams))
+        echoes = await self._echoes(call)
         await events.open()
         watch = asyncio.create_task(events.watch())
         try:
-            await unless_raises(watch, self._send_all(call, shape, streams, events))
+            await unless_raises(watch, self._send_all(call, shape, streams, echoes, events))
         except ClientGone:
             return events.response
         finally:
@@ -184,11 +187,11 @@ class Routes:
         return events.response
 
     async def _send_all(
-        self, call: Call, shape: Shape, streams: Sequence[Stream], events: EventStream
+        self, call: Call, shape: Shape, streams: Sequence[Stream], echoes: list[str], events: EventStream
     ) -> None:
         """All choices, then usage, then the end. After an error, the error is the last event."""
         try:
-            for index, echo in enumerate(await self._echoes(call)):
+            for index, echo in enumerate(echoes):
                 if shape.opening is not None or echo:
                     await events.send(shape.first(call, index, echo))
             async with asyncio.TaskGroup() as group:
