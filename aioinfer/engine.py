@@ -102,7 +102,7 @@ class Engine:
         intake = Intake(loop)
         launcher: Launcher | None = None
         try:
-            await intake.run(factory.import_parts)
+            await intake.run(factory.import_parts, self.config.policy)
             launcher = self._make_launcher(self.config)
             return await self._open(launcher, intake, progress)
         except BaseException:

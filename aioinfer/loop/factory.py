@@ -30,13 +30,16 @@ __all__ = [
 ]
 
 
-def import_parts() -> None:
+def import_parts(policy: str) -> None:
     """Import what a running engine needs, torch excepted. Blocks: on a worker thread it does not delay the
     loop."""
     import aioinfer.execution.launcher
     import aioinfer.execution.torch_device
     import aioinfer.loop.core
     import aioinfer.loop.generation  # noqa: F401
+    from aioinfer.scheduling.policy import policy_class
+
+    policy_class(policy)
 
 
 def make_device(config: EngineConfig) -> Device:

@@ -56,8 +56,12 @@ def kill(workers: Workers[Any], thread: threading.Thread) -> None:
     """Raise SystemExit in a thread that waits for work, and have it notice."""
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-    workers._inbox.put(object())  # not known as work, so it is passed over
-    thread.join(LONG)
+    for _ in range(10_000):
+        # Not known as work, so it is passed over; another thread may take it.
+        workers._inbox.put(object())
+        thread.join(0.01)
+        if not thread.is_alive():
+            break
     assert not thread.is_alive()
 
 
