@@ -125,6 +125,7 @@ async def _serve_on(
     sockets: Sequence[socket.socket], engine_config: EngineConfig, config: ServerConfig
 ) -> int:
     from aioinfer.engine import Engine
+    from aioinfer.loop.tuning import FROZEN
     from aioinfer.server import serve
 
     if config.access_log:
@@ -148,6 +149,7 @@ async def _serve_on(
     started = time.monotonic()
     starting = asyncio.ensure_future(engine.start(_Progress()))
     stopped = asyncio.ensure_future(stop.wait())
+    frozen: object | None = None
     try:
         await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -156,12 +158,15 @@ async def _serve_on(
             return _interrupted(received[0])
         starting.result()
         starting_up = False
+        # Full collections would look at all that was imported and hold up the loop for 100 ms and more.
+        frozen = FROZEN.hold(True)
 
         def ready(url: str) -> None:
             _banner(engine.info.description, time.monotonic() - started, url, config, engine.config)
 
         await serve(engine, config, stop=stop, ready=ready, sockets=sockets)
     finally:
+        FROZEN.release(frozen)
         stopped.cancel()
         await asyncio.gather(engine.aclose(), *aborting)
     return 0

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from aioinfer.config import EngineConfig, ServerConfig, parse_setting
 from aioinfer.engine import Engine
+from aioinfer.loop.tuning import FROZEN
 from aioinfer.server import serve
 from bench.report import percentiles
 
@@ -90,6 +91,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
     probe = await _listen(_probe(engine, lag))
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await engine.start()
+    frozen = FROZEN.hold(True)  # as the command line does
     address = f"http://127.0.0.1:{probe.addresses[0][1]}"
     try:
         await serve(
@@ -97,6 +100,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
         )
     finally:
         lag.stop()
+        FROZEN.release(frozen)
+        await engine.aclose()
         await probe.cleanup()
 
 

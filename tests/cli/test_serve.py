@@ -20,6 +20,7 @@ import pytest
 from aioinfer.cli.main import main
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
+from aioinfer.loop.tuning import frozen
 from aioinfer.server import serve
 from aioinfer.server.listening import bind
 from tests.server.test_mounting import make_engine
@@ -174,3 +175,17 @@ async def test_a_port_taken_while_the_model_loads_is_the_same_error() -> None:
     assert not engine.ready
     assert sockets[0].fileno() == -1
     other.close()
+
+
+def test_what_was_imported_is_frozen_while_the_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection over the objects of torch and transformers would hold up the loop."""
+    seen: list[bool] = []
+
+    async def serve(*arguments: object, **options: object) -> None:
+        seen.append(frozen())
+
+    monkeypatch.setattr("aioinfer.server.serve", serve)
+    before = frozen()
+    assert main(["serve", "tiny-chat", "--port", "0"]) == 0
+    assert seen == [True]
+    assert frozen() == before
