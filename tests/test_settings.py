@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -95,15 +96,17 @@ def test_a_bad_file_is_one_clear_line_and_status_2(
 
 
 @pytest.mark.parametrize("case", ["missing", "directory", "forbidden"])
-def test_a_file_that_cannot_be_read_is_named(case: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "settings.yaml"
     if case == "directory":
         file.mkdir()
     elif case == "forbidden":
-        file.write_text("")
-        file.chmod(0)
-        if os.access(file, os.R_OK):
-            pytest.skip("this user may read everything")
+        # A mode of 0 would not do: root may read everything.
+        error = PermissionError(errno.EACCES, "Permission denied", str(file))
+        for name in ("open", "read_text", "read_bytes"):
+            monkeypatch.setattr(Path, name, Mock(side_effect=error))
     with pytest.raises(ConfigError, match=r"settings\.yaml"):
         EngineConfig.load(file, {})
 

@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -67,9 +68,11 @@ async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
         received.append(number)
         task.cancel()
 
-    with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):  # not on the main thread
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt, number)
+    # Elsewhere than on the main thread, and on loops of Windows, handlers cannot be set.
+    settable = threading.current_thread() is threading.main_thread() and sys.platform != "win32"
+    numbers = (signal.SIGINT, signal.SIGTERM) if settable else ()
+    for number in numbers:
+        loop.add_signal_handler(number, interrupt, number)
     try:
         return await command
     except asyncio.CancelledError:
@@ -77,9 +80,8 @@ async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
             raise
         return _interrupted(received[0])
     finally:
-        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def _check_open_files() -> None:

@@ -20,14 +20,12 @@ import asyncio
 import json
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from bench.attack.attacks import ATTACKS
 from bench.attack.canaries import KINDS, Canaries
-from bench.attack.target import target_process
+from bench.attack.target import run_against_target
 from bench.report import Report
 
 #: slots for all choices of an attack and for the canaries: what is measured is the loop, not the queue
@@ -44,20 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, report: Report) -> None:
     """A row per attack."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "server.log"
-        with target_process(options.loop, options.model, [*_SETTINGS, *options.set], log) as (
-            url,
-            probe,
-            process,
-        ):
-            asyncio.run(_measure(options, report, url, probe))
-            if process.poll() is not None:
-                report.error(f"the server ended with {process.returncode}")
-        if "Traceback" in (text := log.read_text()):
-            report.error(
-                f"{text.count('Traceback')} tracebacks; the last: {text[text.rindex('Traceback') :][:2000]}"
-            )
+    run_against_target(options, _SETTINGS, report, lambda url, probe: _measure(options, report, url, probe))
 
 
 async def _measure(options: argparse.Namespace, report: Report, url: str, probe: str) -> None:

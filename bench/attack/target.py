@@ -15,8 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from aioinfer.config import EngineConfig, ServerConfig, parse_setting
 from aioinfer.engine import Engine
 from aioinfer.loop.tuning import FROZEN
 from aioinfer.server import serve
-from bench.report import percentiles
+from bench.report import Report, percentiles
 
-__all__ = ["LoopLag", "holdings", "target_process"]
+__all__ = ["LoopLag", "holdings", "run_against_target"]
 
 #: seconds between two looks at the loop
 _INTERVAL = 0.002
@@ -130,7 +131,7 @@ async def _listen(app: web.Application) -> web.AppRunner:
 
 
 @contextmanager
-def target_process(
+def _target_process(
     loop: str, model: str, settings: Sequence[str], log: Path
 ) -> Iterator[tuple[str, str, Any]]:
     """A server in a process; gives its URL, that of its probe, and the process. What it logs goes to the
@@ -151,6 +152,28 @@ def target_process(
     finally:
         process.kill()
         process.wait()
+
+
+def run_against_target(
+    options: argparse.Namespace,
+    settings: Sequence[str],
+    report: Report,
+    measure: Callable[[str, str], Coroutine[Any, Any, None]],
+) -> None:
+    """Start a server, run ``measure(url, probe)``, and report a server that ended or logged a traceback.
+
+    ``options`` has ``loop``, ``model`` and ``set``; ``settings`` are those of the bench.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with _target_process(options.loop, options.model, [*settings, *options.set], log) as target:
+            url, probe, process = target
+            asyncio.run(measure(url, probe))
+            if process.poll() is not None:
+                report.error(f"the server ended with {process.returncode}")
+        if "Traceback" in (text := log.read_text()):
+            last = text[text.rindex("Traceback") :][:2000]
+            report.error(f"{text.count('Traceback')} tracebacks; the last: {last}")
 
 
 def main() -> None:

@@ -14,16 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from bench.attack.canaries import KINDS as CANARIES
 from bench.attack.canaries import Canaries
-from bench.attack.target import target_process
+from bench.attack.target import run_against_target
 from bench.command import BadOptions
 from bench.report import Report
 from bench.soak.clients import KINDS, Soak
@@ -49,18 +47,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
     """A row every ten seconds; the slope and what is left as facts."""
     if options.clients < len(KINDS):
         raise BadOptions(f"--clients must be at least {len(KINDS)}: there is one of each kind")
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "server.log"
-        with target_process(options.loop, options.model, [*_SETTINGS, *options.set], log) as (
-            url,
-            probe,
-            process,
-        ):
-            asyncio.run(_measure(options, report, url, probe))
-            if process.poll() is not None:
-                report.error(f"the server ended with {process.returncode}")
-        if "Traceback" in (text := log.read_text()):
-            report.error(f"tracebacks; the last: {text[text.rindex('Traceback') :][:2000]}")
+    run_against_target(options, _SETTINGS, report, lambda url, probe: _measure(options, report, url, probe))
 
 
 async def _measure(options: argparse.Namespace, report: Report, url: str, probe: str) -> None:
