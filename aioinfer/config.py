@@ -381,7 +381,7 @@ class ServerConfig:
         "largest request body in MiB; default: 1, and 64 bytes per token of the context, at most 16",
         _POSITIVE,
     )
-    #: The parser of JSON holds up all else while it runs, about 0.1 us per value.
+    #: The parser of JSON holds up all else while it runs, 0.1 to 0.5 us per value on a Xeon.
     max_body_values: int | None = _option(
         None,
         "connections",
