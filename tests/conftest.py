@@ -92,6 +92,11 @@ def pytest_asyncio_loop_factories(
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name bytes by their length: compressed ones may hold the time, and processes must agree on names."""
+    return f"{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without ``--battery`` its tests are left out, but for those that are named on the command line."""

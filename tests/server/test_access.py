@@ -244,25 +244,30 @@ async def test_types_of_bodies(serving: Serving, connect: Connect, content_type:
         assert await raw.status() == status
 
 
+def gzipped(body: bytes) -> bytes:
+    """Without the time: every process must collect the same tests."""
+    return gzip.compress(body, mtime=0)
+
+
 @pytest.mark.parametrize(
     ("encoding", "body", "status"),
     [
-        ("gzip", gzip.compress(GOOD), 200),
+        ("gzip", gzipped(GOOD), 200),
         ("deflate", zlib.compress(GOOD), 200),
         ("identity", GOOD, 200),
         ("gzip", GOOD, 200),  # what comes first may have decompressed it
         ("gzip", b"", 400),
-        ("gzip", gzip.compress(GOOD)[:-20], 400),
-        ("gzip", gzip.compress(GOOD)[:9], 400),
-        ("gzip", gzip.compress(GOOD)[:12] + b"\x00" * 30, 400),
-        ("gzip", gzip.compress(b"\xff\xfe\xfa"), 400),
+        ("gzip", gzipped(GOOD)[:-20], 400),
+        ("gzip", gzipped(GOOD)[:9], 400),
+        ("gzip", gzipped(GOOD)[:12] + b"\x00" * 30, 400),
+        ("gzip", gzipped(b"\xff\xfe\xfa"), 400),
         ("deflate", GOOD, 200),
         ("deflate", zlib.compress(GOOD)[:-10], 400),
-        ("deflate", gzip.compress(GOOD), 200),
+        ("deflate", gzipped(GOOD), 200),
         ("identity", b'{"prompt": "\xff"}', 400),
         ("br", GOOD, 415),
         ("zstd", GOOD, 415),
-        ("gzip, gzip", gzip.compress(gzip.compress(GOOD)), 415),
+        ("gzip, gzip", gzipped(gzipped(GOOD)), 415),
         ("compress", GOOD, 415),
         ("x" * 5000, GOOD, 415),
     ],
