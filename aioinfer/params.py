@@ -85,7 +85,7 @@ class SamplingParams:
         min_tokens: end-of-sequence and stop tokens cannot be sampled before this many new tokens.
         stop: strings that end the output; its text ends before the first match.
         stop_regex: regular expressions (of the ``regex`` package) that end the output like ``stop``; the
-            text so far is searched after every token, a match has at most 1,024 characters, and a request
+            text so far is searched after every token, a match has at most 512 characters, and a request
             fails if its patterns need more than 5 ms of CPU time per token.
         stop_token_ids: token ids that end the output, in addition to the model's end tokens.
         ignore_eos: the model's end tokens do not end the output.

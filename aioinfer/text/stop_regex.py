@@ -14,7 +14,7 @@ from aioinfer.text.stop import StopStrings, TooSlow
 __all__ = ["StopRegex", "check_pattern"]
 
 #: A match begins at most this many characters before the end of the text; earlier text is released.
-_WINDOW = 1024
+_WINDOW = 512
 #: Released characters kept for lookbehind and ``\b``. More than 0, so that ``^`` is the start of the output.
 _CONTEXT = 64
 #: seconds of this thread's CPU time per token for the patterns of one output
@@ -34,7 +34,7 @@ class StopRegex:
     Of several matches the one that ends first wins, of equals the one that begins first. A pattern is matched
     against the text so far: ``a+`` matches a single ``a`` at the end of a piece, ``$`` is the end of that
     text. A possible prefix of a match, according to the library's partial matching, is held back,
-    up to the last 1,024 characters. (Partial matching ignores the characters that an approximate pattern may
+    up to the last 512 characters. (Partial matching ignores the characters that an approximate pattern may
     skip before its first one, so they can be released before a match.)
     """
 

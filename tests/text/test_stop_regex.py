@@ -108,11 +108,11 @@ def test_only_a_possible_prefix_of_a_match_is_held_back() -> None:
 def test_held_and_searched_text_are_bounded() -> None:
     matcher = StopRegex(["a.*b"])
     released = "".join(matcher.push("a" * 10)[0] for _ in range(1000))
-    assert len(released) == 10_000 - 1024
-    assert len(matcher._buffer) <= 1024 + 64
+    assert len(released) == 10_000 - 512
+    assert len(matcher._buffer) <= 512 + 64
     # The text before the window is released, so the match begins inside the window.
     assert matcher.push("b")[1] == "a.*b"
-    assert len(matcher.matched) == 1025
+    assert len(matcher.matched) == 513
     # Released text is still context: ``^`` does not match behind it.
     matcher = StopRegex(["^x", "(?<=yz)!"])
     for _ in range(100):
