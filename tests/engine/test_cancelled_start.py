@@ -20,6 +20,7 @@ from aioinfer.loop import factory
 from aioinfer.native import bindings
 from aioinfer.params import SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.joining import still_alive
 from tests.native.compilers import alive
 
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -177,9 +178,8 @@ async def test_cancellation_after_any_number_of_turns_of_the_loop(monkeypatch: p
     for times in (1, 2):
         turns, started = 0, False
         while not started:
-            for thread in threading.enumerate():
-                if thread.name.startswith("aioinfer"):
-                    thread.join()
+            own = [thread for thread in threading.enumerate() if thread.name.startswith("aioinfer")]
+            assert not still_alive(own)
             engine, _ = engine_that_waits(Stage(), "nowhere", monkeypatch)
             starting = asyncio.create_task(engine.start())
             for _ in range(turns):

@@ -16,6 +16,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate
+from tests.joining import still_alive
 from tests.tiers import grid
 
 
@@ -177,9 +178,7 @@ async def test_a_launcher_that_is_dropped_leaves_no_thread(launcher: Any) -> Non
     ]
     assert started
     del made
-    for thread in started:
-        await asyncio.to_thread(thread.join, 10)
-        assert not thread.is_alive()
+    assert not await asyncio.to_thread(still_alive, started)
 
 
 async def _run(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:

@@ -18,6 +18,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
+from tests.joining import still_alive
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -73,10 +74,8 @@ def test_an_engine_whose_loop_died_can_be_started_again(make_engine: MakeEngine)
     asyncio.run(forget_to_close())
     assert asyncio.run(use()) == toy_generate(PROMPT, SHORT)
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == "aioinfer-launch":
-            thread.join(timeout=10)
-            assert not thread.is_alive(), "the thread of the forgotten engine lives on"
+    launching = [thread for thread in threading.enumerate() if thread.name == "aioinfer-launch"]
+    assert not still_alive(launching), "the thread of the forgotten engine lives on"
 
 
 async def test_another_loop_is_a_clear_error(make_engine: MakeEngine) -> None:

@@ -16,6 +16,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.params import SamplingParams
 from tests.engine.conftest import Gate, MakeEngine
+from tests.joining import still_alive
 from tests.model.checkpoints import make_checkpoint
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -165,6 +166,4 @@ def test_a_close_that_is_cancelled_leaves_nothing_behind(
     stream = asyncio.run(run())
     assert engine.state is EngineState.CLOSED
     assert stream._cell.request.finished
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-        assert not thread.is_alive(), thread.name
+    assert not still_alive(set(threading.enumerate()) - before)
