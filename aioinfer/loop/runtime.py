@@ -237,7 +237,7 @@ class Runtime:
                 pass  # the loop is closed, and nothing runs any more
 
     def caught_up(self, request: Request) -> None:
-        """The consumer of a parked request has read enough: its request goes on."""
+        """The consumer of a request that is parked for it has read enough: the request goes on."""
         if request.ended:
             return
         self.driver.work_arrives()
@@ -299,8 +299,8 @@ class Runtime:
         await asyncio.shield(self._closing)
 
     async def _close(self, drain: float) -> None:
-        """Cancelled at any point, twice too, it leaves nothing behind that does not end by itself. What one of
-        its steps raises is raised when all are done."""
+        """Cancelled at any point, twice too, it leaves nothing behind that does not end by itself. What one
+        step raises is raised when all are done."""
         async with AsyncExitStack() as steps:  # the last one goes first
             steps.callback(self._closed)
             steps.push_async_callback(self.launcher.aclose)
