@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -320,7 +321,12 @@ class Engine:
 
 
 async def _leave(launcher: Launcher | None, intake: Intake) -> None:
-    """Close the parts of an engine that does not start."""
-    if launcher is not None:
-        await launcher.aclose()
-    await intake.aclose()
+    """Close the parts of an engine that does not start: each of them, whatever another one raises. That is
+    logged; the start raises what it failed with."""
+    try:
+        async with AsyncExitStack() as parts:
+            parts.push_async_callback(intake.aclose)
+            if launcher is not None:
+                parts.push_async_callback(launcher.aclose)
+    except Exception:
+        _log.exception("an engine that did not start could not be closed cleanly")

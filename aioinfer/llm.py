@@ -7,13 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import Cancelled, EngineClosed, EngineError, InvalidRequest, Rejected, RequestError
 from aioinfer.execution.device import Device, Flight, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.core import Core
+from aioinfer.loop.deadlines import Deadlines, Phase
 from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
+
+
+class _Entered(NamedTuple):
+    """A request that is not queued yet."""
+
+    request: Request
+    prepared: Prepared
+    options: RequestOptions
 
 
 class LLM:
@@ -43,7 +52,8 @@ class LLM:
     :meth:`take_chunks` has what is new of the others. Everything happens on the calling thread.
 
     An exception that interrupts a step half-way, such as KeyboardInterrupt, ends every request that has not
-    finished; the object can be used again.
+    finished; the object can be used again. Deadlines count from queueing on and are checked between steps;
+    their defaults are those of the config.
     """
 
     def __init__(
@@ -72,6 +82,7 @@ class LLM:
         self._returned: set[int] = set()
         #: the latter that have ended and were not returned yet
         self._ended: dict[int, Request] = {}
+        self._deadlines = Deadlines()
         #: what ended in the latest step, for take_chunks()
         self._latest: dict[int, StreamCell] = {}
         #: state is being changed; if this is still set later, an exception has interrupted it
@@ -91,18 +102,20 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
         routing_key: str | None = None,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
         """Queue a prompt; returns the key of its result in :meth:`step`. Raises InvalidRequest, Rejected.
 
-        ``priority``, ``cache_salt`` and ``routing_key`` as for :meth:`aioinfer.Engine.generate`. All
-        arguments are copied.
+        The options are those of :meth:`aioinfer.Engine.generate`. All arguments are copied.
         """
         self._opened()
-        options = RequestOptions(priority=priority, cache_salt=cache_salt, routing_key=routing_key)
-        request, prepared = self._prepare(prompt, params, options, chat_template_kwargs)
-        self._submit(request, prepared, returned=True)
-        return request.key
+        others = {"priority": priority, "cache_salt": cache_salt, "routing_key": routing_key}
+        options = self._options(waiting_timeout, running_timeout, **others)
+        entered = self._prepare(prompt, params, options, chat_template_kwargs)
+        self._submit(entered, returned=True)
+        return entered.request.key
 
     def has_unfinished(self) -> bool:
         """A request has not been returned by :meth:`step` yet."""
@@ -115,6 +128,7 @@ class LLM:
         As in the engine, ``overlap_steps`` steps are launched ahead of the one whose result is read. Raises
         what the step raised, after ending its requests. A step that ran out of memory is repeated as smaller
         ones; OutOfMemory is raised for a request that was in two of these without a token in between.
+        TimedOut is raised for a request whose deadline has passed.
         """
         self._advance()
         for key, request in self._ended.items():
@@ -163,15 +177,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
         progress: bool | None = None,
     ) -> list[Result]:
         """Generate for all prompts; results in their order.
 
         A single prompt (text, a list of token ids, a list of messages) is a list of one. ``params`` is one
-        for all or one for each. ``progress`` shows a bar; by default only on a terminal.
+        for all or one for each. The timeouts, in seconds, are those of each request: until its first step,
+        and from there on. ``progress`` shows a bar; by default only on a terminal.
 
         Raises InvalidRequest before anything is computed, with ``field`` "prompts[3]" for the prompt at index
-        3, if there are several. Whatever is raised, no request of this call is left.
+        3, if there are several; TimedOut, and what a step raises. Whatever it is, no request of this call is
+        left.
         """
         self._opened()
         given: Any = prompts
@@ -179,8 +197,9 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(each)} params for {len(batch)} prompts")
-        entered = deque(self._prepare_all(batch, each))
-        requests = [request for request, _ in entered]
+        options = self._options(waiting_timeout, running_timeout)
+        entered = deque(self._prepare_all(batch, each, options))
+        requests = [each.request for each in entered]
         left = len(requests)
         try:
             with _bar(left, sys.stderr.isatty() if progress is None else progress) as bar:
@@ -203,20 +222,24 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Chunk]:
         """The chunks of one answer, as they come; other requests advance with it.
 
         The arguments are checked and copied at once. The request is queued when the first chunk is wanted,
-        and aborted when the iterator is closed or dropped. Raises InvalidRequest; the iterator also Rejected
-        and what a step raises.
+        and aborted when the iterator is closed or dropped. Raises InvalidRequest; the iterator also Rejected,
+        TimedOut and what a step raises.
         """
         self._opened()
-        return self._chunks(*self._prepare(prompt, params, RequestOptions(), chat_template_kwargs))
+        options = self._options(waiting_timeout, running_timeout)
+        return self._chunks(self._prepare(prompt, params, options, chat_template_kwargs))
 
-    def _chunks(self, request: Request, prepared: Prepared) -> Iterator[Chunk]:
+    def _chunks(self, entered: _Entered) -> Iterator[Chunk]:
+        request = entered.request
         try:
-            cell = self._submit(request, prepared)
+            cell = self._submit(entered)
             while True:
                 chunk = cell.take()
                 if chunk is not None:
@@ -234,23 +257,33 @@ class LLM:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _options(
+        self, waiting_timeout: float | None, running_timeout: float | None, **others: Any
+    ) -> RequestOptions:
+        config = self.config
+        return RequestOptions(
+            waiting_timeout=config.waiting_timeout if waiting_timeout is None else waiting_timeout,
+            running_timeout=config.running_timeout if running_timeout is None else running_timeout,
+            **others,
+        )
+
     def _prepare(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[Request, Prepared]:
+    ) -> _Entered:
         """A request and its tokens, not queued yet. Raises InvalidRequest."""
         params = inherited(params, self.default_params)
         self._core.check(params)
         prepared = self._core.prepare(self._core.source(prompt, template_kwargs), params)
-        return self._core.new_request(params, options), prepared
+        return _Entered(self._core.new_request(params, options), prepared, options)
 
     def _prepare_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]
-    ) -> list[tuple[Request, Prepared]]:
-        options, entered = RequestOptions(), []
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], options: RequestOptions
+    ) -> list[_Entered]:
+        entered = []
         for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
             try:
                 entered.append(self._prepare(prompt, chosen, options))
@@ -260,8 +293,9 @@ class LLM:
                 raise InvalidRequest(f"prompts[{index}]", error.message, code=error.code) from error
         return entered
 
-    def _submit(self, request: Request, prepared: Prepared, *, returned: bool = False) -> StreamCell:
+    def _submit(self, entered: _Entered, *, returned: bool = False) -> StreamCell:
         """Queue a request. Raises Rejected, EngineClosed."""
+        request, prepared, options = entered
         self._opened()
         self._mend()
         self._changing = True
@@ -270,17 +304,21 @@ class LLM:
         except RequestError:
             self._changing = False  # refused before anything was changed
             raise
-        cell = self._open[request.key] = StreamCell(request)
+        cell = self._open[request.key] = StreamCell(request, options.running_timeout)
+        self._await(request.key, "waiting", options.waiting_timeout)
         if returned:
             self._returned.add(request.key)
         self._changing = False
         return cell
 
-    def _submit_some(self, entered: deque[tuple[Request, Prepared]]) -> None:
+    def _await(self, key: int, phase: Phase, seconds: float | None) -> None:
+        self._deadlines.add(self._core.clock(), key, phase, seconds, self._open)
+
+    def _submit_some(self, entered: deque[_Entered]) -> None:
         """Queue as many as the queue takes. Raises Rejected if that is none and nothing is under way."""
         while entered:
             try:
-                self._submit(*entered[0])
+                self._submit(entered[0])
             except Rejected:
                 if not self._open:
                     raise
@@ -296,12 +334,15 @@ class LLM:
         self._mend()
         self._latest = {}
         self._changing = True
-        failed: list[Request] = []
+        failed = self._take_ended(self._late(), returned=True)
         while len(self._flights) <= self._overlap_steps:
             step = self._core.plan(self._flights[-1][0] if self._flights else None)
             failed += self._take_ended(self._core.take_ended(), returned=True)
             if step is None:
                 break
+            for request in self._core.admitted:
+                if request.key in self._open:
+                    self._await(request.key, "running", self._open[request.key].running_timeout)
             self._flights.append((step, _launch(device, step)))
         idle = not self._flights and not failed
         ended, error = self._read() if self._flights else ([], None)
@@ -312,6 +353,16 @@ class LLM:
         if error is not None:
             raise error
         return ended
+
+    def _late(self) -> list[Request]:
+        """End the requests whose deadlines have passed; returns them."""
+        late = []
+        for key, error in self._deadlines.passed(self._core.clock()):
+            cell = self._open.get(key)
+            if cell is not None and (cell.request.admitted_at is not None) == (error.phase == "running"):
+                self._core.abort(cell.request, error)
+                late.append(cell.request)
+        return late
 
     def _read(self) -> tuple[list[Request], BaseException | None]:
         """Wait for the oldest flight and commit it; returns what ended, and what the step raised."""

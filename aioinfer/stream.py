@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 from aioinfer.errors import Cancelled
 from aioinfer.outputs import Chunk, Result, Usage
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
 __all__ = ["Stream", "StreamCell"]
 
@@ -41,7 +41,7 @@ class StreamOwner(Protocol):
         """The same from any thread, one turn of the loop later."""
 
     def caught_up(self, request: Request) -> None:
-        """Continue a parked request, since its consumer has read enough. On the engine's loop."""
+        """Continue a request that was parked for its consumer, who has read enough. On the engine's loop."""
 
 
 class StreamCell:
@@ -106,7 +106,7 @@ class StreamCell:
             more = len(request.text.pieces) > self.taken_pieces
         else:
             more = len(request.token_times) > self.taken_ids
-        return more or request.draft_version > self.taken_draft
+        return more or (request.draft_version > self.taken_draft and not request.text_behind)
 
     def notify(self) -> None:
         """Wake the consumer if what it waits for is there."""
@@ -145,7 +145,8 @@ class StreamCell:
             chunk.finish_reason, chunk.stop_reason = request.finish_reason, request.stop_reason
             chunk.usage = request.usage
         self.taken_pieces, self.taken_ids = len(pieces), count
-        self.taken_draft = request.draft_version
+        if not request.text_behind:  # else the newest draft is still to come
+            self.taken_draft = request.draft_version
         return chunk
 
 
@@ -212,7 +213,7 @@ class Stream(Coroutine[Any, Any, Result]):
             chunk = cell.take()
             if chunk is not None:
                 self._ended = chunk.finish_reason is not None
-                if cell.request.parked:
+                if ParkedFor.READER in cell.request.parked_for:
                     self._owner.caught_up(cell.request)
                 return chunk
             if cell.request.ended:
@@ -291,7 +292,7 @@ class Stream(Coroutine[Any, Any, Result]):
             raise RuntimeError("another task is reading this stream")
         cell.waiter = asyncio.get_running_loop().create_future()
         cell.wants = want
-        if cell.request.parked:
+        if ParkedFor.READER in cell.request.parked_for:
             self._owner.caught_up(cell.request)
         try:
             await cell.waiter

@@ -214,23 +214,18 @@ class ThreadLauncher:
         self._opening = Opening(progress)
         self._device.lane = self.timeline.device
         opened: asyncio.Future[DeviceInfo] = loop.create_future()
-        self._rested = loop.create_future()
+        rested: asyncio.Future[None] = loop.create_future()
         self._poster = _Poster(self._device, loop)
         # A daemon: a device that hangs must not keep the interpreter from exiting. aclose() joins it.
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=_launch_thread,
-            args=(
-                self._inbox,
-                self._poster,
-                opened,
-                self._rested,
-                self._opening,
-                self.timeline.launch,
-            ),
+            args=(self._inbox, self._poster, opened, rested, self._opening, self.timeline.launch),
             name="aioinfer-launch",
             daemon=True,
         )
-        self._thread.start()
+        thread.start()
+        # Only now: nothing waits for a thread that could not be started.
+        self._thread, self._rested = thread, rested
         return await opened
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
@@ -269,15 +264,16 @@ def _launch_thread(
 ) -> None:
     """The launch thread, from opening the device to closing it. Holds no reference to its launcher, so that a
     dropped launcher is collected."""
-    device = poster.device
+    device, completion = poster.device, None
     try:
-        poster.post(_settle, opened, device.open(opening))
+        info = device.open(opening)
+        if not device.synchronous:
+            completion = _CompletionThread(poster)
+        poster.post(_settle, opened, info)
     except BaseException as error:
         _empty_frames(error)
         poster.post(_settle, opened, None, error)
-    completion = None
     try:
-        completion = None if device.synchronous else _CompletionThread(poster)
         _serve(inbox, poster, completion, lane)
     except BaseException as error:
         poster.died("launch", error)

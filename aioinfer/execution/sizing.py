@@ -17,7 +17,7 @@ from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.memory import Available
 from aioinfer.model.spec import ModelSpec
 
-__all__ = ["PoolSize", "check_pool", "cpu_budget", "cuda_budget", "size_pool"]
+__all__ = ["PoolSize", "check_pool", "check_weights", "cpu_budget", "cuda_budget", "size_pool"]
 
 _GIB = 1 << 30
 
@@ -50,6 +50,18 @@ def check_pool(config: EngineConfig, pool_bytes: int, available: Available | Non
         f"{knob}: the KV pool takes {pool_bytes / _GIB:.2f} GiB, "
         f"and the {available.source} has {available.bytes / _GIB:.2f} GiB left beside the model"
     )
+
+
+def check_weights(weight_bytes: int, available: Available | None) -> None:
+    """Raise OutOfMemory if the weights alone are more than the memory there is on the CPU.
+
+    The system would end the process while they are read; mapped ones would be read again in every step.
+    """
+    if available is not None and weight_bytes > available.bytes:
+        raise OutOfMemory(
+            f"model: its weights take {weight_bytes / _GIB:.2f} GiB at least, and the {available.source} has "
+            f"{available.bytes / _GIB:.2f} GiB left: a smaller model or dtype, or more memory is needed"
+        )
 
 
 def cuda_budget(*, total: int, free: int, wanted: int, utilization: float) -> int:

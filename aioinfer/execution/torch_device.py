@@ -12,9 +12,11 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.memory import memory_available
 from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
+from aioinfer.execution.sizing import check_weights
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
@@ -113,6 +115,7 @@ class TorchDevice:
         from aioinfer.model.loader import load_model
 
         config = self._config
+        on_cpu = device.type == "cpu"
         return load_model(
             config.model_path,
             dtype=config.dtype,
@@ -124,6 +127,7 @@ class TorchDevice:
             block_size=config.block_size,
             quantization=config.quantization,
             progress=progress,
+            check_size=(lambda size: check_weights(size, memory_available())) if on_cpu else None,
         )
 
     def prepare(self, step: Step) -> PackedStep:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import EngineError, InvalidRequest
 from aioinfer.execution.workers import WorkerExecutor
 from aioinfer.loop.options import Prepared, PromptSource
 from aioinfer.params import SamplingParams
@@ -76,9 +76,11 @@ class Intake:
     async def aclose(self) -> None:
         """Close, and wait until the calls that have begun are done. Only before the first request."""
         self._workers.shutdown(wait=False, cancel_futures=True)
-        # A thread of the other pool waits for them, and is free then.
-        await self.loop.run_in_executor(self._compilers, self._workers.shutdown)
-        self._compilers.shutdown()
+        try:
+            # A thread of the other pool waits for them, and is free then.
+            await self.loop.run_in_executor(self._compilers, self._workers.shutdown)
+        finally:
+            self._compilers.shutdown(wait=False)
 
     def close(self) -> None:
         """Let the threads end, and drop the calls that have not begun."""
@@ -127,7 +129,7 @@ class _Lane:
             try:
                 future = self._loop.run_in_executor(self._executor, job.call)
             except RuntimeError as error:  # no thread can be started
-                self._loop.call_soon(job.ended, None, error)
+                self._loop.call_soon(job.ended, None, EngineError(f"no thread for the prompt: {error}"))
                 continue
             self._busy += 1
             future.add_done_callback(partial(self._ended, job))
@@ -227,8 +229,12 @@ class Preparation:
 
 def _own(error: BaseException) -> BaseException:
     """An exception for one request: several tasks may raise theirs. Other errors are wrapped for each."""
-    if type(error) is not InvalidRequest:
+    own: InvalidRequest | EngineError
+    if type(error) is InvalidRequest:
+        own = InvalidRequest(error.field, error.message, code=error.code)
+    elif type(error) is EngineError:
+        own = EngineError(*error.args)
+    else:
         return error
-    own = InvalidRequest(error.field, error.message, code=error.code)
     own.__cause__ = error.__cause__
     return own

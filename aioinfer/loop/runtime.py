@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -236,7 +237,7 @@ class Runtime:
                 pass  # the loop is closed, and nothing runs any more
 
     def caught_up(self, request: Request) -> None:
-        """The consumer of a parked request has read enough: its request goes on."""
+        """The consumer of a request that is parked for it has read enough: the request goes on."""
         if request.ended:
             return
         self.driver.work_arrives()
@@ -298,19 +299,20 @@ class Runtime:
         await asyncio.shield(self._closing)
 
     async def _close(self, drain: float) -> None:
-        """Cancelled at any point, twice too, it leaves nothing behind that does not end by itself."""
-        try:
+        """Cancelled at any point, twice too, it leaves nothing behind that does not end by itself. What one
+        step raises is raised when all are done."""
+        async with AsyncExitStack() as steps:  # the last one goes first
+            steps.callback(self._closed)
+            steps.push_async_callback(self.launcher.aclose)
+            steps.callback(self._intake.close)
+            steps.callback(self.tuning.undo)
+            steps.callback(self.driver.stop)
+            steps.callback(self._end_all, lambda: EngineClosed("the engine was closed"))
             if drain > 0 and self._busy and self.failure is None:
                 await self._drain(drain)
-        finally:
-            self._end_all(lambda: EngineClosed("the engine was closed"))
-            self.driver.stop()
-            self.tuning.undo()
-            self._intake.close()
-            try:
-                await self.launcher.aclose()
-            finally:
-                self.state = EngineState.CLOSED
+
+    def _closed(self) -> None:
+        self.state = EngineState.CLOSED
 
     async def _drain(self, seconds: float) -> None:
         """Wait for the open requests."""

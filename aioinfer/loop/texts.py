@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, RequestError, StepFailed
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.scheduling.faults import end_with
+from aioinfer.scheduling.request import ParkedFor
 from aioinfer.text.stop import TooSlow
 
 if TYPE_CHECKING:
@@ -29,15 +30,13 @@ class Texts:
     newer tokens are not delivered: what it returns does not depend on how long it waited.
     """
 
-    __slots__ = ("_clock", "_parked", "_queues", "behind", "output_tokens", "raised")
+    __slots__ = ("_clock", "_queues", "behind", "output_tokens", "raised")
 
     def __init__(self, queues: RequestQueues, clock: Callable[[], float]) -> None:
         self._queues = queues
         self._clock = clock
         #: requests with tokens that have no text yet, in the order in which they get it
         self.behind: dict[Request, None] = {}
-        #: those of them that were parked here
-        self._parked: set[Request] = set()
         #: of all requests since the start
         self.output_tokens = 0
         #: what ended a request last, if the state of all others was not checked since
@@ -48,11 +47,13 @@ class Texts:
         if request.error is not None:
             self.failed(request, request.error)
         elif request.text.costly:
+            missing = len(request.output_ids) - len(request.token_times)
+            if not (missing or request.finished):
+                return  # a draft only
             self.behind[request] = None
             request.text_behind = True
-            if len(request.output_ids) - len(request.token_times) > _MOST_BEHIND and not request.finished:
-                self._parked.add(request)
-                self._queues.park(request)
+            if missing > _MOST_BEHIND and not request.finished:
+                self._queues.park(request, ParkedFor.TEXT)
         else:
             while len(request.token_times) < len(request.output_ids) and self._append(request, now):
                 pass
@@ -163,10 +164,9 @@ class Texts:
         request.text_behind = False
         if len(request.output_ids) > len(request.token_times):
             request.trim(len(request.token_times))
-        if request in self._parked:
-            self._parked.discard(request)
+        if ParkedFor.TEXT in request.parked_for and not request.finished:
             try:
-                self._queues.unpark(request)
+                self._queues.unpark(request, ParkedFor.TEXT)
             except Exception as error:
                 self.end(request, error)
 

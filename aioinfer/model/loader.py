@@ -21,7 +21,7 @@ from aioinfer.model.layers import Quantization, check_quantization, choose_layer
 from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.registry import own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress, read_json_object
-from aioinfer.model.weights import RandomWeights, Weights, weight_files
+from aioinfer.model.weights import RandomWeights, Weights, checkpoint_bytes, weight_files
 from aioinfer.settings import shown
 
 __all__ = ["ModelInfo", "inspect_model", "load_model"]
@@ -65,6 +65,7 @@ def load_model(
     block_size: int | None = None,
     quantization: Quantization = "none",
     progress: Progress | None = None,
+    check_size: Callable[[int], None] | None = None,
 ) -> CausalLM:
     """Load a Hugging Face directory: a built-in implementation for known families, transformers for the rest.
 
@@ -81,14 +82,20 @@ def load_model(
         block_size: positions of a block of a diffusion model; None for the model's own.
         quantization: how the weights of linear layers are stored.
         progress: called with ("kernels" or "weights", done, total).
+        check_size: called before weights are read or made, with the bytes that they take at least; of random
+            weights, with those of the next tensor, again and again. What it raises is raised here.
 
     Raises:
         ConfigError: if the directory does not hold a supported model, or an option does not fit it.
     """
     config = _read_config(path)
     chosen = _choose_dtype(config, dtype)
-    random_weights = RandomWeights(dtype=chosen, device=device) if load_format == "random" else None
-    if random_weights is None:
+    random_weights = None
+    if load_format == "random":
+        random_weights = RandomWeights(dtype=chosen, device=device, check_size=check_size)
+    elif check_size is not None:
+        check_size(checkpoint_bytes(path, chosen, narrow=quantization == "int8"))
+    else:
         weight_files(path)
     family = _family(config, force_transformers)
     blocks = _blocks(config, family, block_size)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.model.spec import Progress, read_json_object
 
-__all__ = ["RandomWeights", "Weights", "weight_files"]
+__all__ = ["RandomWeights", "Weights", "checkpoint_bytes", "weight_files"]
 
 
 class Weights:
@@ -37,7 +38,7 @@ class Weights:
                 opened: Any = safe_open(file, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"model: the weights of {path.name} cannot be read: {error}") from error
+            raise _unreadable(path, error) from error
         self._total = len(self._files)
         self._taken: set[str] = set()
         self.num_parameters = 0
@@ -105,16 +106,27 @@ class RandomWeights(Weights):
     are 1 and biases 0, as at the start of a training.
     """
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        check_size: Callable[[int], None] | None = None,
+    ) -> None:
+        """``check_size`` is called with the bytes of a tensor before it is made."""
         self._dtype = dtype
         self._device = device
         self._seed = seed
+        self._check_size = check_size
         self.num_parameters = 0
 
     def __contains__(self, name: str) -> bool:
         return True
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if self._check_size is not None:
+            self._check_size(math.prod(shape) * (dtype or self._dtype).itemsize)
         tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         self.take_into(tensor, name)
         return tensor
@@ -153,6 +165,27 @@ def weight_files(path: Path) -> list[Path]:
         if not file.is_file():
             raise ConfigError(f"model: {index.name} names {file.name}, which is missing")
     return files
+
+
+def checkpoint_bytes(path: Path, dtype: torch.dtype, *, narrow: bool = False) -> int:
+    """Bytes that the tensors of a checkpoint take in ``dtype``, from the headers of its files; at least one
+    byte for each number where matrices are stored in ``narrow`` types. Raises ConfigError."""
+    from safetensors import SafetensorError, safe_open
+
+    numbers = 0
+    try:
+        for file in weight_files(path):
+            opened: Any
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                names = opened.keys()
+                numbers += sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    return numbers * (1 if narrow else dtype.itemsize)
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"model: the weights of {path.name} cannot be read: {error}")
 
 
 def _is_file_name(name: object) -> bool:

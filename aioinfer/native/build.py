@@ -4,7 +4,7 @@ Only a C++20 compiler is needed: the sources include no headers of Python or tor
 quickly and works with every version of both. It is compiled for the processor at hand. Its name has hashes
 
 - of sources, flags and processor, and of the compiler: where one of them is another, so is the library, and
-  the old one stays. Without a compiler, the library of any compiler will do.
+  the old one stays, until it was not used for long. Without a compiler, the library of any compiler will do.
 - of its content: a file that was damaged is recognised before it is loaded, which would end the process, and
   compiled again.
 """
@@ -53,6 +53,9 @@ _PULSE = 0.1
 _WORKPLACE = "compiling-"
 #: seconds after which such a directory may be one that a process left when it was killed
 _STALE = 60.0
+#: libraries that are kept however old, and seconds without use after which the others are removed
+_KEPT = 4
+_UNUSED = 30 * 86400.0
 #: the interpreter is about to exit
 _leaving = False
 
@@ -111,7 +114,9 @@ def build(progress: _Progress = None) -> Path:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _workplace(directory) as place:
             made = _compile(compiler, flags, place, progress)
-            return _publish(made, directory, name)
+            path = _publish(made, directory, name)
+            _prune(directory)
+            return path
     except OSError as error:
         raise BuildFailed(f"{directory} cannot be written: {error}") from error
 
@@ -120,6 +125,8 @@ def _intact(directory: Path, pattern: str) -> Path | None:
     """A library of this name whose content is what its name says. Removes those that are damaged."""
     for path in sorted(directory.glob(f"{pattern}.so")):
         try:
+            with suppress(PermissionError):  # of another user
+                os.utime(path)  # the time of its last use, see _prune; first, so that it is not removed now
             content = path.read_bytes()
         except OSError:
             continue
@@ -137,6 +144,21 @@ def _publish(made: Path, directory: Path, name: str) -> Path:
     os.replace(made, path)
     _sync(directory)
     return path
+
+
+def _prune(directory: Path) -> None:
+    """Remove libraries that no start has looked up for long, but for the newest few.
+
+    Several processes may do so at once. A process that has loaded one keeps it: the file goes when it ends.
+    """
+    used: list[tuple[float, Path]] = []
+    for path in directory.glob("kernels-*.so"):
+        with suppress(OSError):
+            used.append((path.stat().st_mtime, path))
+    for last, path in sorted(used, reverse=True)[_KEPT:]:
+        if time.time() - last > _UNUSED:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _sync(path: Path) -> None:

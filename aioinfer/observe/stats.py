@@ -39,7 +39,7 @@ class EngineStats:
     #: of the running requests: those in prefill, and those in the decode batch
     prefilling: int = _gauge(lambda s, _: len(s.queues.prefilling))
     decoding: int = _gauge(lambda s, _: len(s.queues.batch))
-    #: parked requests without pages; they wait for their consumer, not for a slot
+    #: parked requests without pages; they wait for their consumer or their text, not for a slot
     shelved: int = _gauge(lambda s, _: len(s.queues.shelved))
     #: prompt tokens of the waiting requests
     waiting_tokens: int = _gauge(lambda s, _: s.queues.queued_tokens)

@@ -20,7 +20,7 @@ class SchedulerCounters:
     preemptions: int = 0
     #: times a request started over because its step ran out of memory; most of them are retractions, too
     out_of_memory_retries: int = 0
-    #: times a request was parked because its consumer lagged
+    #: times a request was parked, because its consumer lagged or its text was behind
     parkings: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0

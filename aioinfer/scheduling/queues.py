@@ -23,7 +23,7 @@ from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 from aioinfer.scheduling.step import Generating, MultiStepBudget, Outcome, Row, Step
 
 __all__ = ["RequestQueues", "RunningBatch"]
@@ -165,12 +165,15 @@ class RequestQueues:
         self.counters.finished += 1
         return True
 
-    def park(self, request: Request) -> None:
-        """Compute nothing for a request until :meth:`unpark`. It keeps its pages while no other request
-        needs them."""
-        if request.finished or request.parked:
+    def park(self, request: Request, waits: ParkedFor = ParkedFor.READER) -> None:
+        """Compute nothing for a request until :meth:`unpark` was called for all that it waits for. It keeps
+        its pages while no other request needs them."""
+        if request.finished or waits in request.parked_for:
             return
-        request.parked = True
+        parked = request.parked
+        request.parked_for.add(waits)
+        if parked:
+            return
         self.counters.parkings += 1
         if request.state is RequestState.RUNNING:
             self._stop_computing(request)
@@ -178,11 +181,13 @@ class RequestQueues:
             self._dequeue(request)
             self.shelved[request.key] = request
 
-    def unpark(self, request: Request) -> None:
-        """Go on where :meth:`park` stopped."""
-        if request.finished or not request.parked:
+    def unpark(self, request: Request, waits: ParkedFor = ParkedFor.READER) -> None:
+        """What a request waited for has come: go on where :meth:`park` stopped, if that was all."""
+        if request.finished or waits not in request.parked_for:
             return
-        request.parked = False
+        request.parked_for.discard(waits)
+        if request.parked:
+            return
         if request.state is RequestState.WAITING:
             del self.shelved[request.key]
             self._enqueue(request)

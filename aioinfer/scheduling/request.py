@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
     from aioinfer.text.grammar import GrammarState
 
-__all__ = ["Allocation", "MakeCursor", "Recovery", "Request", "RequestState"]
+__all__ = ["Allocation", "MakeCursor", "ParkedFor", "Recovery", "Request", "RequestState"]
 
 #: makes the cursor of a request from its prompt's length, its output ids and its greatest length
 MakeCursor = Callable[[int, list[int], int], Cursor]
@@ -31,6 +31,15 @@ class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class ParkedFor(Enum):
+    """What a parked request waits for; it may be both."""
+
+    #: its consumer, who has left too many tokens unread
+    READER = "reader"
+    #: its own text, which too many tokens do not have yet
+    TEXT = "text"
 
 
 class Allocation:
@@ -123,7 +132,7 @@ class Request:
         "namespace",
         "output_ids",
         "params",
-        "parked",
+        "parked_for",
         "passed",
         "priority",
         "prompt_ids",
@@ -164,8 +173,8 @@ class Request:
         self.namespace = namespace
         self.routing_key = routing_key
         self.state = RequestState.WAITING
-        #: the consumer is too far behind: nothing is computed until it has read
-        self.parked = False
+        #: nothing is computed while something is in it; see RequestQueues.park
+        self.parked_for: set[ParkedFor] = set()
         #: rounds of admission in which this request was the eldest and another one was admitted
         self.passed = 0
 
@@ -337,6 +346,11 @@ class Request:
     def draft(self) -> Draft | None:
         """What may follow the output, if the caller asked for drafts and anything is known."""
         return self.cursor.draft(self)
+
+    @property
+    def parked(self) -> bool:
+        """Nothing is computed for it until all that it waits for has come."""
+        return bool(self.parked_for)
 
     @property
     def finished(self) -> bool:

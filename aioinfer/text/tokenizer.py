@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from aioinfer.errors import ConfigError, InvalidRequest, shown
+from aioinfer.text import template
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from aioinfer.text.length import longest_token
-from aioinfer.text.template import names_read
 
 __all__ = ["HFTokenizer", "Tokenizer"]
 
@@ -102,7 +102,10 @@ class HFTokenizer:
             self._fast.no_padding()
         self.has_chat_template = bool(tokenizer.chat_template)
         templates = tokenizer.chat_template or {}
-        self.template_names = names_read([templates] if isinstance(templates, str) else templates.values())
+        every = [templates] if isinstance(templates, str) else templates.values()
+        self.template_names = template.names_read(every)
+        if templates:
+            tokenizer.chat_template = template.counted(templates)
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.added_tokens: Mapping[str, int] = {token.content: at for at, token in added.items()}
@@ -156,8 +159,9 @@ class HFTokenizer:
                 ``add_generation_prompt`` (default true) and ``continue_final_message``.
 
         Raises:
-            InvalidRequest: of field "messages" or its malformed part, also if the template refuses the
-                messages or is missing; of "chat_template_kwargs" for a reserved name.
+            InvalidRequest: of field "messages" or its malformed part, also if the template is missing,
+                refuses the messages or does not come to an end; of "chat_template_kwargs" for a reserved
+                name.
         """
         given: Any = messages
         if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or not given:
@@ -172,7 +176,11 @@ class HFTokenizer:
             "add_generation_prompt", not template_kwargs.get("continue_final_message", False)
         )
         try:
-            text: str = self._tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs)
+            template.prepare(self._tokenizer.get_chat_template(tools=template_kwargs.get("tools")))
+            with template.limited():
+                text: str = self._tokenizer.apply_chat_template(
+                    conversation, tokenize=False, **template_kwargs
+                )
         except Exception as error:
             # A template is a program: unexpected messages can make it raise any exception.
             raise InvalidRequest("messages", f"the chat template refused them: {error}") from error

@@ -145,6 +145,84 @@ def test_stats_count_what_runs() -> None:
         assert llm.stats().finished == 1 + len(PROMPTS)
 
 
+class Clock:
+    """Stands still, and goes on by a second with each step from ``since`` on."""
+
+    def __init__(self, llm: LLM, since: int = 0) -> None:
+        self._llm, self._since = llm, since
+        llm._core.clock = self
+
+    def __call__(self) -> float:
+        return float(max(0, self._llm.stats().steps - self._since))
+
+
+def test_a_request_that_runs_too_long_is_raised_and_the_others_go_on() -> None:
+    with make_llm() as llm:
+        Clock(llm)
+        late = llm.add_request(PROMPTS[0], LONG, running_timeout=5)
+        key = llm.add_request(PROMPTS[1], LONG, running_timeout=1000, waiting_timeout=0.5)
+        others: dict[int, Any] = {}
+        tokens = 0
+        with pytest.raises(errors.TimedOut, match="5 s running"):
+            while True:
+                others |= llm.step()
+                chunks = llm.take_chunks()
+                tokens += len(chunks[late].token_ids) if late in chunks else 0
+        assert 3 <= tokens <= 6
+        while llm.has_unfinished():
+            others |= llm.step()
+        assert {at: result.token_ids for at, result in others.items()} == {
+            key: toy_generate(PROMPTS[1], LONG)
+        }
+        check_idle(llm._core.scheduler)
+        answers(llm)
+
+
+def test_a_request_that_waits_too_long_is_raised() -> None:
+    with make_llm(max_running_requests=1) as llm:
+        Clock(llm)
+        running = llm.add_request(PROMPTS[0], SHORT, waiting_timeout=3)
+        llm.add_request(PROMPTS[1], SHORT, waiting_timeout=3)
+        with pytest.raises(errors.TimedOut, match="3 s waiting"):
+            while True:
+                llm.step()
+        found: dict[int, Any] = {}
+        while llm.has_unfinished():
+            found |= llm.step()
+        assert list(found) == [running]
+        answers(llm)
+
+
+@pytest.mark.parametrize("where", ["argument", "config"])
+def test_answers_have_deadlines_by_argument_or_config(where: str) -> None:
+    given: dict[str, Any] = {"running_timeout": 4}
+    with make_llm(**(given if where == "config" else {})) as llm:
+        Clock(llm)
+        options = given if where == "argument" else {}
+        with pytest.raises(errors.TimedOut, match="4 s running"):
+            llm.generate(PROMPTS, LONG, progress=False, **options)
+        assert not llm.has_unfinished()
+        ids: list[int] = []
+        with pytest.raises(errors.TimedOut, match="4 s running"):
+            for chunk in llm.stream(PROMPTS[0], LONG, **options):
+                ids += chunk.token_ids
+        assert ids
+        assert ids == toy_generate(PROMPTS[0], LONG)[: len(ids)]
+        Clock(llm, since=10**9)
+        answers(llm)
+        for field in ("waiting_timeout", "running_timeout"):
+            never: dict[str, Any] = {field: 0}
+            with pytest.raises(errors.InvalidRequest, match=field):
+                llm.generate(PROMPTS, SHORT, progress=False, **never)
+
+
+def test_deadlines_of_requests_that_have_ended_do_not_pile_up() -> None:
+    with make_llm() as llm:
+        for _ in range(20):
+            llm.generate([[number] for number in range(1, 21)], SHORT, running_timeout=3600, progress=False)
+        assert len(llm._deadlines._heap) < 200
+
+
 def test_a_failed_step_ends_the_requests_of_the_call() -> None:
     def fault(step: Any) -> None:
         if step.id == 4:

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution import build as building
+from aioinfer.execution import torch_device
 from aioinfer.execution.memory import Available, give_back, memory_available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.attention.backend import make_attention
 from aioinfer.model.attention.pool import pool_zeros
 from aioinfer.model.backend import Backend
+from aioinfer.model.weights import Weights, checkpoint_bytes
 from tests.model.harness import require
 
 CPU, GIB, MIB = torch.device("cpu"), 1 << 30, 1 << 20
@@ -112,6 +114,45 @@ def test_a_device_does_not_open_with_a_pool_that_cannot_fit(monkeypatch: pytest.
     monkeypatch.setattr(building, "memory_available", lambda: Available(1000, "control group"))
     with pytest.raises(ConfigError, match=r"kv_memory_gib is 1: .* control group has 0.00 GiB"):
         TorchDevice(EngineConfig(device="cpu", threads=1)).open()
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_weights_beyond_the_memory_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: Any, size: int, fallback: bool
+) -> None:
+    """Under a control group with a limit. Of the checkpoint, only the headers are read."""
+    config = EngineConfig(device="cpu", threads=1, num_pages=64, dtype=dtype, transformers_fallback=fallback)
+    numbers = checkpoint_bytes(config.model_path, torch.float32) // 4
+    assert checkpoint_bytes(config.model_path, torch.bfloat16) == 2 * numbers
+    assert checkpoint_bytes(config.model_path, torch.bfloat16, narrow=True) == numbers
+
+    def limited_to(limit: int) -> None:
+        files = {"memory.max": f"{limit}", "memory.current": "0"}
+        left = available(tmp_path, "0::/", files, 8 * GIB)
+        monkeypatch.setattr(torch_device, "memory_available", lambda: left)
+
+    def unread(*given: object, **named: object) -> None:
+        raise AssertionError("weights are read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Weights, "__init__", unread)
+        patch.setattr("aioinfer.model.transformers_model.TransformersLM.__init__", unread)
+        limited_to(size * numbers - 1)
+        with pytest.raises(OutOfMemory, match=r"its weights take .* GiB at least, and the control group has"):
+            TorchDevice(config).open()
+        limited_to(size * numbers)
+        with pytest.raises(AssertionError, match="weights are read"):
+            TorchDevice(config).open()
+
+
+def test_random_weights_beyond_the_memory_are_refused_as_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig(device="cpu", threads=1, num_pages=64, load_format="random")
+    monkeypatch.setattr(torch_device, "memory_available", lambda: Available(1000, "control group"))
+    with pytest.raises(OutOfMemory, match="control group"):
+        TorchDevice(config).open()
 
 
 def resident() -> int:

@@ -119,3 +119,55 @@ def test_an_executor_that_is_dropped_leaves_no_thread() -> None:
     gc.collect()
     thread.join(LONG)
     assert not thread.is_alive()
+
+
+def test_an_executor_that_is_collected_under_its_own_lock_does_not_wait_for_it() -> None:
+    """A finalizer runs on any thread, between any two instructions."""
+    executor = WorkerExecutor(1, "test-locked")
+    assert executor.submit(int).result(LONG) == 0
+    (thread,) = names("test-locked")
+    workers = executor._workers
+
+    def finalize() -> None:
+        with workers._lock:
+            executor.__del__()
+
+    finalizer = threading.Thread(target=finalize, daemon=True)
+    finalizer.start()
+    finalizer.join(LONG)
+    assert not finalizer.is_alive(), "the finalizer waits for the lock that its thread holds"
+    thread.join(LONG)
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.submit(int)
+
+
+def test_work_that_no_thread_will_do_fails_with_the_last_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a thread that died cannot be replaced, nothing waits for it."""
+    failed: list[tuple[int, str]] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        begun.set()
+        go.wait(LONG)
+        raise MemoryError(f"over {number}")
+
+    workers = Workers("test-last", 1, work, lambda number, cause: failed.append((number, str(cause))))
+    for number in range(2000, 2004):
+        workers.put(number)
+    assert begun.wait(LONG)
+    (thread,) = names("test-last")
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    go.set()
+    thread.join(LONG)
+    assert not thread.is_alive()
+    assert sorted(failed) == [(number, "over 2000") for number in range(2000, 2004)]
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        workers.put(2004)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert workers.close() == []

@@ -135,6 +135,59 @@ def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(comp
     assert sorted(path.name for path in cache.glob("compiling-*")) == ["compiling-compiling", "compiling-new"]
 
 
+def test_libraries_that_were_not_used_for_long_are_removed_but_for_the_newest(compiler: Compiler) -> None:
+    """When another one is compiled. One that is looked up is in use."""
+    script = compiler(WORKS)
+    path = build()
+    day = 86400.0
+    ages = {"a": 400, "b": 300, "c": 200, "d": 100, "e": 60, "f": 20, "g": 10}
+    for name, age in ages.items():
+        (path.parent / f"kernels-{name}.so").write_bytes(b"old")
+        os.utime(path.parent / f"kernels-{name}.so", (time.time() - age * day,) * 2)
+    (path.parent / "kernels-other.txt").write_text("not a library")
+    os.utime(path.parent / "kernels-other.txt", (0, 0))
+    os.utime(path, (0, 0))
+    assert build() == path
+    assert calls(script) == UNITS + 1
+    assert len(list(path.parent.glob("kernels-*.so"))) == 8, "a start that compiles nothing removes nothing"
+    compiler(WORKS.replace("fake 1", "fake 2"))
+    other = build()
+    kept = {each.name for each in path.parent.glob("kernels-*")}
+    assert kept == {path.name, other.name, "kernels-f.so", "kernels-g.so", "kernels-other.txt"}
+
+
+def test_a_few_libraries_are_kept_however_old(compiler: Compiler) -> None:
+    compiler(WORKS)
+    path = build()
+    for name in "abcdef":
+        (path.parent / f"kernels-{name}.so").write_bytes(b"old")
+        os.utime(path.parent / f"kernels-{name}.so", (ord(name), ord(name)))
+    compiler(WORKS.replace("fake 1", "fake 2"))
+    other = build()
+    kept = {each.name for each in path.parent.glob("kernels-*")}
+    assert kept == {path.name, other.name, "kernels-e.so", "kernels-f.so"}
+
+
+def test_a_library_that_another_process_removes_meanwhile_is_no_error(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(WORKS)
+    path = build()
+    for name in "abcdef":
+        (path.parent / f"kernels-{name}.so").write_bytes(b"old")
+        os.utime(path.parent / f"kernels-{name}.so", (1, 1))
+    unlink = Path.unlink
+
+    def late(self: Path, missing_ok: bool = False) -> None:
+        unlink(self)
+        unlink(self)
+
+    compiler(WORKS.replace("fake 1", "fake 2"))
+    monkeypatch.setattr(Path, "unlink", late)
+    assert build().is_file()
+    assert len(list(path.parent.glob("kernels-*.so"))) == 4
+
+
 def test_what_progress_raises_ends_the_compilers_and_leaves_nothing(
     compiler: Compiler, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome
 from tests.engine.laws import LawChecker
@@ -85,6 +85,7 @@ TOKENS = st.lists(
     st.sampled_from([0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, STOP, BAD_LOGITS]), min_size=1, max_size=4
 )
 PICK = st.integers(0, 15)
+WAITS = st.sampled_from(ParkedFor)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -247,14 +248,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         life.reason = life.reason or "abort"
 
     @precondition(lambda self: self.lives)
-    @rule(pick=PICK)
-    def park(self, pick: int) -> None:
-        self.scheduler.queues.park(self._pick([life.request for life in self.lives.values()], pick))
+    @rule(pick=PICK, waits=WAITS)
+    def park(self, pick: int, waits: ParkedFor) -> None:
+        self.scheduler.queues.park(self._pick([life.request for life in self.lives.values()], pick), waits)
 
-    @rule(pick=PICK)
-    def unpark(self, pick: int) -> None:
-        parked = [life.request for life in self.lives.values() if life.request.parked]
-        self.scheduler.queues.unpark(self._pick(parked, pick))
+    @precondition(lambda self: any(life.request.parked for life in self.lives.values()))
+    @rule(pick=PICK, waits=WAITS)
+    def unpark(self, pick: int, waits: ParkedFor) -> None:
+        request = self._pick([life.request for life in self.lives.values() if life.request.parked], pick)
+        left = request.parked_for if request.finished else request.parked_for - {waits}
+        self.scheduler.queues.unpark(request, waits)
+        assert request.parked == bool(left), "it goes on when all that it waits for has come"
 
     @rule()
     def flush(self) -> None:
@@ -366,7 +370,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         unfinished = [life.request for life in self.lives.values() if life.reason is None]
         for request in unfinished:
-            self.scheduler.queues.unpark(request)
+            for waits in ParkedFor:
+                self.scheduler.queues.unpark(request, waits)
         # One position a step for everybody, many times over: each may lose its pages again and again.
         bound = 20 + 40 * sum(request.max_length for request in unfinished)
         while self.scheduler.queues.has_unfinished or self.flights:

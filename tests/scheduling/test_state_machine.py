@@ -20,7 +20,7 @@ from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.recovery import StepCap
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome, Row, Step
 from aioinfer.scheduling.token_batch import TokenBatch
@@ -185,8 +185,9 @@ def namespaces_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def parked_ones_go_on(patch: pytest.MonkeyPatch) -> None:
-    def park(self: RequestQueues, request: Request) -> None:
-        request.parked = not request.finished and request.state is RequestState.RUNNING
+    def park(self: RequestQueues, request: Request, waits: ParkedFor) -> None:
+        if not request.finished and request.state is RequestState.RUNNING:
+            request.parked_for.add(waits)
 
     patch.setattr(RequestQueues, "park", park)
 

@@ -1,0 +1,333 @@
+"""Requests whose text is behind their tokens: faults end what they concern, and no text is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.loop import driver
+from aioinfer.loop.core import Core
+from aioinfer.loop.driver import Driver
+from aioinfer.loop.options import Prepared
+from aioinfer.loop.runtime import Runtime
+from aioinfer.loop.texts import Texts
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.audit import audit, check_idle
+from aioinfer.scheduling.queues import RequestQueues
+from aioinfer.scheduling.request import ParkedFor, Request
+from aioinfer.scheduling.step import Step
+from aioinfer.stream import StreamCell
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.conftest import MakeEngine
+from tests.engine.simulation import settle
+
+PROMPT = [1, 2, 3]
+FREE = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+#: tokens of PROMPT's answer
+IDS = toy_generate(PROMPT, FREE)
+
+
+class Injected(RuntimeError):
+    pass
+
+
+def searched(pattern: str = "zzzz", **options: Any) -> SamplingParams:
+    """With a pattern, whose search may take long."""
+    given = {"temperature": 0, "max_tokens": 60, "ignore_eos": True, **options}
+    return SamplingParams(stop_regex=pattern, **given)
+
+
+class Desk:
+    """A core whose texts catch up when told to, and one request."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.device = ToyDevice()
+        config = EngineConfig(model="toy", page_size=4, num_pages=64, overlap_steps=2)
+        self.core = Core(config, self.device.open(), ToyTokenizer(), float)
+        self.request = self.core.new_request(params)
+        self.cell = StreamCell(self.request)
+        self.core.submit(self.request, Prepared(PROMPT, None))
+
+    def plan(self, count: int) -> list[tuple[Step, Any]]:
+        """Steps in flight, with their results."""
+        flights = []
+        for _ in range(count):
+            step = self.core.plan()
+            assert step is not None
+            flights.append((step, self.device.launch(self.device.prepare(step)).wait()))
+        return flights
+
+    def resolve(self, step: Step, result: Any) -> None:
+        """Without any text."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Texts, "catch_up", lambda *given: [])
+            assert self.core.resolve(step, result) == []
+
+    def give_up(self, step: Step) -> None:
+        assert self.core.give_up(step, Injected("broken"), launched=True) == [self.request]
+
+    def catch_up(self) -> None:
+        assert self.core.texts.catch_up() == [self.request]
+        assert self.request.ended
+        assert self.core.texts.behind == {}
+        audit(self.core.scheduler)
+
+
+def test_a_request_that_has_ended_gets_its_text_though_a_late_step_is_given_up() -> None:
+    desk = Desk(searched(stop_token_ids=(IDS[1],)))
+    flights = desk.plan(3)
+    for flight in flights[:2]:
+        desk.resolve(*flight)
+    assert desk.request.finished
+    assert not desk.request.ended
+    desk.give_up(flights[2][0])
+    desk.catch_up()
+    result = desk.request.result()
+    assert (desk.request.error, result.finish_reason, result.stop_reason) == (None, "stop", IDS[1])
+    assert result.token_ids == IDS[:2]
+    assert result.text == ToyTokenizer().decode(IDS[:1])
+
+
+def test_a_request_whose_step_is_given_up_gets_the_text_before_it_and_then_the_error() -> None:
+    desk = Desk(searched())
+    flights = desk.plan(3)
+    for flight in flights[:2]:
+        desk.resolve(*flight)
+    desk.give_up(flights[2][0])
+    assert desk.request.finished
+    assert not desk.request.ended
+    assert desk.cell.take() is None
+    desk.catch_up()
+    error = desk.request.error
+    assert isinstance(error, errors.StepFailed)
+    assert isinstance(error.__cause__, Injected)
+    chunk = desk.cell.take()
+    assert chunk is not None
+    assert (chunk.token_ids, chunk.finish_reason) == (IDS[:2], None)
+    assert desk.request.result().token_ids == IDS[:2]
+
+
+@pytest.mark.parametrize("failure", ["give up", "fail"])
+def test_an_error_behind_a_stop_that_is_found_later_is_none(failure: str) -> None:
+    """Whether a request fails does not depend on how late its text is."""
+    first = ToyTokenizer().decode(IDS[:1])
+    desk = Desk(searched(first))
+    flights = desk.plan(3)
+    desk.resolve(*flights[0])
+    if failure == "give up":
+        desk.give_up(flights[1][0])
+    else:
+        assert desk.core.fail(flights[1][0], Injected("broken")) == [desk.request]
+    assert not desk.request.ended
+    desk.catch_up()
+    result = desk.request.result()
+    assert (desk.request.error, result.finish_reason, result.stop_reason) == (None, "stop", first)
+    assert (result.text, result.token_ids) == ("", IDS[:1])
+
+
+def test_an_abort_overrides_an_error_that_is_pending() -> None:
+    desk = Desk(searched())
+    flights = desk.plan(2)
+    desk.resolve(*flights[0])
+    desk.give_up(flights[1][0])
+    late = errors.TimedOut("running", 1.0)
+    assert desk.core.abort(desk.request, late)
+    assert desk.request.ended
+    assert desk.request.error is late
+    assert desk.core.texts.catch_up() == []
+    assert not desk.core.abort(desk.request)
+
+
+def test_starting_over_leaves_nothing_of_the_time_before() -> None:
+    """Whatever a core keeps is named here; all else is that of a new one."""
+    kept = {
+        "_compiler", "_compiler_lock", "_config", "_generation", "_next_key", "_seeds", "clock", "info",
+        "tokenizer",
+    }  # fmt: skip
+    desk = Desk(searched())
+    flights = desk.plan(3)
+    desk.resolve(*flights[0])
+    core = desk.core
+    core.ended.append(desk.request)
+    before = {name: getattr(core, name) for name in Core.__slots__}
+    tokens = core.texts.output_tokens = 7
+    core.start_over()
+    for name in Core.__slots__:
+        if name in kept:
+            assert getattr(core, name) is before[name], name
+    assert (core.ended, core.admitted) == ([], [])
+    assert core.scheduler is not before["scheduler"]
+    assert core.texts is not before["texts"]
+    assert core.texts.behind == {}
+    assert core.texts.raised is None
+    assert core.texts.output_tokens == tokens
+    assert kept | {"ended", "admitted", "scheduler", "texts", "_newest_step"} == set(Core.__slots__)
+    check_idle(core.scheduler)
+    assert core.plan() is None
+    again = core.new_request(FREE)
+    core.submit(again, Prepared(PROMPT, None))
+    newest = flights[-1][0].id
+    assert core._newest_step == newest
+    (step, result), *_ = desk.plan(1)
+    assert step.id == newest + 1
+    core.resolve(step, result)
+    assert again.output_ids == IDS[:1]
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Whether texts stay behind."""
+    held, catch_up = True, Texts.catch_up
+    monkeypatch.setattr(Texts, "catch_up", lambda *given: [] if held else catch_up(*given))
+
+    def hold(now: bool) -> None:
+        nonlocal held
+        held = now
+
+    return hold
+
+
+@pytest.mark.parametrize("window", [0, 2])
+async def test_a_reader_does_not_make_an_engine_compute_ahead_of_the_text(
+    make_engine: MakeEngine, hold: Callable[[bool], None], window: int
+) -> None:
+    """What waits for its text goes on with its text, whoever reads."""
+    async with make_engine(overlap_steps=window) as engine:
+        stream = engine.generate(PROMPT, searched())
+        request = stream._cell.request
+        async with asyncio.timeout(10):
+            while not request.parked or engine.stats().steps_in_flight:
+                await asyncio.sleep(0)
+        steps = engine.stats().steps
+        reading = asyncio.ensure_future(anext(stream))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert request.parked_for == {ParkedFor.TEXT}
+        assert (engine.stats().steps, engine.stats().steps_in_flight) == (steps, 0)
+        hold(False)
+        ids = (await reading).token_ids
+        async for chunk in stream:
+            ids += chunk.token_ids
+        assert ids == IDS
+        await settle(engine)
+
+
+async def test_a_request_that_cannot_go_on_when_its_text_has_caught_up_fails_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, hold: Callable[[bool], None]
+) -> None:
+    unpark = RequestQueues.unpark
+
+    def fault(queues: RequestQueues, request: Request, waits: Any) -> None:
+        if request is victim and waits is ParkedFor.TEXT and not request.finished:
+            raise Injected("no way back")
+        unpark(queues, request, waits)
+
+    async with make_engine() as engine:
+        streams = [engine.generate(PROMPT, searched()) for _ in range(3)]
+        victim = streams[1]._cell.request
+        async with asyncio.timeout(10):
+            while not all(stream._cell.request.parked for stream in streams):
+                await asyncio.sleep(0)
+        monkeypatch.setattr(RequestQueues, "unpark", fault)
+        hold(False)
+        with pytest.raises(errors.StepFailed, match="no way back") as failed:
+            await streams[1]
+        assert isinstance(failed.value.__cause__, Injected)
+        assert [(await streams[at]).token_ids for at in (0, 2)] == [IDS, IDS]
+        assert engine.ready
+        await settle(engine)
+
+
+async def test_a_request_that_cannot_go_on_when_it_is_read_fails_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*given: Any) -> None:
+        raise Injected("no way back")
+
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, FREE, max_lag=4)
+        other = engine.generate(PROMPT, FREE)
+        async with asyncio.timeout(10):
+            while not stream._cell.request.parked or engine.stats().steps_in_flight:
+                await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(RequestQueues, "unpark", fault)
+            assert (await anext(stream)).token_ids == IDS[: stream.usage.completion_tokens]
+        with pytest.raises(errors.StepFailed, match="could not go on: no way back") as failed:
+            await anext(stream)
+        assert isinstance(failed.value.__cause__, Injected)
+        assert (await other).token_ids == IDS
+        assert engine.ready
+        await settle(engine)
+
+
+@pytest.mark.parametrize("max_tokens", [5, 60])
+async def test_a_fault_in_reporting_a_text_that_has_caught_up_costs_its_request_only(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    catch_up, updated = Driver._catch_up, Runtime.updated
+    catching_up, faults = False, 0
+
+    def marked(self: Driver) -> None:
+        nonlocal catching_up
+        catching_up = True
+        try:
+            catch_up(self)
+        finally:
+            catching_up = False
+
+    def fault(self: Runtime, request: Request) -> None:
+        nonlocal faults
+        if catching_up and request is victim and not faults:
+            faults += 1
+            raise Injected("no report")
+        updated(self, request)
+
+    monkeypatch.setattr(driver, "_SEARCHING", 0.0)
+    monkeypatch.setattr(Driver, "_catch_up", marked)
+    monkeypatch.setattr(Runtime, "updated", fault)
+    async with make_engine() as engine:
+        streams = [engine.generate(PROMPT, searched(max_tokens=max_tokens)) for _ in range(4)]
+        victim = streams[2]._cell.request
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert faults == 1
+        assert engine.ready
+        await settle(engine)
+    failed = results.pop(2)
+    if isinstance(failed, BaseException):  # its output was not complete yet
+        assert isinstance(failed, errors.StepFailed)
+        assert isinstance(failed.__cause__, Injected)
+    else:
+        results.append(failed)
+    for result in results:
+        assert not isinstance(result, BaseException)
+        assert result.token_ids == IDS[:max_tokens]
+
+
+async def test_a_policy_that_does_not_queue_a_request_fails_that_one(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_engine() as engine:
+        running = engine.generate(PROMPT, FREE)
+        await anext(running)
+        waiting = engine._core.scheduler.queues.waiting
+
+        def fault(request: Request) -> None:
+            raise Injected("not this one")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(waiting), "add", lambda self, request: fault(request))
+            with pytest.raises(errors.StepFailed, match=r"could not be queued: .*not this one"):
+                engine.generate(PROMPT, FREE)
+            with pytest.raises(errors.StepFailed, match=r"could not be queued: .*not this one"):
+                await engine.generate("text", FREE)
+        assert engine.stats().waiting == engine.stats().arriving == engine.stats().shelved == 0
+        assert engine._core.scheduler.queues.queued_tokens == 0
+        assert (await engine.generate(PROMPT, FREE)).token_ids == IDS
+        assert (await running).token_ids == IDS
+        await settle(engine)

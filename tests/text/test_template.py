@@ -1,0 +1,129 @@
+"""Chat templates that do not come to an end are refused; all others render what transformers renders."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.text import template as counting
+from aioinfer.text.template import TooManySteps, counted, limited, prepare
+from aioinfer.text.tokenizer import HFTokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "héllo  "},
+    {"role": "assistant", "content": "  yes"},
+    {"role": "user", "content": "and?"},
+]
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in messages * 99999 %}{% endfor %}{% endfor %}",
+    "ranges": "{% for a in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
+    "tests": "{% for a in messages * 999 %}{% for b in messages * 999 if not b %}{% endfor %}{% endfor %}",
+    "macros": (
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ twice(60) }}"
+    ),
+    "callers": (
+        "{% macro twice(n) %}{% if n %}{% call twice(n - 1) %}{% endcall %}{% call twice(n - 1) %}"
+        "{% endcall %}{% endif %}{{ caller() }}{% endmacro %}{% call twice(60) %}{% endcall %}"
+    ),
+    "recursive loops": (
+        "{% set deep = namespace(l=[1]) %}{% for a in range(60) %}{% set deep.l = [deep.l, deep.l] %}"
+        "{% endfor %}{% for each in deep.l recursive %}{{ loop(each) if each is not number }}{% endfor %}"
+    ),
+    "macros without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+#: everything that templates use whose output depends on white space, scopes or the environment
+RICH = """
+  {%- macro show(message, depth) %}
+    <{{ message.role }}|{{ depth }}>{% if depth %}{{ show(message, depth - 1) }}{% endif %}
+  {% endmacro -%}
+  {% set seen = namespace(last=none, n=0) %}
+  {% for message in messages[::-1] if message.role != "system" %}
+    {%- if loop.first and seen.last is none %}{% set seen.last = loop.index0 %}{% endif %}
+    {{ loop.index }}/{{ loop.length }} {{ message.content | trim }}
+    {% for number in range(3) -%}
+      {{ number }}
+      {%- if number == 1 %}{% break %}{% endif +%}
+    {% else %}
+      none
+    {% endfor %}
+{% endfor %}
+{% generation %}kept{{ show(messages[0], 2) }}{% endgeneration %}
+{% for each in [[1, [2]], [3]] recursive %}({{ loop(each) if each is not number else each }}){% endfor %}
+{{ messages | map(attribute="role") | join(",") }} {{ tools | tojson }} {{ bos_token }}
+{% if add_generation_prompt %}go{% endif %}
+
+"""
+
+
+def render(source: str, **named: Any) -> str:
+    texts, _ = render_jinja_template([MESSAGES], chat_template=source, bos_token="<s>", **named)
+    return str(texts[0])
+
+
+def put(directory: Path, template: str) -> None:
+    (directory / "chat_template.jinja").write_text(template)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_template_without_end_refuses_the_messages(directory: Path, kind: str) -> None:
+    put(directory, ENDLESS[kind])
+    tokenizer = HFTokenizer.load(directory)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"refused them: (its loops|maximum)") as no:
+            tokenizer.encode_chat(MESSAGES)
+        assert no.value.field == "messages"
+
+
+@pytest.mark.parametrize("prefix", ["", "\n", "  ", "{# a #}\n", "text\n"])
+@pytest.mark.parametrize("tools", [None, [{"name": "f"}]])
+def test_counting_changes_no_output(prefix: str, tools: Any) -> None:
+    source = prefix + RICH
+    own = counted(source)
+    assert isinstance(own, str)
+    prepare(own)
+    with limited():
+        for prompt in (True, False):
+            named = {"tools": tools, "add_generation_prompt": prompt}
+            assert render(own, **named) == render(source, **named)
+    assert "kept" in render(own)
+
+
+def test_steps_are_those_of_one_rendering_on_one_thread() -> None:
+    own = counted("{% for a in range(10) %}{{ a }}{% endfor %}")
+    assert isinstance(own, str)
+    prepare(own)
+    for _ in range(3):
+        with limited(20):
+            assert render(own) == "0123456789"
+    with limited(19):
+        other = threading.Thread(target=lambda: found.append(render(own)))
+        found: list[str] = []
+        other.start()
+        other.join()
+        assert found == ["0123456789"]
+        with pytest.raises(TooManySteps):
+            render(own)
+    assert render(own) == "0123456789", "nothing is counted for others"
+
+
+def test_named_templates_are_counted_each(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    fast.chat_template = {"default": "plain", "tool_use": "{% for a in range(9) %}{{ a }}{% endfor %}"}
+    tokenizer = HFTokenizer(fast)
+    monkeypatch.setattr(counting, "MOST_STEPS", 17)
+    assert tokenizer.render_chat(MESSAGES) == "plain"
+    with pytest.raises(InvalidRequest, match="17 steps"):
+        tokenizer.render_chat(MESSAGES, tools=[{"name": "f"}])
+    monkeypatch.setattr(counting, "MOST_STEPS", 18)
+    assert tokenizer.render_chat(MESSAGES, tools=[{"name": "f"}]) == "012345678"
