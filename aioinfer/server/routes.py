@@ -16,6 +16,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import ConfigError, InvalidRequest, RequestError
 from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.params import SamplingParams
 from aioinfer.server.access import ApiKey, WebAccess
 from aioinfer.server.answers import ChatFormat
 from aioinfer.server.bodies import read_body
@@ -261,16 +262,17 @@ class Routes:
         if not call.echo:
             return [""] * len(call.choices())
         loop = asyncio.get_running_loop()
-        texts = [await loop.run_in_executor(None, self._echo, prompt) for prompt in call.prompts]
+        texts = [await loop.run_in_executor(None, self._echo, prompt, call.params) for prompt in call.prompts]
         return [text for text in texts for _ in range(call.n)]
 
-    def _echo(self, prompt: Prompt) -> str:
+    def _echo(self, prompt: Prompt, params: SamplingParams) -> str:
         if isinstance(prompt, str):
             return prompt
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("echo", "the model has no tokenizer")
-        return tokenizer.decode(cast("list[int]", prompt))
+        ids = cast("list[int]", prompt)
+        return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
 
 def _abort(request: web.Request) -> None:

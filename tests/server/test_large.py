@@ -179,6 +179,21 @@ async def test_large_bodies_and_patterns_are_parsed_on_a_worker_thread_one_at_a_
     assert most == 1
 
 
+async def test_a_body_that_finds_no_thread_leaves_the_turn_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_thread(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    parser, large = BodyParser(), b'{"prompt":"%s"}' % (b"x" * 100_000)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "run_in_executor", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await parser.parse(len, large, LIMITS)
+    async with asyncio.timeout(60):
+        assert await parser.parse(len, large, LIMITS) == len(large)
+
+
 def test_integers_of_many_digits_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="4000 digits"):
         parse_completion(b'{"prompt":[' + b"9" * 4000 + b"]}", OFFER)
