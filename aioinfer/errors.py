@@ -46,7 +46,11 @@ _MAX_SHOWN = 80
 
 
 class AioInferError(Exception):
-    """Base class of all exceptions of aioinfer."""
+    """Base class of all exceptions of aioinfer. They can be copied and pickled, without ``__cause__``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own calls the class with ``args``, which are not the arguments of every class.
+        return _restored, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(AioInferError, ValueError):
@@ -129,6 +133,13 @@ class EngineClosed(EngineError):
 
 class WrongLoop(EngineError, RuntimeError):
     """The engine belongs to another event loop than the running one."""
+
+
+def _restored(kind: type[AioInferError], args: tuple[Any, ...], state: Mapping[str, Any]) -> AioInferError:
+    error = kind.__new__(kind, *args)
+    error.args = args  # OSError, a base of TimedOut, sets them in __init__ only
+    error.__dict__.update(state)
+    return error
 
 
 def shown(value: Any) -> str:

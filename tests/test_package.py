@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +81,46 @@ def test_every_error_is_in_the_tree_that_the_docstring_draws() -> None:
         assert name in drawn
 
 
+#: errors whose arguments are not one message
+ARGUMENTS: dict[str, Callable[[], errors.AioInferError]] = {
+    "InvalidRequest": lambda: errors.InvalidRequest("n", "must be 1", code="unsupported_parameter"),
+    "ConstraintFailed": lambda: errors.ConstraintFailed(["grammar", "bad_words"], "leave no token"),
+    "Rejected": lambda: errors.Rejected("the queue is full", 2.5),
+    "TimedOut": lambda: errors.TimedOut("waiting", 1.5),
+}
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_can_be_copied_and_pickled(name: str) -> None:
+    kind = getattr(errors, name)
+    error = ARGUMENTS[name]() if name in ARGUMENTS else kind("a message")
+    error.add_note("a note")
+    copies: list[Callable[[Any], Any]] = [copy.copy, copy.deepcopy]
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        copies.append(lambda each, protocol=protocol: pickle.loads(pickle.dumps(each, protocol)))
+    for copied in [make(error) for make in copies]:
+        assert type(copied) is kind
+        assert copied.args == error.args
+        assert str(copied) == str(error) != ""
+        assert vars(copied) == vars(error)
+        # A copy is an error like any other.
+        with pytest.raises(kind):
+            raise copied
+
+
+def test_an_error_of_an_application_can_be_copied_and_pickled() -> None:
+    error = pickle.loads(pickle.dumps(OverBudget(budget=3)))
+    assert (type(error), str(error), error.budget) == (OverBudget, "over 3", 3)
+
+
+class OverBudget(errors.RequestError):
+    """An error of a caller's own, whose arguments have names."""
+
+    def __init__(self, *, budget: int) -> None:
+        super().__init__(f"over {budget}")
+        self.budget = budget
+
+
 def test_a_synchronous_model_keeps_torchs_global_state() -> None:
     import torch
 
@@ -131,6 +175,7 @@ def test_flags_win_over_environment_over_file() -> None:
         ({"waiting_timeout": float("nan")}, "waiting_timeout"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"model": None}, "model"),
+        ({"max_grammar_bytes": 1 << 30}, r"in \[1, 1048576\], got 1073741824"),
         ({"launch_mode": "fork"}, "launch_mode"),
     ],
 )

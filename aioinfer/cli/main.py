@@ -110,13 +110,14 @@ def _run(command: Coroutine[Any, Any, int]) -> int:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    from aioinfer.server.listening import bind
+    from aioinfer.server.listening import bind, check_open_files
 
     engine_config = read_settings(EngineConfig, options)
     config = read_settings(ServerConfig, options)
-    # A port in use is known before the model loads, and before torch does.
+    # A port in use is known before the model loads, and before torch does. So are too few open files.
     sockets = await bind(config.host, config.port)
     try:
+        check_open_files()
         return await _serve_on(sockets, engine_config, config)
     finally:
         for each in sockets:

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from aioinfer.params import Grammar, SamplingParams
 from aioinfer.server.tools import Tools
 from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
 from aioinfer.text.tokenizer import Tokenizer
-from aioinfer.text.tool_calls import PARSERS, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls import PARSERS, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_grammar import AnswerGrammar
 
 __all__ = ["AnswerFormat", "AnswerReader", "ChatFormat"]
@@ -123,20 +123,43 @@ class AnswerReader:
         self._tools = tools
         self._reasoning = reasoning
         self._called = False
+        #: read and not yet taken
+        self._thoughts: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
 
-    def deltas(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """``choices[].delta`` of a piece of the answer, one per event; none if the piece is held back."""
-        reasoning, content, calls = self._read(text, ended)
-        deltas: list[dict[str, Any]] = []
+    def read(self, text: str, *, ended: bool) -> Iterator[None]:
+        """Parse the next part of the answer, a bounded piece of it per step of the iterator."""
+        content = []
+        for piece in _cut(text):
+            content.append(self._split(piece))
+            yield
+        if ended and self._reasoning is not None:
+            content.append(self._kept(*self._reasoning.finish()))
+        if self._tools is None:
+            self._content += content
+            return
+        # In pieces: a parser copies its unparsed text at every tag that it finds.
+        for piece in _cut("".join(content)):
+            self._keep(self._tools.push(piece))
+            yield
+        if ended:
+            self._keep(self._tools.finish())
+
+    def deltas(self) -> Iterator[dict[str, Any]]:
+        """``choices[].delta`` of what was read since the last call, one per event; none if all of it is held
+        back."""
+        reasoning, content, calls = self._taken()
         if reasoning:
-            deltas.append({"reasoning_content": reasoning})
+            yield {"reasoning_content": reasoning}
         if content:
-            deltas.append({"content": content})
-        return deltas + [{"tool_calls": [_call_delta(call)]} for call in calls]
+            yield {"content": content}
+        for call in calls:
+            yield {"tool_calls": [_call_delta(call)]}
 
-    def message(self, text: str) -> dict[str, Any]:
-        """``choices[].message`` of a whole answer."""
-        reasoning, content, deltas = self._read(text, True)
+    def message(self) -> dict[str, Any]:
+        """``choices[].message`` of a whole answer that was read."""
+        reasoning, content, deltas = self._taken()
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or (None if deltas else ""),
@@ -145,11 +168,15 @@ class AnswerReader:
         if reasoning:
             message["reasoning_content"] = reasoning
         calls: list[dict[str, Any]] = []
-        for delta in deltas:
+        arguments: list[str] = []
+        for at, delta in enumerate(deltas):
+            arguments.append(delta.arguments)
             if delta.id is not None:
-                function = {"name": delta.name, "arguments": ""}
+                function: dict[str, Any] = {"name": delta.name}
                 calls.append({"id": delta.id, "type": "function", "function": function})
-            calls[-1]["function"]["arguments"] += delta.arguments
+            if at + 1 == len(deltas) or deltas[at + 1].id is not None:
+                function["arguments"] = "".join(arguments)
+                arguments = []
         if calls:
             message["tool_calls"] = calls
         return message
@@ -159,28 +186,29 @@ class AnswerReader:
         whole = self._tools is not None and self._called and not self._tools.unfinished
         return "tool_calls" if whole and reason == "stop" else reason
 
-    def _read(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        reasoning, content = self._split(text, ended)
-        if self._tools is None:
-            return reasoning, content, []
-        # In pieces: a parser copies its unparsed text at every tag that it finds.
-        pieces = [content[at : at + _PIECE] for at in range(0, len(content), _PIECE)]
-        parsed = [self._tools.push(piece) for piece in pieces]
-        if ended:
-            parsed.append(self._tools.finish())
-        calls = [call for each in parsed for call in each.calls]
-        self._called = self._called or bool(calls)
-        return reasoning, "".join(each.content for each in parsed), calls
+    def _split(self, text: str) -> str:
+        """Keep the reasoning; returns the text behind it."""
+        return text if self._reasoning is None else self._kept(*self._reasoning.push(text))
 
-    def _split(self, text: str, ended: bool) -> tuple[str, str]:
-        """Reasoning and the text behind it."""
-        if self._reasoning is None:
-            return "", text
-        reasoning, content = self._reasoning.push(text)
-        if ended:
-            last = self._reasoning.finish()
-            reasoning, content = reasoning + last[0], content + last[1]
-        return reasoning, content
+    def _kept(self, reasoning: str, behind: str) -> str:
+        self._thoughts.append(reasoning)
+        return behind
+
+    def _keep(self, parsed: Parsed) -> None:
+        self._content.append(parsed.content)
+        self._calls += parsed.calls
+        self._called = self._called or bool(parsed.calls)
+
+    def _taken(self) -> tuple[str, str, list[ToolCallDelta]]:
+        """Reasoning, content and calls since the last time."""
+        taken = "".join(self._thoughts), "".join(self._content), self._calls
+        self._thoughts, self._content, self._calls = [], [], []
+        return taken
+
+
+def _cut(text: str) -> Iterator[str]:
+    for at in range(0, len(text), _PIECE):
+        yield text[at : at + _PIECE]
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

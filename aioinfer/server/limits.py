@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aioinfer.config import ServerConfig
+from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.server.failures import Failure, Refused
 from aioinfer.server.protocol import Call
@@ -23,6 +24,9 @@ _VALUES = 1 << 18
 #: entries of logprobs that take about 100 MB
 _ENTRIES = 1 << 18
 _MOST_TOP_LOGPROBS = 20
+#: characters of an echoed prompt that cost no more than an entry, and those of a token
+_CHARACTERS_PER_ENTRY = 64
+_CHARACTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,20 @@ class Limits:
             message = f"has {values} values; this server reads at most {self.values} (max_body_values)"
             raise InvalidRequest("body", message)
 
+    @property
+    def echo(self) -> int:
+        """Characters of prompts in an answer: choices x prompt. Far fewer bytes than so many logprobs."""
+        return _CHARACTERS_PER_ENTRY * self.logprobs
+
     def check_answer(self, call: Call) -> None:
-        """Raise InvalidRequest for a call whose answer may have more logprobs than the limit."""
+        """Raise InvalidRequest for a call whose answer may have more logprobs or more of its prompts."""
+        echoed = call.n * sum(_characters(prompt) for prompt in call.prompts) if call.echo else 0
+        if echoed > self.echo:
+            raise InvalidRequest(
+                "echo",
+                f"{echoed} characters would be repeated (choices x prompt); this server repeats at most "
+                f"{self.echo} ({_CHARACTERS_PER_ENTRY} x max_answer_logprobs): ask for fewer choices",
+            )
         params = call.params
         if params.logprobs is None:
             return
@@ -82,6 +98,13 @@ class Limits:
                 f"returns at most {self.logprobs} (max_answer_logprobs): ask for fewer choices or "
                 "alternatives, or a smaller max_tokens",
             )
+
+
+def _characters(prompt: Prompt) -> int:
+    """About the length of a prompt as text."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return _CHARACTERS_PER_TOKEN * len(prompt) if isinstance(prompt, Sequence) else 0
 
 
 def too_large(limit: int) -> Refused:

@@ -11,7 +11,7 @@ import socket
 
 from aioinfer.errors import ConfigError
 
-__all__ = ["bind", "cannot_listen", "connection_limit"]
+__all__ = ["bind", "cannot_listen", "check_open_files", "connection_limit"]
 
 _log = logging.getLogger("aioinfer.server")
 
@@ -89,22 +89,33 @@ def connection_limit(wanted: int | None) -> int:
     Fewer than ``wanted`` if the limit of open files leaves fewer, which is logged. Raises ConfigError if it
     leaves none.
     """
-    possible = _possible_connections()
+    possible = check_open_files()
     if possible is None:
         return wanted or _DEFAULT_CONNECTIONS
+    soft, left = possible
+    if wanted is not None and wanted > left:
+        _log.warning("max_connections is %d, not %d: the limit of open files is %d", left, wanted, soft)
+    return min(wanted or _DEFAULT_CONNECTIONS, left)
+
+
+def check_open_files() -> tuple[int, int] | None:
+    """The limit of open files, and how many of them are left for connections; None without a limit.
+
+    Raises ConfigError if none is left.
+    """
+    possible = _possible_connections()
+    if possible is None:
+        return None
     soft, left = possible
     if left < 1:
         raise ConfigError(
             f"the limit of open files (ulimit -n {soft}) leaves none for connections: at least "
             f"{soft - left + 1} are needed"
         )
-    if wanted is not None and wanted > left:
-        _log.warning("max_connections is %d, not %d: the limit of open files is %d", left, wanted, soft)
-    return min(wanted or _DEFAULT_CONNECTIONS, left)
+    return possible
 
 
 def _possible_connections() -> tuple[int, int] | None:
-    """The limit of open files, and how many of them are left for connections; None without a limit."""
     with contextlib.suppress(ImportError, OSError):
         import resource
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 
-from aioinfer.outputs import TokenLogprob
+from aioinfer.outputs import Chunk, TokenLogprob
 from aioinfer.server.pace import Pace
 
-__all__ = ["ChatLogprobs", "CompletionLogprobs", "Speller"]
+__all__ = ["ChatLogprobs", "CompletionLogprobs", "Speller", "divided"]
 
 #: tokens whose texts are remembered
 _REMEMBERED = 1 << 15
 #: OpenAI's value for a logprob that is not known; JSON has no infinity
 _UNLIKELY = -9999.0
+#: entries of tokens in a part of JSON, and in an event
+_TOGETHER, _PER_EVENT = 32, 256
+_Out = Callable[[str], None]
 
 
 class Speller:
@@ -42,16 +46,20 @@ class ChatLogprobs:
     def __init__(self, speller: Speller) -> None:
         self._fields = speller.fields
 
-    async def write(self, logprobs: Sequence[TokenLogprob | None], pace: Pace, first: int = 0) -> str:
-        """``choices[].logprobs`` of these tokens."""
-        content = []
+    async def write(
+        self, logprobs: Sequence[TokenLogprob | None], pace: Pace, out: _Out, first: int = 0
+    ) -> None:
+        """``choices[].logprobs`` of these tokens, part by part to ``out``."""
+        out('{"content":[')
+        comma = ""
         for each in logprobs:
             if each is None:
                 continue
             top = ",".join([f"{self._entry(token, logprob)}}}" for token, logprob in each.top])
-            content.append(f'{self._entry(each.token_id, each.logprob)},"top_logprobs":[{top}]}}')
+            out(f'{comma}{self._entry(each.token_id, each.logprob)},"top_logprobs":[{top}]}}')
+            comma = ","
             await pace()
-        return f'{{"content":[{",".join(content)}],"refusal":null}}'
+        out('],"refusal":null}')
 
     def _entry(self, token: int, logprob: float) -> str:
         """An entry without its closing brace."""
@@ -66,9 +74,11 @@ class CompletionLogprobs:
         self._text = speller.text
         self._offset = 0
 
-    async def write(self, logprobs: Sequence[TokenLogprob | None], pace: Pace, first: int = 0) -> str:
-        """``choices[].logprobs`` of these tokens. The first token of a prompt, ``first``, has no logprob: its
-        entry is None."""
+    async def write(
+        self, logprobs: Sequence[TokenLogprob | None], pace: Pace, out: _Out, first: int = 0
+    ) -> None:
+        """``choices[].logprobs`` of these tokens, part by part to ``out``. The first token of a prompt,
+        ``first``, has no logprob: its entry is None."""
         tokens, values, tops, offsets = [], [], [], []
         for each in logprobs:
             text = self._text(each.token_id if each is not None else first)
@@ -83,10 +93,32 @@ class CompletionLogprobs:
                 top = {_quoted(self._text(token)): _number(logprob) for token, logprob in each.top}
                 tops.append(f"{{{','.join([f'{key}:{value}' for key, value in top.items()])}}}")
             await pace()
-        return (
-            f'{{"tokens":[{",".join(tokens)}],"token_logprobs":[{",".join(values)}],'
-            f'"top_logprobs":[{",".join(tops)}],"text_offset":[{",".join(offsets)}]}}'
-        )
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        for name, items in zip(names, (tokens, values, tops, offsets), strict=True):
+            out(f'{"{" if name == "tokens" else ","}"{name}":[')
+            for at in range(0, len(items), _TOGETHER):
+                out(("," if at else "") + ",".join(items[at : at + _TOGETHER]))
+                await pace()
+            out("]")
+        out("}")
+
+
+def divided(chunk: Chunk) -> Iterator[Chunk]:
+    """The chunk of a slow reader in parts with a bounded number of logprobs. The last one has the text."""
+    ids, logprobs, steps = chunk.token_ids, chunk.logprobs, chunk.step_map
+    start = 0
+    if logprobs is not None:
+        for at in range(0, len(ids) - _PER_EVENT, _PER_EVENT):
+            start = at + _PER_EVENT
+            mine = slice(at, start)
+            yield Chunk("", ids[mine], logprobs=logprobs[mine], step_map=steps and steps[mine])
+    if not start:
+        yield chunk
+        return
+    rest = slice(start, None)
+    yield replace(
+        chunk, token_ids=ids[rest], logprobs=logprobs and logprobs[rest], step_map=steps and steps[rest]
+    )
 
 
 def _number(value: float) -> str:

@@ -9,17 +9,21 @@ from typing import Any
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.server.fields import NESTED, check
 
-__all__ = ["parse_messages"]
+__all__ = ["UNREAD", "parse_messages"]
 
 
 _MESSAGE, _PART = NESTED["messages[]"], NESTED["messages[].content[]"]
 _CALL, _FUNCTION = NESTED["messages[].tool_calls[]"], NESTED["messages[].tool_calls[].function"]
 
 
-def parse_messages(messages: Any, template_names: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+#: why a field is refused that the template would have to read
+UNREAD = "is not read by the model's chat template"
+
+
+def parse_messages(messages: Any, template_names: frozenset[str] | None = None) -> list[dict[str, Any]]:
     """The messages, with the arguments of calls as objects. The tokenizer checks roles and contents.
 
-    ``template_names``: further keys that the chat template reads. Raises InvalidRequest.
+    ``template_names``: the keys that the chat template reads, if they are known. Raises InvalidRequest.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages", "must be a non-empty list")
@@ -28,10 +32,10 @@ def parse_messages(messages: Any, template_names: frozenset[str] = frozenset()) 
     ]
 
 
-def _message(field: str, message: Any, template_names: frozenset[str]) -> dict[str, Any]:
+def _message(field: str, message: Any, template_names: frozenset[str] | None) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(field, "must be an object")
-    check(message, _MESSAGE, f"{field}.", template_names)
+    check(message, _MESSAGE, f"{field}.", template_names or frozenset())
     content = message.get("content")
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and part.get("type") == "text":
@@ -44,6 +48,8 @@ def _message(field: str, message: Any, template_names: frozenset[str]) -> dict[s
         return message
     if not isinstance(calls, list):
         raise InvalidRequest(f"{field}.tool_calls", "must be a list")
+    if calls and template_names is not None and "tool_calls" not in template_names:
+        raise InvalidRequest(f"{field}.tool_calls", UNREAD, code="unsupported_parameter")
     parsed = [_call(f"{field}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
     return {**message, "tool_calls": parsed}
 

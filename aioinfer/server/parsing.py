@@ -84,7 +84,11 @@ class BodyParser:
             limits.check_values(raw)
             return parse(raw)
         await self._turn.acquire()
-        future = asyncio.get_running_loop().run_in_executor(None, _parse, parse, raw, limits)
+        try:
+            future = asyncio.get_running_loop().run_in_executor(None, _parse, parse, raw, limits)
+        except BaseException:  # the system has no thread left, for example
+            self._turn.release()
+            raise
         # The turn is that of the thread: it goes on when the client has left.
         future.add_done_callback(self._ended)
         return await asyncio.shield(future)

@@ -22,7 +22,7 @@ from aioinfer.server.answers import AnswerFormat, ChatFormat
 from aioinfer.server.diffusion import parse_diffusion
 from aioinfer.server.failures import Failure, Refused
 from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Honoured, Table, check
-from aioinfer.server.messages import parse_messages
+from aioinfer.server.messages import UNREAD, parse_messages
 from aioinfer.server.structured import parse_grammar
 from aioinfer.server.tools import parse_tools
 
@@ -93,7 +93,7 @@ def parse_chat(raw: bytes, served: Served) -> Call:
     if isinstance(messages, list) and len(messages) > served.max_messages:
         most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
         raise InvalidRequest("messages", most)
-    messages = parse_messages(messages, template_names or frozenset())
+    messages = parse_messages(messages, template_names)
     kwargs = _template_kwargs(body, template_names)
     top = body.get("top_logprobs")
     if top is not None and not _flag(body, "logprobs"):
@@ -101,6 +101,9 @@ def parse_chat(raw: bytes, served: Served) -> Call:
     logprobs = (0 if top is None else top) if _flag(body, "logprobs") else None
     tools = parse_tools(body)
     if tools is not None:
+        if template_names is not None and "tools" not in template_names and not tools.enforced:
+            # Only the grammar of a required or strict call would tell the model of its tools.
+            raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
         kwargs["tools"] = [each.for_template() for each in tools.functions]
     names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
     call = _call("chatcmpl", body, served, [messages], logprobs, CHAT, names, kwargs or None)
@@ -166,9 +169,7 @@ def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | N
         if kwargs[name] is not None and not (
             template_names is None or name in template_names or name in read
         ):
-            raise InvalidRequest(
-                where, "is not read by the model's chat template", code="unsupported_parameter"
-            )
+            raise InvalidRequest(where, UNREAD, code="unsupported_parameter")
     return kwargs
 
 
@@ -182,7 +183,13 @@ def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
     ``table`` are refused."""
     try:
-        body = json.loads(raw.decode(), parse_constant=_no_constant, parse_int=_integer, parse_float=_float)
+        body = json.loads(
+            raw.decode(),
+            parse_constant=_no_constant,
+            parse_int=_integer,
+            parse_float=_float,
+            object_pairs_hook=_once,
+        )
     except RecursionError:
         raise InvalidRequest("body", "is nested too deeply") from None
     except ValueError as error:
@@ -288,6 +295,16 @@ def _named(error: BaseException, names: Mapping[str, str]) -> BaseException:
         case ConstraintFailed():
             return ConstraintFailed([names.get(each, each) for each in error.fields], error.message)
     return error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys differ: of two equal ones, one would be ignored."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest("body", f"has the key {shown(twice)} twice in one object")
+    return found
 
 
 def _bias(value: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
@@ -15,15 +16,17 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import ConfigError, InvalidRequest, RequestError
 from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.params import SamplingParams
 from aioinfer.server.access import ApiKey, WebAccess
 from aioinfer.server.answers import ChatFormat
 from aioinfer.server.bodies import read_body
 from aioinfer.server.disconnects import ClientGone, ended, is_gone, unless_gone, unless_raises
 from aioinfer.server.failures import as_failure
 from aioinfer.server.limits import Limits
-from aioinfer.server.logprobs import Speller
+from aioinfer.server.logprobs import Speller, divided
 from aioinfer.server.pace import Pace
 from aioinfer.server.parsing import BodyParser, plain, refuse_large
+from aioinfer.server.pieces import PiecesPayload, cut
 from aioinfer.server.protocol import Call, Served, model_not_found, parse_chat, parse_completion
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.sse import EventStream
@@ -164,7 +167,10 @@ class Routes:
             if call.stream:
                 return await self._stream(request, call, shape, streams)
             results = await unless_gone(request, _gather(streams))
-            body = await whole_answer(call, shape, results, await self._echoes(call), self._speller)
+            pieces = await whole_answer(call, shape, results, await self._echoes(call), self._speller)
+            body: bytes | PiecesPayload = pieces[0]
+            if len(pieces) > 1:
+                body = PiecesPayload(pieces, self._config.send_timeout, partial(_abort, request))
             return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
@@ -190,10 +196,13 @@ class Routes:
         self, call: Call, shape: Shape, streams: Sequence[Stream], echoes: list[str], events: EventStream
     ) -> None:
         """All choices, then usage, then the end. After an error, the error is the last event."""
+        pace = Pace()
         try:
             for index, echo in enumerate(echoes):
                 if shape.opening is not None or echo:
-                    await events.send(shape.first(call, index, echo))
+                    for piece in cut(echo):
+                        await events.send(shape.first(call, index, piece))
+                        await pace()
             async with asyncio.TaskGroup() as group:
                 sending = [
                     group.create_task(self._send_choice(call, shape, index, stream, events))
@@ -217,19 +226,29 @@ class Routes:
         writer = None if call.params.logprobs is None else shape.logprobs(self._speller)
         reader = None if call.answer is None else call.answer.reader()
         counts = replace(stream.usage, completion_tokens=0) if call.continuous_usage else None
-        async for chunk in stream:
-            if counts is not None:
-                counts = replace(counts, completion_tokens=counts.completion_tokens + len(chunk.token_ids))
-            usage = None if counts is None else usage_body([counts], 1)
-            logprobs = "null"
-            if writer is not None and chunk.logprobs:
-                logprobs = await writer.write(chunk.logprobs, Pace())
-            if reader is None:
-                await events.send(shape.delta(call, index, chunk, logprobs, usage))
-            else:
+        async for whole in stream:
+            pace = Pace()
+            for chunk in divided(whole):
+                if counts is not None:
+                    counts = replace(
+                        counts, completion_tokens=counts.completion_tokens + len(chunk.token_ids)
+                    )
+                usage = None if counts is None else usage_body([counts], 1)
+                logprobs = "null"
+                if writer is not None and chunk.logprobs:
+                    written: list[str] = []
+                    await writer.write(chunk.logprobs, pace, written.append)
+                    logprobs = "".join(written)
+                if reader is None:
+                    await events.send(shape.delta(call, index, chunk, logprobs, usage))
+                    continue
+                # A client that reads late gets much at once.
+                for _ in reader.read(chunk.text, ended=chunk.finish_reason is not None):
+                    await pace()
                 for event in shape.deltas(call, index, chunk, reader, logprobs, usage):
                     await events.send(event)
-            last = chunk
+                    await pace()
+            last = whole
         assert last is not None
         assert last.usage is not None
         return last.usage
@@ -243,16 +262,22 @@ class Routes:
         if not call.echo:
             return [""] * len(call.choices())
         loop = asyncio.get_running_loop()
-        texts = [await loop.run_in_executor(None, self._echo, prompt) for prompt in call.prompts]
+        texts = [await loop.run_in_executor(None, self._echo, prompt, call.params) for prompt in call.prompts]
         return [text for text in texts for _ in range(call.n)]
 
-    def _echo(self, prompt: Prompt) -> str:
+    def _echo(self, prompt: Prompt, params: SamplingParams) -> str:
         if isinstance(prompt, str):
             return prompt
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("echo", "the model has no tokenizer")
-        return tokenizer.decode(cast("list[int]", prompt))
+        ids = cast("list[int]", prompt)
+        return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 async def _accepted(streams: Sequence[Stream]) -> None:

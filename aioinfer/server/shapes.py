@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
@@ -48,7 +48,9 @@ class Shape:
         """A whole choice, without its logprobs."""
         body: dict[str, Any] = {"index": index, "finish_reason": finish_reason}
         if reader is not None:
-            body["message"] = reader.message(text)
+            for _ in reader.read(text, ended=True):
+                pass
+            body["message"] = reader.message()
             body["finish_reason"] = reader.finish_reason(finish_reason)
         elif self._chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -88,27 +90,22 @@ class Shape:
         reader: AnswerReader,
         logprobs: str = "null",
         usage: dict[str, Any] | None = None,
-    ) -> list[str]:
-        """The events of a chunk with parsers: none while its text is held back. The first event has the
-        logprobs, the last one the finish reason and the fields of diffusion models."""
-        ended = chunk.finish_reason is not None
-        deltas = reader.deltas(chunk.text, ended=ended)
+    ) -> Iterator[str]:
+        """The events of a chunk that a parser has read: none while its text is held back. The first event has
+        the logprobs, the last one the finish reason and the fields of diffusion models."""
         more = chunk_fields(chunk, call.step_map)
-        if not deltas and (ended or logprobs != "null" or more):
-            deltas = [{}]
         reason = json.dumps(chunk.finish_reason and reader.finish_reason(chunk.finish_reason))
-        return [
-            self._event(
-                call,
-                index,
-                f'"delta":{json.dumps(delta)}',
-                reason if at == len(deltas) - 1 else "null",
-                logprobs if at == 0 else "null",
-                more if at == len(deltas) - 1 else None,
-                usage,
-            )
-            for at, delta in enumerate(deltas)
-        ]
+        deltas = reader.deltas()
+        delta = next(deltas, None)
+        if delta is None and (chunk.finish_reason is not None or logprobs != "null" or more):
+            delta = {}
+        while delta is not None:
+            following = next(deltas, None)
+            last = following is None
+            text = f'"delta":{json.dumps(delta)}'
+            ending, fields = (reason, more) if last else ("null", None)
+            yield self._event(call, index, text, ending, logprobs, fields, usage)
+            delta, logprobs = following, "null"
 
     def usage(self, call: Call, usage: dict[str, Any]) -> str:
         """The event after all choices."""

@@ -111,6 +111,19 @@ def test_a_port_in_use_is_found_before_the_model_is_read(
     assert "is in use" in capsys.readouterr().err
 
 
+def test_too_few_open_files_for_connections_are_found_before_the_model_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More than any command needs, and no more than this process has open."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(open(os.devnull))
+        limit = len(os.listdir("/proc/self/fd")) + 16
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+        assert main(["serve", "/no/such/model", "--port", "0"]) == 2
+    assert f"(ulimit -n {limit}) leaves none for connections" in capsys.readouterr().err
+
+
 # -- sockets -------------------------------------------------------------------------------------------
 
 

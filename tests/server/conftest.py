@@ -113,13 +113,26 @@ async def connect() -> AsyncIterator[Connect]:
 Bundled = Callable[..., AbstractAsyncContextManager[openai.AsyncOpenAI]]
 
 
+def copy_that_reads_tools(directory: Path) -> Path:
+    """A copy of the bundled model whose template reads tools, although its text does not depend on them."""
+    shutil.copytree(EngineConfig().model_path, directory)
+    template = directory / "chat_template.jinja"
+    template.write_text("{% if tools or messages[0].tool_calls %}{% endif %}" + template.read_text())
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_that_reads_tools(tmp_path_factory.mktemp("bundled") / "model")
+
+
 @pytest.fixture
-def bundled() -> Bundled:
+def bundled(model_with_tools: Path) -> Bundled:
     """A client of a server with the bundled model."""
 
     @asynccontextmanager
     async def run(model: Path | None = None, **server: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-        engine = Engine(EngineConfig(model=str(model or "tiny-chat"), threads=1, dtype="float32"))
+        engine = Engine(EngineConfig(model=str(model or model_with_tools), threads=1, dtype="float32"))
         loop = asyncio.get_running_loop()
         started: asyncio.Future[str] = loop.create_future()
         stop = asyncio.Event()
@@ -144,5 +157,5 @@ def bundled() -> Bundled:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A copy of the bundled model, for tests to change."""
-    return Path(shutil.copytree(EngineConfig().model_path, tmp_path / "model"))
+    """A copy of the bundled model that reads tools, for tests to change."""
+    return copy_that_reads_tools(tmp_path / "model")

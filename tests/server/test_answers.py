@@ -41,7 +41,9 @@ def from_deltas(answer: AnswerFormat, parts: list[str]) -> tuple[dict[str, Any],
     reader = answer.reader()
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     for at, part in enumerate(parts):
-        for delta in reader.deltas(part, ended=at == len(parts) - 1):
+        for _ in reader.read(part, ended=at == len(parts) - 1):
+            pass
+        for delta in reader.deltas():
             assert len(delta) == 1
             for name in delta.keys() & {"content", "reasoning_content"}:
                 assert delta[name]
@@ -65,7 +67,9 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 def whole(answer: AnswerFormat, text: str) -> tuple[dict[str, Any], str]:
     reader = answer.reader()
-    return without_ids(reader.message(text)), reader.finish_reason("stop")
+    for _ in reader.read(text, ended=True):
+        pass
+    return without_ids(reader.message()), reader.finish_reason("stop")
 
 
 def check(answer: AnswerFormat, text: str, parts: list[str]) -> None:

@@ -17,9 +17,14 @@ from aioinfer.text.tool_calls import Hermes
 
 USER = {"role": "user", "content": "abc"}
 TOOL = {"type": "function", "function": {"name": "f"}}
-SERVED = Served(
-    "toy", SamplingParams(), ChatFormat(tools=Hermes, template_names=frozenset({"thinking_mode"}))
-)
+CALLED = [USER, {"role": "assistant", "content": None, "tool_calls": [
+    {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "content": "1", "tool_call_id": "1"}]  # fmt: skip
+ANSWERED = {"role": "assistant", "content": "x", **dict.fromkeys(
+    ("refusal", "audio", "function_call", "tool_calls", "parsed")), "annotations": []}  # fmt: skip
+SCHEMA = {"schema": {"type": "object"}, "name": "response", "description": "d", "strict": True}
+READ = frozenset({"thinking_mode", "tools", "tool_calls"})
+SERVED = Served("toy", SamplingParams(), ChatFormat(tools=Hermes, template_names=READ))
 
 #: what the review sent, and its siblings: all of them could change an answer
 REFUSED_ON_CHAT: list[tuple[str, Any]] = [
@@ -248,6 +253,43 @@ def test_fields_that_the_template_reads_reach_it() -> None:
     assert parse_chat(json.dumps({**body, "messages": [USER]}).encode(), unknown).chat_template_kwargs
 
 
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+        ({"messages": CALLED}, "messages[1].tool_calls"),
+    ],
+    ids=str,
+)
+def test_tools_that_the_template_does_not_read_are_refused(body: dict[str, Any], field: str) -> None:
+    served = Served("toy", SamplingParams(), ChatFormat(tools=Hermes, template_names=frozenset({"messages"})))
+    raw = json.dumps({"messages": [USER], **body}).encode()
+    with pytest.raises(InvalidRequest, match="not read by the model's chat template") as refused:
+        parse_chat(raw, served)
+    assert (refused.value.field, refused.value.code) == (field, "unsupported_parameter")
+    assert parse_chat(raw, SERVED).prompts
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_calls_that_a_grammar_requires_need_no_template(choice: Any) -> None:
+    served = Served("toy", SamplingParams(), ChatFormat(tools=Hermes, template_names=frozenset({"messages"})))
+    body = {"messages": [USER], "tools": [TOOL], "tool_choice": choice}
+    assert parse_chat(json.dumps(body).encode(), served).params.structure
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"messages": [{"role": "user", "content": "a"}], "n": 1, "n": 2}',
+        b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="twice in one object"):
+        parse_chat(raw, SERVED)
+
+
 def test_the_names_that_a_template_reads() -> None:
     ending = "{% if x is defined %}{% break %}{% endif %}"
     loop = "{% for m in messages %}{{ m['role'] + m.name }}" + ending + "{% endfor %}"
@@ -304,12 +346,7 @@ def test_values_in_errors_are_bounded_and_nesting_is_safe() -> None:
 
 
 #: a conversation with a call, and a message of openai's client that is sent back
-CALLED = [USER, {"role": "assistant", "content": None, "tool_calls": [
-    {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}]},
-    {"role": "tool", "content": "1", "tool_call_id": "1"}]  # fmt: skip
-ANSWERED = {"role": "assistant", "content": "x", **dict.fromkeys(
-    ("refusal", "audio", "function_call", "tool_calls", "parsed")), "annotations": []}  # fmt: skip
-SCHEMA = {"schema": {"type": "object"}, "name": "response", "description": "d", "strict": True}
+
 
 #: what clients send on their own, besides the fields that every test has
 CLIENTS: dict[str, dict[str, Any]] = {

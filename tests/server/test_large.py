@@ -7,28 +7,34 @@ import gzip
 import json
 import threading
 import zlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest
-from aioinfer.outputs import Result, TokenLogprob, Usage
+from aioinfer.outputs import Chunk, Result, TokenLogprob, Usage
 from aioinfer.params import SamplingParams
-from aioinfer.server import pace, parsing, protocol
+from aioinfer.server import pace, parsing, pieces, protocol
 from aioinfer.server.answers import ChatFormat
 from aioinfer.server.failures import Refused
 from aioinfer.server.limits import Limits
-from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs, Speller
+from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs, Speller, divided
 from aioinfer.server.pace import Pace
 from aioinfer.server.parsing import BodyParser, decompress
+from aioinfer.server.pieces import PiecesPayload
 from aioinfer.server.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.protocol import Served as Offer
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape
 from aioinfer.server.whole import whole_answer
 from aioinfer.testing import ToyTokenizer
 from tests.server.conftest import Serving
+from tests.tiers import scaled
 
 OFFER = Offer("toy", SamplingParams(), ChatFormat())
 LIMITS = Limits.of(ServerConfig(), 4096)
@@ -173,6 +179,21 @@ async def test_large_bodies_and_patterns_are_parsed_on_a_worker_thread_one_at_a_
     assert most == 1
 
 
+async def test_a_body_that_finds_no_thread_leaves_the_turn_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_thread(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    parser, large = BodyParser(), b'{"prompt":"%s"}' % (b"x" * 100_000)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "run_in_executor", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await parser.parse(len, large, LIMITS)
+    async with asyncio.timeout(60):
+        assert await parser.parse(len, large, LIMITS) == len(large)
+
+
 def test_integers_of_many_digits_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="4000 digits"):
         parse_completion(b'{"prompt":[' + b"9" * 4000 + b"]}", OFFER)
@@ -216,6 +237,22 @@ def test_the_logprobs_of_an_answer_are_limited(body: dict[str, Any], refused: bo
     assert error.value.field == "logprobs"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompts_that_an_answer_repeats_are_limited(stream: bool) -> None:
+    text, ids = "x" * (LIMITS.echo // 128), [1] * (LIMITS.echo // 128 // 8)
+    for prompt, longer in ((text, text + "x"), (ids, [*ids, 1]), ([ids] * 2, [ids, [*ids, 1]])):
+        n = 64 if prompt == [ids] * 2 else 128
+        for asked, echo, refused in ((prompt, True, False), (longer, False, False), (longer, True, True)):
+            body = {"prompt": asked, "n": n, "echo": echo, "stream": stream}
+            call = parse_completion(json.dumps(body).encode(), OFFER)
+            if not refused:
+                LIMITS.check_answer(call)
+                continue
+            with pytest.raises(InvalidRequest, match="max_answer_logprobs") as error:
+                LIMITS.check_answer(call)
+            assert error.value.field == "echo"
+
+
 def call_for(shape: Shape) -> Call:
     prompt = {"messages": [{"role": "user", "content": "x"}]} if shape is CHAT else {"prompt": "x"}
     parse = parse_chat if shape is CHAT else parse_completion
@@ -251,7 +288,7 @@ async def test_a_whole_answer_is_written_in_slices_and_decodes_each_token_once(
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    raw = await whole_answer(call_for(shape), shape, results(500), ["", ""], Speller(spell))
+    raw = b"".join(await whole_answer(call_for(shape), shape, results(500), ["", ""], Speller(spell)))
     counting.cancel()
     assert turns >= 2 * 500
     assert sorted(decoded) == list(range(50))
@@ -266,6 +303,132 @@ async def test_a_whole_answer_is_written_in_slices_and_decodes_each_token_once(
         assert logprobs["tokens"][49] == "t49é"
         assert logprobs["text_offset"][:3] == [0, 3, 6]
         assert logprobs["top_logprobs"][49]["t3é"] == -3.0
+
+
+async def turns_of(work: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+    """The result, and how often another task had a turn meanwhile."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    result = await work()
+    counting.cancel()
+    return result, turns
+
+
+@pytest.mark.parametrize("shape", [CHAT, COMPLETION], ids=["chat", "completion"])
+async def test_a_whole_answer_is_never_in_one_piece(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts, with and without escapes, many tokens and their rounds."""
+    monkeypatch.setattr(pace, "_SLICE", 0.0)
+    monkeypatch.setattr(pieces, "PIECE", 256)
+    length = 20 * 256
+    call = replace(call_for(shape), step_map=True)
+    texts = ["x" * length, '"\u00e9\U0001f600\ud800' * (length // 4)]
+    answers = [
+        replace(result, text=text, step_map=[7] * length)
+        for text, result in zip(texts, results(300), strict=True)
+    ]
+    written, turns = await turns_of(lambda: whole_answer(call, shape, answers, ["", "echo"], Speller(str)))
+    assert max(map(len, written)) < 16_384
+    assert turns > sum(map(len, written)) / 4096
+    choices = json.loads(b"".join(written))["choices"]
+    found = [each["message"]["content"] if shape is CHAT else each["text"] for each in choices]
+    assert found == [texts[0], "echo" + texts[1]]
+    assert [each["step_map"] for each in choices] == [[7] * length] * 2
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=12),
+        lambda inner: st.lists(inner) | st.lists(st.integers()) | st.dictionaries(st.text(), inner),
+    )
+)
+@settings(max_examples=scaled(100), deadline=None)
+def test_json_in_pieces_is_the_same_json(value: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", 4)
+        assert "".join(pieces._parts(value)) == json.dumps(value)
+        assert "".join(pieces.cut(str(value))) == str(value)
+
+
+async def test_a_large_answer_is_sent_in_pieces_and_has_a_length(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 64)
+    async with serving() as served:
+        body = {"prompt": [1, 2], "max_tokens": 20, "ignore_eos": True, "logprobs": 1, "n": 4, "seed": 1}
+        raw = json.dumps(body).encode()
+        async with aiohttp.ClientSession() as session:
+            for _ in range(2):  # on one connection
+                headers = {"Content-Type": "application/json"}
+                url = f"{served.url}/v1/completions"
+                async with session.post(url, data=raw, headers=headers) as response:
+                    received = await response.read()
+                    assert int(response.headers["Content-Length"]) == len(received) > 1000
+                    assert response.content_type == "application/json"
+        choices = json.loads(received)["choices"]
+        assert [len(each["logprobs"]["tokens"]) for each in choices] == [20] * 4
+
+
+async def test_a_client_that_does_not_read_a_large_answer_is_given_up() -> None:
+    class Stuck:
+        """A connection that takes two pieces."""
+
+        taken = 0
+
+        async def write(self, piece: bytes) -> None:
+            self.taken += 1
+            if self.taken > 2:
+                await asyncio.Event().wait()
+
+    given_up = []
+    writer: Any = Stuck()
+    payload = PiecesPayload([b"x"] * 5, 0.01, lambda: given_up.append(True))
+    assert (payload.size, payload.decode()) == (5, "xxxxx")
+    with pytest.raises(ConnectionResetError):
+        await payload.write(writer)
+    assert (writer.taken, given_up) == (3, [True])
+
+
+# -- streams ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [CHAT, COMPLETION], ids=["chat", "completion"])
+@pytest.mark.parametrize("tokens", [0, 1, 256, 257, 1000])
+def test_the_chunk_of_a_slow_reader_has_bounded_logprobs_per_event(shape: Shape, tokens: int) -> None:
+    logprobs = [TokenLogprob(at, -0.5, ()) for at in range(tokens)]
+    chunk = Chunk("text", [*range(tokens)], "stop", 3, Usage(1, tokens), logprobs, [*range(tokens)])
+    parts = [*divided(chunk)]
+    assert max(len(part.token_ids) for part in parts) <= 256
+    assert [each for part in parts for each in part.token_ids] == chunk.token_ids
+    assert [each for part in parts for each in part.logprobs or ()] == logprobs
+    assert [each for part in parts for each in part.step_map or ()] == chunk.step_map
+    assert all(part.finish_reason is None and not part.text for part in parts[:-1])
+    last = parts[-1]
+    assert (last.text, last.finish_reason, last.stop_reason, last.usage) == ("text", "stop", 3, chunk.usage)
+    plain = replace(chunk, logprobs=None)
+    assert [*divided(plain)] == [plain]
+
+
+async def test_an_echo_is_streamed_in_pieces(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 7)
+    async with serving() as served, served.client(strict=False) as client:
+        prompt = "abcdefghijklmnopq\u00e9\U0001f600"
+        for text in (prompt, ""):
+            stream = await client.completions.create(
+                model="toy", prompt=text or [1], max_tokens=1, stream=True, echo=bool(text), n=2
+            )
+            events = [event.choices[0] async for event in stream]
+            for index in range(2):
+                mine = [each.text for each in events if each.index == index]
+                assert len(mine) == (4 if text else 1)
+                assert "".join(mine).startswith(text)
+                assert all(len(each) <= 7 for each in mine[:-1])
 
 
 async def test_an_echoed_prompt_is_decoded_once_for_all_choices(serving: Serving) -> None:
@@ -285,11 +448,17 @@ async def test_an_echoed_prompt_is_decoded_once_for_all_choices(serving: Serving
     assert decoded == [[1, 2, 3], [4, 5]]
 
 
+async def written(writer: ChatLogprobs | CompletionLogprobs, entries: list[TokenLogprob | None]) -> str:
+    parts: list[str] = []
+    await writer.write(entries, Pace(), parts.append)
+    return "".join(parts)
+
+
 async def test_logprobs_are_json_whatever_their_values() -> None:
     entries = [None, TokenLogprob(1, -float("inf"), ((2, float("nan")),))]
     speller = Speller(lambda token: '"\\\n')
-    chat = json.loads(await ChatLogprobs(speller).write(entries, Pace()), parse_constant=pytest.fail)
+    chat = json.loads(await written(ChatLogprobs(speller), entries), parse_constant=pytest.fail)
     assert [each["logprob"] for each in chat["content"]] == [-9999.0]
-    plain = json.loads(await CompletionLogprobs(speller).write(entries, Pace()), parse_constant=pytest.fail)
+    plain = json.loads(await written(CompletionLogprobs(speller), entries), parse_constant=pytest.fail)
     assert plain["token_logprobs"] == [None, -9999.0]
     assert plain["top_logprobs"] == [None, {'"\\\n': -9999.0}]

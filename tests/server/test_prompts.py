@@ -10,8 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from aioinfer.config import EngineConfig
 from aioinfer.testing import ToyTokenizer
-from tests.server.conftest import Serving
+from aioinfer.text.tokenizer import HFTokenizer
+from tests.server.conftest import Bundled, Serving
 
 
 class Counting(ToyTokenizer):
@@ -79,3 +81,17 @@ async def test_a_text_that_cannot_fit_is_refused_without_tokenizing(serving: Ser
             with pytest.raises(openai.BadRequestError, match="maximum context length is 4096 tokens"):
                 await client.completions.create(model="toy", prompt=prompt, n=128)
     assert not tokenizer.encoded
+
+
+async def test_an_echo_of_ids_shows_special_tokens_if_they_are_asked_for(bundled: Bundled) -> None:
+    ids = HFTokenizer.load(EngineConfig().model_path).encode("<|user|>Hi")
+    async with bundled() as client:
+        for skipped, echoed in ((True, "Hi"), (False, "<|user|>Hi")):
+            answer = await client.completions.create(
+                model="tiny-chat",
+                prompt=ids,
+                echo=True,
+                max_tokens=1,
+                extra_body={"skip_special_tokens": skipped},
+            )
+            assert answer.choices[0].text.startswith(echoed), (skipped, answer.choices[0].text)
