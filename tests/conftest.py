@@ -27,12 +27,17 @@ if not _GPU:
 
 #: further workers bring little, and each imports torch
 _MOST_WORKERS = 8
+#: names of a module whose tests run a share of their examples in the quick tier
+_RANDOM = frozenset({"given", "scaled", "tiers"})
 _LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("aioinfer")
     group.addoption("--battery", action="store_true", help="run every test (tests/tiers.py has the tiers)")
+    group.addoption(
+        "--rest", action="store_true", help="the battery without the tests that the quick tier runs in full"
+    )
     group.addoption(
         "--scale",
         type=float,
@@ -81,6 +86,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--rest"):
+        return "tier: the rest of the battery (what pytest leaves out or runs in part)"
     if _whole(config):
         return "tier: battery (every test)"
     return "tier: quick (pytest --battery runs every test)"
@@ -108,15 +115,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(tiers.battery("the same test on the other event loop"))
         if any(not mark.args for mark in item.iter_markers("battery")):
             raise pytest.UsageError(f"{item.nodeid}: the marker battery needs a reason")
-    if _whole(config):
+    if config.getoption("--rest"):
+        left = [item for item in items if not _has_more(item)]
+    elif _whole(config):
         return
-    named = _named(config)
-    left = [
-        item
-        for item in items
-        if item.get_closest_marker("battery") is not None and not item.nodeid.startswith(named)
-    ]
-    config.stash[_LEFT_OUT] = len(left)
+    else:
+        named = _named(config)
+        left = [
+            item
+            for item in items
+            if item.get_closest_marker("battery") is not None and not item.nodeid.startswith(named)
+        ]
+        config.stash[_LEFT_OUT] = len(left)
     if left:
         config.hook.pytest_deselected(items=left)
         out = set(left)
@@ -143,7 +153,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def _whole(config: pytest.Config) -> bool:
     """Every test runs: asked for, or with ``-m gpu``, whose tests are few and need a machine that is rare."""
-    return bool(config.getoption("--battery")) or "gpu" in config.option.markexpr
+    asked = config.getoption("--battery") or config.getoption("--rest")
+    return bool(asked) or "gpu" in config.option.markexpr
+
+
+def _has_more(item: pytest.Item) -> bool:
+    """The quick tier leaves the test out, or its module has random examples, of which it runs a share."""
+    names = vars(getattr(item, "module", None)) if hasattr(item, "module") else {}
+    return item.get_closest_marker("battery") is not None or not _RANDOM.isdisjoint(names)
 
 
 def _named(config: pytest.Config) -> tuple[str, ...]:

@@ -68,3 +68,13 @@ def test_workers_start_by_themselves_and_start_none(
     conftest.pytest_cmdline_main(config)
     assert config.option.numprocesses == workers
     assert config.option.dist == ("worksteal" if workers == "auto" else "no")
+
+
+def test_the_rest_has_what_the_quick_tier_leaves_out_or_runs_in_part() -> None:
+    def item(mark: Any, **names: Any) -> Any:
+        return SimpleNamespace(get_closest_marker=lambda name: mark, module=SimpleNamespace(**names))
+
+    assert not conftest._has_more(item(None, pytest=pytest))
+    assert conftest._has_more(item(tiers.battery("why")))
+    assert conftest._has_more(item(None, scaled=tiers.scaled))
+    assert conftest._has_more(item(None, given=None))
