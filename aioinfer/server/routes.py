@@ -21,6 +21,7 @@ from aioinfer.server.answers import ChatFormat
 from aioinfer.server.bodies import expected, read_body
 from aioinfer.server.disconnects import ClientGone, ended, is_gone, unless_gone, unless_raises
 from aioinfer.server.failures import as_failure
+from aioinfer.server.fingerprint import fingerprint
 from aioinfer.server.limits import Limits
 from aioinfer.server.logprobs import Speller, divided
 from aioinfer.server.pace import Pace
@@ -148,7 +149,8 @@ class Routes:
         refuse_large(request, most)
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
         chat = ChatFormat.of(self._config, engine.tokenizer)
-        served = Served(self._model, engine.default_params, chat, self._config.max_messages)
+        computes = fingerprint(self._model, engine.config, engine.info)
+        served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
         call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
         limits.check_answer(call)
         try:
