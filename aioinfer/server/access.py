@@ -72,15 +72,19 @@ class WebAccess:
         """Raises Refused (403)."""
         if not self._any_host:
             self._check_hosts(request, addresses=False)
+        self._check_origins(request)
+
+    def _check_origins(self, request: web.Request) -> None:
         for origin in request.headers.getall("Origin", ()):
             if not self._allows_origin(origin, request):
                 raise _forbidden(f"the origin {origin[:200]!r} is not in cors_origins", "origin_not_allowed")
 
     def check_local(self, request: web.Request) -> None:
-        """The same, also if any host is allowed: ``Host`` is an address, a loopback name or listed."""
+        """The same, whatever the server listens on: ``Host`` is an address, a loopback name or listed. The
+        config of a mounted engine does not know where its application listens."""
         if "*" not in self._listed:
             self._check_hosts(request, addresses=True)
-        self.check(request)
+        self._check_origins(request)
 
     def _check_hosts(self, request: web.Request, *, addresses: bool) -> None:
         # Browsers always send one.

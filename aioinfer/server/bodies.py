@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.http import StreamWriter
 
 from aioinfer.server.disconnects import ClientGone, is_gone
 from aioinfer.server.failures import Failure, Refused
 from aioinfer.server.limits import too_large
 
-__all__ = ["read_body"]
+__all__ = ["encoding_of", "expected", "read_body"]
 
 #: what the server decompresses
 _ENCODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
@@ -38,6 +39,19 @@ async def read_body(request: web.Request, timeout: float, limit: int) -> bytes:
         raise _refused(400, message, close=True) from error
 
 
+async def expected(request: web.Request) -> web.StreamResponse | None:
+    """The handler of requests with ``Expect``, before all others: aiohttp's own answers in plain text."""
+    if request.version < HttpVersion11:
+        return None
+    if request.headers["Expect"].lower() != "100-continue":
+        message = f"the Expect {request.headers['Expect'][:100]!r} is not supported: 100-continue is"
+        return Failure(417, "invalid_request_error", message).response()
+    assert isinstance(request.writer, StreamWriter)
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # what follows is a response of its own
+    return None
+
+
 async def _read(request: web.Request, limit: int) -> bytes:
     if request.content.at_eof():
         return await request.read()  # a middleware has read it, or there is nothing to read
@@ -49,11 +63,16 @@ async def _read(request: web.Request, limit: int) -> bytes:
     return bytes(body)
 
 
+def encoding_of(request: web.Request) -> str:
+    """What the body is encoded with. Several headers mean the same as one with a list."""
+    return ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
+
+
 def _check_headers(request: web.Request) -> None:
     # A page can send other types than JSON to any server, without a preflight request.
     if request.content_type != "application/json":
         raise _refused(415, "Content-Type must be application/json")
-    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    encoding = encoding_of(request)
     if encoding not in _ENCODINGS:
         message = f"the Content-Encoding {encoding[:100]!r} is not supported: gzip and deflate are"
         headers = {"Accept-Encoding": "gzip, deflate"}

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.server.bodies import encoding_of
 from aioinfer.server.limits import Limits, too_large
 
 __all__ = ["BodyParser", "decompress", "plain", "refuse_large"]
@@ -21,8 +22,10 @@ _SLICE = 1 << 18
 _SMALL = 1 << 14
 #: what takes long whatever its size: patterns are compiled, and an escape may spell their field
 _COSTLY = (b"stop_regex", b"\\u")
-#: zlib reads the header of either format
-_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+#: zlib reads the header of gzip
+_GZIP = 16 + zlib.MAX_WBITS
+#: low bits of the first byte of zlib's format (RFC 1950, section 2.2)
+_DEFLATED = 8
 
 
 def refuse_large(request: web.Request, limit: int) -> None:
@@ -34,20 +37,24 @@ def refuse_large(request: web.Request, limit: int) -> None:
 async def plain(request: web.Request, raw: bytes, limit: int) -> bytes:
     """The body without its encoding, of at most ``limit`` bytes. Raises Refused (413), InvalidRequest.
 
-    An application with these routes may have decompressed it, so an object is accepted whatever the header
-    says.
+    aiohttp decompresses bodies of applications that are not run by :func:`aioinfer.server.serve`.
     """
     if len(raw) > limit:
         raise too_large(limit)
-    encoding = request.headers.get("Content-Encoding", "").strip().lower()
-    if encoding in ("", "identity") or raw[:64].lstrip()[:1] in (b"{", b""):
+    encoding = encoding_of(request)
+    decompressed = getattr(request.content, "total_compressed_bytes", None) is not None
+    if not raw or decompressed or encoding in ("", "identity"):
         return raw
-    return await decompress(raw, limit)
+    return await decompress(raw, limit, encoding)
 
 
-async def decompress(raw: bytes, limit: int) -> bytes:
-    """The text of a gzip or zlib body, slice by slice. Raises InvalidRequest; Refused beyond ``limit``."""
-    stream = zlib.decompressobj(_GZIP_OR_ZLIB)
+async def decompress(raw: bytes, limit: int, encoding: str) -> bytes:
+    """The text of a gzip or deflate body, slice by slice. Raises InvalidRequest; Refused beyond ``limit``."""
+    wbits = _GZIP
+    if encoding == "deflate":
+        # With a header, as the standard has it, or without, as some clients have it. aiohttp accepts both.
+        wbits = zlib.MAX_WBITS if raw[0] & 0xF == _DEFLATED else -zlib.MAX_WBITS
+    stream = zlib.decompressobj(wbits)
     out = bytearray()
     for at in range(0, len(raw), _SLICE):
         rest = raw[at : at + _SLICE]

@@ -38,13 +38,14 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server offers: the model's name, its default parameters and the format of its chat answers; and
-    how many messages a chat may have."""
+    """What a server offers: the model's name, its default parameters and the format of its chat answers; how
+    many messages a chat may have; and what computes the answers."""
 
     model: str
     defaults: SamplingParams
     chat: ChatFormat = field(default_factory=ChatFormat)
     max_messages: int = 4096
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Call:
     answer: AnswerFormat | None = None
     #: choices include the denoising round in which each token was written
     step_map: bool = False
+    fingerprint: str = ""
     #: argument of the engine -> field of the body that it comes from, where the names differ
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -243,6 +245,7 @@ def _call(
             "routing_key": body.get("prompt_cache_key") if other_key else body["routing_key"],
         },
         step_map=step_map,
+        fingerprint=served.fingerprint,
         names=names,
     )
 

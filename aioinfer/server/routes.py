@@ -19,9 +19,10 @@ from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.access import ApiKey, WebAccess
 from aioinfer.server.answers import ChatFormat
-from aioinfer.server.bodies import read_body
+from aioinfer.server.bodies import expected, read_body
 from aioinfer.server.disconnects import ClientGone, ended, is_gone, unless_gone, unless_raises
 from aioinfer.server.failures import as_failure
+from aioinfer.server.fingerprint import fingerprint
 from aioinfer.server.limits import Limits
 from aioinfer.server.logprobs import Speller, divided
 from aioinfer.server.pace import Pace
@@ -76,7 +77,8 @@ class Routes:
                     f"the application already has the route {path}: choose another prefix or health path"
                 )
         for method, path, handler in routes:
-            (app.router.add_get if method == "GET" else app.router.add_post)(path, handler)
+            add = app.router.add_get if method == "GET" else app.router.add_post
+            add(path, handler, expect_handler=expected)
 
     # -- endpoints ------------------------------------------------------------------------------
 
@@ -129,7 +131,12 @@ class Routes:
             except Exception as error:
                 if isinstance(error, ConnectionError) and is_gone(request):
                     return web.Response(status=_CLIENT_GONE)
-                return as_failure(error).response()
+                response = as_failure(error).response()
+                if request.content.exception() is not None:
+                    # The rest of the body is lost. aiohttp would read it, and log an error of its own.
+                    request.content.feed_eof()
+                    response.force_close()
+                return response
 
         return guarded
 
@@ -138,12 +145,13 @@ class Routes:
     async def _generate(self, request: web.Request, parse: _Parser, shape: Shape) -> web.StreamResponse:
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
-        refuse_large(request, limits.body)
-        raw = await plain(
-            request, await read_body(request, self._config.body_timeout, limits.body), limits.body
-        )
+        # The limit of the application, too, where the engine is mounted in one.
+        most = min(limits.body, request.client_max_size or limits.body)
+        refuse_large(request, most)
+        raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
         chat = ChatFormat.of(self._config, engine.tokenizer)
-        served = Served(self._model, engine.default_params, chat, self._config.max_messages)
+        computes = fingerprint(self._model, engine.config, engine.info)
+        served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
         call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
         limits.check_answer(call)
         try:

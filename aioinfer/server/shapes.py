@@ -131,7 +131,7 @@ class Shape:
         )
 
     def _head(self, call: Call) -> str:
-        return _head_of(self._chunk_object, call.id, call.created, call.model)
+        return _head_of(self._chunk_object, call.id, call.created, call.model, call.fingerprint)
 
 
 def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:
@@ -147,9 +147,10 @@ def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _head_of(kind: str, name: str, created: int, model: str) -> str:
+def _head_of(kind: str, name: str, created: int, model: str, fingerprint: str) -> str:
     """The common start of the events of one call."""
-    return f'{{"id":"{name}","object":"{kind}","created":{created},"model":{_quoted(model)}'
+    head = f'{{"id":"{name}","object":"{kind}","created":{created},"model":{_quoted(model)}'
+    return f'{head},"system_fingerprint":"{fingerprint}"'
 
 
 CHAT = Shape(

@@ -24,6 +24,7 @@ async def whole_answer(
     """The body of an answer that is not streamed. Other callbacks run every few milliseconds."""
     pace, body = Pace(), Pieces()
     head = {"id": call.id, "object": shape.whole_object, "created": call.created, "model": call.model}
+    head["system_fingerprint"] = call.fingerprint
     body.add(f'{json.dumps(head)[:-1]},"choices":[')
     for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
         body.add("," if index else "")

@@ -33,7 +33,8 @@ from aioinfer.server.protocol import Served as Offer
 from aioinfer.server.shapes import CHAT, COMPLETION, Shape
 from aioinfer.server.whole import whole_answer
 from aioinfer.testing import ToyTokenizer
-from tests.server.conftest import Serving
+from tests.server.conftest import Connect, Serving
+from tests.server.raw import request
 from tests.tiers import scaled
 
 OFFER = Offer("toy", SamplingParams(), ChatFormat())
@@ -72,10 +73,27 @@ async def test_a_body_that_is_declared_too_large_is_not_read(serving: Serving) -
         writer.close()
 
 
+async def test_a_body_without_a_length_is_refused_while_it_is_read(
+    serving: Serving, connect: Connect
+) -> None:
+    async with serving(server={"max_body_mib": 0.01}) as served:
+        raw = await connect(served)
+        head = request(
+            "POST", "/v1/completions", Content_Type="application/json", Transfer_Encoding="chunked"
+        )
+        await raw.send(head + b"1\r\n{\r\n")
+        for _ in range(10):
+            await raw.send(b"400\r\n" + b" " * 1024 + b"\r\n")
+        # More than the limit has been sent, and not the end.
+        await raw.send(b"400\r\n" + b" " * 1024 + b"\r\n")
+        assert await raw.status() == 413
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 async def test_compressed_bodies_are_read(serving: Serving, encoding: str) -> None:
     raw = json.dumps({"prompt": [1, 2], "max_tokens": 2, "temperature": 0}).encode()
-    packed = gzip.compress(raw) if encoding == "gzip" else zlib.compress(raw)
+    pack = gzip.compress if encoding == "gzip" else zlib.compress
+    packed = pack(raw)
     async with serving() as served:
         url = f"{served.url}/v1/completions"
         status, plain = await post(url, raw)
@@ -85,7 +103,7 @@ async def test_compressed_bodies_are_read(serving: Serving, encoding: str) -> No
         for bad in (raw[1:], packed[:-1], packed + b"more", b"\x1f\x8b"):
             status, answer = await post(url, bad, Content_Encoding=encoding)
             assert (status, answer["error"]["param"]) == (400, "body")
-        status, answer = await post(url, gzip.compress(b" " * (8 << 20)), Content_Encoding=encoding)
+        status, answer = await post(url, pack(b" " * (8 << 20)), Content_Encoding=encoding)
         assert status == 413
 
 
@@ -109,6 +127,7 @@ async def test_decompression_is_in_slices_and_ends_at_the_limit(monkeypatch: pyt
     class Zlib:
         decompressobj = Recorded
         error = zlib.error
+        MAX_WBITS = zlib.MAX_WBITS
 
     turns = 0
 
@@ -123,7 +142,7 @@ async def test_decompression_is_in_slices_and_ends_at_the_limit(monkeypatch: pyt
     monkeypatch.setattr(parsing, "zlib", Zlib)
     counting = asyncio.create_task(count())
     with pytest.raises(Refused) as refused:
-        await decompress(bomb, 4 << 20)
+        await decompress(bomb, 4 << 20, "deflate")
     counting.cancel()
     assert refused.value.failure.status == 413
     assert max(parts) <= 1 << 18
@@ -132,7 +151,7 @@ async def test_decompression_is_in_slices_and_ends_at_the_limit(monkeypatch: pyt
     # Text that does not shrink takes one pass.
     parts.clear()
     text = bytes(range(256)) * 16384
-    assert await decompress(zlib.compress(text, 0), 16 << 20) == text
+    assert await decompress(zlib.compress(text, 0), 16 << 20, "deflate") == text
     assert len(parts) < 64
 
 
@@ -192,6 +211,17 @@ async def test_a_body_that_finds_no_thread_leaves_the_turn_to_the_next(
             await parser.parse(len, large, LIMITS)
     async with asyncio.timeout(60):
         assert await parser.parse(len, large, LIMITS) == len(large)
+
+
+async def test_the_loop_has_turns_while_a_large_body_is_parsed() -> None:
+    """The parser waits for a callback, which would not come if it ran on the loop."""
+    called = threading.Event()
+
+    def parse(raw: bytes) -> bool:
+        return called.wait(30)
+
+    asyncio.get_running_loop().call_later(0.01, called.set)
+    assert await BodyParser().parse(parse, b"[%s]" % (b"1," * 10_000), LIMITS)
 
 
 def test_integers_of_many_digits_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -168,6 +169,32 @@ async def test_the_time_to_drain_is_bounded(gate: Gate) -> None:
         assert "[DONE]" not in text
         gate.release()
         await closing
+
+
+@pytest.mark.parametrize("most", [0, 1000])
+async def test_the_application_bounds_bodies(most: int) -> None:
+    app = web.Application(client_max_size=most)
+    setup(app, make_engine())
+    url = "/v1/completions"
+    body = json.dumps({"prompt": [1, 2], "max_tokens": 1}).encode().ljust(1001)
+    async with running(app) as base, aiohttp.ClientSession(base) as session:
+        headers = {"Content-Type": "application/json"}
+        bodies: list[tuple[Any, dict[str, str]]] = [
+            (body, {}),
+            (parts(body), {}),
+            (gzip.compress(body), {"Content-Encoding": "gzip"}),
+        ]
+        for data, more in bodies:
+            async with session.post(url, data=data, headers=headers | more) as response:
+                assert response.status == (413 if most else 200)
+        async with session.post(url, data=body[:1000], headers=headers) as response:
+            assert response.status == 200
+
+
+async def parts(body: bytes) -> AsyncIterator[bytes]:
+    """A body without a length."""
+    for at in range(0, len(body), 100):
+        yield body[at : at + 100]
 
 
 async def test_a_mounted_trace_cannot_be_read_by_rebinding() -> None:

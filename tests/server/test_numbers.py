@@ -1,0 +1,93 @@
+"""Numbers of every spelling in every numeric field: exactly what was written, or a 400."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.params import SamplingParams
+from aioinfer.server.answers import ChatFormat
+from aioinfer.server.fields import COMPLETION, Honoured
+from aioinfer.server.protocol import Served, parse_completion
+from tests.server.conftest import Connect, Serving
+from tests.server.raw import errors, request
+
+OFFER = Served("toy", SamplingParams(), ChatFormat())
+#: not JSON, or numbers of more digits than any field has
+REFUSED = [
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "9" * 65,
+    "0." + "1" * 64,
+    "1" * 5000,
+    "1e" + "9" * 70,
+    "01",
+    "1.",
+    "+1",
+]
+SPELLED = [
+    *(
+        "1e400",
+        "-1e400",
+        "1e-400",
+        "0",
+        "-0",
+        "-0.0",
+        "1",
+        "1.0",
+        "1e0",
+        "10e-1",
+        "0.1",
+        "1e308",
+        "true",
+        '"1"',
+    ),
+    *("9" * 64, "-" + "9" * 63, "0." + "3" * 62, "9223372036854775807", "9223372036854775808", "[]", "{}"),
+]
+PARAMS = {name: rule.param for name, rule in COMPLETION.items() if isinstance(rule, Honoured) and rule.param}
+SCALAR = {each.name for each in fields(SamplingParams) if str(each.type).split(" | ")[0] in ("int", "float")}
+NUMERIC = {name: param for name, param in PARAMS.items() if param in SCALAR}
+OTHERS = ["n", "best_of", "logprobs", "priority"]
+
+
+def body(field: str, spelled: str) -> bytes:
+    return f'{{"prompt":[1,2],"max_tokens":1,{json.dumps(field)}:{spelled}}}'.encode()
+
+
+@pytest.mark.parametrize("field", [*NUMERIC, *OTHERS])
+def test_a_number_is_taken_as_it_is_written_or_refused_by_name(field: str) -> None:
+    for spelled in REFUSED:
+        with pytest.raises(InvalidRequest) as refused:
+            parse_completion(body(field, spelled), OFFER)
+        assert refused.value.field == "body"
+    for spelled in SPELLED:
+        try:
+            call = parse_completion(body(field, spelled), OFFER)
+        except InvalidRequest as error:
+            assert error.field in (field, {"best_of": "n"}.get(field)), spelled
+            continue
+        if field in NUMERIC:
+            assert getattr(call.params, NUMERIC[field]) == json.loads(spelled), spelled
+
+
+async def test_no_number_in_a_field_is_an_error_of_the_server(
+    serving: Serving, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as served:
+        raw = await connect(served)
+        for field in ["temperature", "seed", "max_tokens", "top_k", *OTHERS]:
+            for spelled in [*REFUSED, *SPELLED]:
+                content = body(field, spelled)
+                head = request(
+                    "POST",
+                    "/v1/completions",
+                    Content_Type="application/json",
+                    Content_Length=str(len(content)),
+                )
+                await raw.send(head + content)
+                assert await raw.status() in (200, 400), (field, spelled)
+    assert not errors(caplog)

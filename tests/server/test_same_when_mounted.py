@@ -1,0 +1,115 @@
+"""A request has the same answer from ``serve`` and from an application that mounts the engine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+from multidict import CIMultiDict
+
+from aioinfer.server import setup
+from tests.server.conftest import Serving
+from tests.server.raw import errors
+from tests.server.test_mounting import make_engine, running
+
+GOOD = json.dumps({"prompt": [1, 2], "max_tokens": 2, "temperature": 0}).encode()
+TYPE = ("Content-Type", "application/json")
+
+
+@asynccontextmanager
+async def mounted() -> AsyncIterator[str]:
+    app = web.Application()
+    setup(app, make_engine())
+    async with running(app) as url:
+        yield url
+
+
+@pytest.fixture(params=["serve", "mounted"])
+def either(
+    request: pytest.FixtureRequest, serving: Serving
+) -> Callable[[], AbstractAsyncContextManager[str]]:
+    """The base URL of a server."""
+
+    @asynccontextmanager
+    async def served() -> AsyncIterator[str]:
+        async with serving() as running_server:
+            yield running_server.url
+
+    return mounted if request.param == "mounted" else served
+
+
+Either = Callable[[], AbstractAsyncContextManager[str]]
+
+BODIES = {
+    "plain": ([], GOOD, 200),
+    "gzip": (["gzip"], gzip.compress(GOOD), 200),
+    "x-gzip": (["x-gzip"], gzip.compress(GOOD), 200),
+    "deflate": (["deflate"], zlib.compress(GOOD), 200),
+    "raw deflate": (["deflate"], zlib.compress(GOOD)[2:-4], 200),
+    "not gzip": (["gzip"], GOOD, 400),
+    "not deflate": (["deflate"], GOOD, 400),
+    "gzip as deflate": (["deflate"], gzip.compress(GOOD), 400),
+    "zlib as gzip": (["gzip"], zlib.compress(GOOD), 400),
+    "empty": (["gzip"], b"", 400),
+    "twice": (["gzip", "gzip"], gzip.compress(gzip.compress(GOOD)), 415),
+    "twice, not gzip": (["gzip", "gzip"], GOOD, 415),
+    "two": (["identity", "gzip"], gzip.compress(GOOD), 415),
+    "a list": (["gzip, deflate"], GOOD, 415),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+async def test_encodings(either: Either, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    encodings, body, status = BODIES[case]
+    headers = CIMultiDict([TYPE, *(("Content-Encoding", each) for each in encodings)])
+    async with either() as url, aiohttp.ClientSession() as session:
+        for _ in range(2):
+            async with session.post(f"{url}/v1/completions", data=body, headers=headers) as response:
+                answer = await response.json()
+                assert response.status == status, answer
+                assert ("choices" in answer) == (status == 200)
+                assert status == 200 or answer["error"]["type"] == "invalid_request_error"
+    assert not errors(caplog)
+
+
+@pytest.mark.parametrize(("expect", "status"), [("100-continue", 200), ("100-Continue", 200), ("else", 417)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/health", "/debug/trace"])
+async def test_expectations(either: Either, expect: str, status: int, path: str) -> None:
+    headers = CIMultiDict([TYPE, ("Expect", expect)])
+    async with either() as url, aiohttp.ClientSession() as session:
+        method, body = ("GET", None) if "completions" not in path else ("POST", GOOD)
+        async with session.request(method, url + path, data=body, headers=headers) as response:
+            answer = await response.json()
+            assert response.status == status, answer
+            if status == 417:
+                assert "'else' is not supported" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 200), ("127.0.0.1:8000", 200), ("evil.example", 403), ("evil.example:80", 403)],
+)
+async def test_hosts_of_traces(either: Either, host: str, status: int) -> None:
+    async with (
+        either() as url,
+        aiohttp.ClientSession() as session,
+        session.get(f"{url}/debug/trace", headers={"Host": host}) as response,
+    ):
+        assert response.status == status
+        assert ("error" in await response.json()) == (status == 403)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "192.0.2.7:8000", "[2001:db8::1]:80"])
+async def test_a_mounted_trace_can_be_read_under_an_address(host: str) -> None:
+    """Where the application listens is its own decision. An address cannot be rebound."""
+    async with mounted() as url, aiohttp.ClientSession() as session:
+        for origin, status in ((None, 200), (f"http://{host}", 200), ("http://evil.example", 403)):
+            headers = {"Host": host} if origin is None else {"Host": host, "Origin": origin}
+            async with session.get(f"{url}/debug/trace", headers=headers) as response:
+                assert response.status == status
