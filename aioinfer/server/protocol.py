@@ -192,6 +192,8 @@ def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
             parse_float=_float,
             object_pairs_hook=_once,
         )
+    except InvalidRequest:
+        raise
     except RecursionError:
         raise InvalidRequest("body", "is nested too deeply") from None
     except ValueError as error:
