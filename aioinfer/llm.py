@@ -76,6 +76,8 @@ class LLM:
         self._latest: dict[int, StreamCell] = {}
         #: state is being changed; if this is still set later, an exception has interrupted it
         self._changing = False
+        #: requests whose streams were left: amid a step or on another thread, if the collector closes them
+        self._left: deque[Request] = deque()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -208,8 +210,8 @@ class LLM:
         """The chunks of one answer, as they come; other requests advance with it.
 
         The arguments are checked and copied at once. The request is queued when the first chunk is wanted,
-        and aborted when the iterator is closed or dropped. Raises InvalidRequest; the iterator also Rejected
-        and what a step raises.
+        and aborted when the iterator is closed or dropped, on any thread; the next call then ends it. Raises
+        InvalidRequest; the iterator also Rejected and what a step raises.
         """
         self._opened()
         return self._chunks(*self._prepare(prompt, params, RequestOptions(), chat_template_kwargs))
@@ -230,7 +232,7 @@ class LLM:
                 else:
                     self._advance()
         finally:
-            self._withdraw([request])
+            self._left.append(request)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -354,12 +356,8 @@ class LLM:
 
     def _withdraw(self, requests: Iterable[Request]) -> None:
         """End these requests and read what is in flight, so that nothing is left of them."""
+        self._left.extend(requests)
         self._mend()
-        for request in requests:
-            if request.key in self._open:
-                self._end(request)
-        if not self._open:
-            self._drain()
 
     def _drain(self) -> None:
         while self._flights:
@@ -368,9 +366,20 @@ class LLM:
             self._changing = False
 
     def _mend(self) -> None:
-        """If an exception has interrupted a change, start over: all requests that have not ended do now."""
-        if not self._changing:
+        """First of all in a call: start over if an exception has interrupted a change, and end the requests
+        whose streams were left."""
+        if self._changing:
+            self._start_over()
+        if not self._left:
             return
+        while self._left:
+            self._end(self._left[0])
+            self._left.popleft()
+        if not self._open:
+            self._drain()
+
+    def _start_over(self) -> None:
+        """End all requests that have not ended, and forget what is half changed."""
         while self._flights:
             try:
                 self._flights[0][1].wait()
