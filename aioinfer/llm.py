@@ -169,7 +169,8 @@ class LLM:
     ) -> list[Result]:
         """Generate for all prompts; results in their order.
 
-        A single prompt (text, a list of token ids, a list of messages) is a list of one. ``params`` is one
+        A single prompt (text, a list of token ids, a list of messages) is a list of one; a single message is
+        refused, since a chat is a list. ``params`` is one
         for all or one for each. ``progress`` shows a bar; by default only on a terminal.
 
         Raises InvalidRequest before anything is computed, with ``field`` "prompts[3]" for the prompt at index
@@ -436,8 +437,8 @@ class _Failed:
 
 def _is_one(prompts: Any) -> bool:
     """A single prompt, and not a batch of them."""
-    if isinstance(prompts, (str, PromptSource)):
-        return True
+    if isinstance(prompts, (str, PromptSource, Mapping)):
+        return True  # a mapping is none, and refused as one
     if hasattr(prompts, "tolist"):
         return getattr(prompts, "ndim", 1) <= 1  # an array of ids; the rows of a matrix are prompts
     if not isinstance(prompts, (list, tuple)) or not prompts:
