@@ -169,9 +169,9 @@ class LLM:
     ) -> list[Result]:
         """Generate for all prompts; results in their order.
 
-        A single prompt (text, a list of token ids, a list of messages) is a list of one; a single message is
-        refused, since a chat is a list. ``params`` is one
-        for all or one for each. ``progress`` shows a bar; by default only on a terminal.
+        A single prompt (text, a list of token ids, a list of messages) is a list of one. ``params`` is one
+        for all or one for each. ``progress`` shows a bar; by default only on a terminal. A single message is
+        refused: a chat is a list.
 
         Raises InvalidRequest before anything is computed, with ``field`` "prompts[3]" for the prompt at index
         3, if there are several. Whatever is raised, no request of this call is left.
