@@ -19,13 +19,15 @@ from typing import Any, Literal, TypeVar
 
 from aioinfer import plugins
 from aioinfer.errors import ConfigError
+from aioinfer.plain import keep_plain
 from aioinfer.settings import (
-    exactly,
+    check_type,
     field_options,
     load_settings,
     parse_setting,
     read_settings_file,
     shown,
+    shown_bound,
     value_names,
     warn_of_variables,
 )
@@ -43,7 +45,6 @@ __all__ = [
 ]
 
 _BUNDLED = Path(__file__).parent / "bundled"
-
 
 #: Upper bound of the fields without one: excludes infinity, and integers that no float can hold.
 _LARGEST = sys.float_info.max
@@ -63,9 +64,9 @@ class _Bounds:
             return
         if self.high < _LARGEST:
             bracket = "(" if self.low_open else "["
-            wanted = f"be in {bracket}{exactly(self.low)}, {exactly(self.high)}]"
+            wanted = f"be in {bracket}{shown_bound(self.low)}, {shown_bound(self.high)}]"
         elif self.low:
-            wanted = f"be at least {exactly(self.low)}"
+            wanted = f"be at least {shown_bound(self.low)}"
         else:
             wanted = "be positive" if self.low_open else "not be negative"
         raise ConfigError(f"{name} must {wanted}, got {shown(value)}")
@@ -475,26 +476,15 @@ def bundled_models() -> list[str]:
 
 
 def _check_fields(config: Any) -> None:
-    """Check the type of every field first, then the bounds of the numbers. Raises ConfigError."""
+    """Make every field plain and check its type, then check the bounds of the numbers. Raises ConfigError."""
+    keep_plain(config)
     items = dataclasses.fields(config)
     for item in items:
-        _check_type(item.name, getattr(config, item.name), field_options(type(config), item.name))
+        check_type(item.name, getattr(config, item.name), field_options(type(config), item.name))
     for item in items:
         value, bounds = getattr(config, item.name), item.metadata["bounds"]
         if bounds is not None and value is not None:
             bounds.check(item.name, value)
-
-
-def _check_type(name: str, value: Any, options: tuple[Any, ...]) -> None:
-    kinds = tuple(option for option in options if isinstance(option, type))
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return
-    if isinstance(value, bool) and bool not in kinds:
-        raise ConfigError(f"{name} must not be true or false, got {shown(value)}")
-    if isinstance(value, kinds) or (not isinstance(value, bool) and value in options):
-        return
-    wanted = ", ".join(getattr(option, "__name__", repr(option)) for option in options)
-    raise ConfigError(f"{name} must be one of {wanted}; got {shown(value)}")
 
 
 def policy_names() -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aioinfer.plain import plain
+
 __all__ = [
     "AioInferError",
     "Cancelled",
@@ -144,15 +146,17 @@ def _restored(kind: type[AioInferError], args: tuple[Any, ...], state: Mapping[s
 
 def shown(value: Any) -> str:
     """A value in an error message, in a few characters and bounded time, whatever it is."""
-    match value:
-        case str():
-            return repr(value) if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]!r}..."
-        case bool() | float() | None:
-            return repr(value)
-        case int():
-            return repr(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
-        case Mapping():
-            return f"an object of {len(value)} keys"
-        case list() | tuple():
-            return f"a list of {len(value)}"
-    return f"an object of type {type(value).__name__}"
+    value = plain(value)
+    kind = type(value)
+    if kind is str:
+        return repr(value) if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]!r}..."
+    if kind is int and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if kind in (int, bool, float, type(None)):
+        return repr(value)
+    if issubclass(kind, dict):
+        return f"an object of {dict.__len__(value)} keys"
+    for base in (list, tuple):
+        if issubclass(kind, base):
+            return f"a list of {base.__len__(value)}"
+    return f"an object of type {kind.__name__}"

@@ -87,6 +87,8 @@ class LLM:
         self._latest: dict[int, StreamCell] = {}
         #: state is being changed; if this is still set later, an exception has interrupted it
         self._changing = False
+        #: requests whose streams were left: amid a step or on another thread, if the collector closes them
+        self._left: deque[Request] = deque()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -185,7 +187,8 @@ class LLM:
 
         A single prompt (text, a list of token ids, a list of messages) is a list of one. ``params`` is one
         for all or one for each. The timeouts, in seconds, are those of each request: until its first step,
-        and from there on. ``progress`` shows a bar; by default only on a terminal.
+        and from there on. ``progress`` shows a bar; by default only on a terminal. A single message is
+        refused: a chat is a list.
 
         Raises InvalidRequest before anything is computed, with ``field`` "prompts[3]" for the prompt at index
         3, if there are several; TimedOut, and what a step raises. Whatever it is, no request of this call is
@@ -229,8 +232,8 @@ class LLM:
         """The chunks of one answer, as they come; other requests advance with it.
 
         The arguments are checked and copied at once. The request is queued when the first chunk is wanted,
-        and aborted when the iterator is closed or dropped. Raises InvalidRequest; the iterator also Rejected,
-        TimedOut and what a step raises.
+        and aborted when the iterator is closed or dropped, on any thread; the next call then ends it. Raises
+        InvalidRequest; the iterator also Rejected, TimedOut and what a step raises.
         """
         self._opened()
         options = self._options(waiting_timeout, running_timeout)
@@ -253,7 +256,7 @@ class LLM:
                 else:
                     self._advance()
         finally:
-            self._withdraw([request])
+            self._left.append(request)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -405,12 +408,8 @@ class LLM:
 
     def _withdraw(self, requests: Iterable[Request]) -> None:
         """End these requests and read what is in flight, so that nothing is left of them."""
+        self._left.extend(requests)
         self._mend()
-        for request in requests:
-            if request.key in self._open:
-                self._end(request)
-        if not self._open:
-            self._drain()
 
     def _drain(self) -> None:
         while self._flights:
@@ -419,9 +418,20 @@ class LLM:
             self._changing = False
 
     def _mend(self) -> None:
-        """If an exception has interrupted a change, start over: all requests that have not ended do now."""
-        if not self._changing:
+        """First of all in a call: start over if an exception has interrupted a change, and end the requests
+        whose streams were left."""
+        if self._changing:
+            self._start_over()
+        if not self._left:
             return
+        while self._left:
+            self._end(self._left[0])
+            self._left.popleft()
+        if not self._open:
+            self._drain()
+
+    def _start_over(self) -> None:
+        """End all requests that have not ended, and forget what is half changed."""
         while self._flights:
             try:
                 self._flights[0][1].wait()
@@ -478,8 +488,8 @@ class _Failed:
 
 def _is_one(prompts: Any) -> bool:
     """A single prompt, and not a batch of them."""
-    if isinstance(prompts, (str, PromptSource)):
-        return True
+    if isinstance(prompts, (str, PromptSource, Mapping)):
+        return True  # a mapping is none, and refused as one
     if hasattr(prompts, "tolist"):
         return getattr(prompts, "ndim", 1) <= 1  # an array of ids; the rows of a matrix are prompts
     if not isinstance(prompts, (list, tuple)) or not prompts:

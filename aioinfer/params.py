@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 from aioinfer import plugins
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.plain import exactly, keep_plain, plain
 from aioinfer.text.grammar_spec import Grammar, Schema
 
 __all__ = ["DiffusionParams", "Grammar", "SamplingParams", "inherited"]
@@ -132,6 +134,7 @@ class SamplingParams:
     diffusion: DiffusionParams | None = None
 
     def __post_init__(self) -> None:
+        keep_plain(self, but=_OPEN)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
@@ -149,8 +152,7 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(name, f"must be true or false, got {shown(getattr(self, name))}")
+            _truth(name, getattr(self, name))
         if self.logit_bias is not None:
             # An empty mapping is no bias, also for models that do not support biases.
             object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias) or None)
@@ -169,6 +171,9 @@ class SamplingParams:
             object.__setattr__(self, "grammar", Grammar("json_schema", self.grammar))
         if not isinstance(self.diffusion, (DiffusionParams, type(None))):
             raise InvalidRequest("diffusion", f"must be DiffusionParams, got {type(self.diffusion).__name__}")
+        for name, kind in (("grammar", Grammar), ("diffusion", DiffusionParams)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, exactly(kind, getattr(self, name)))
         object.__setattr__(self, "stop", _texts("stop", self.stop, _MAX_STOP_STRINGS, _MAX_STOP_LENGTH))
         patterns = _texts("stop_regex", self.stop_regex, _MAX_STOP_PATTERNS, _MAX_STOP_PATTERN)
         object.__setattr__(self, "stop_regex", patterns)
@@ -242,7 +247,7 @@ def inherited(params: SamplingParams | None, defaults: SamplingParams) -> Sampli
         return defaults
     if not isinstance(params, SamplingParams):
         raise InvalidRequest("params", f"must be SamplingParams, got {type(params).__name__}")
-    return params.inherit(defaults)
+    return exactly(SamplingParams, params).inherit(defaults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,14 +286,14 @@ class DiffusionParams:
     draft: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in plugins.names(plugins.ALGORITHMS):
+        keep_plain(self)
+        if type(self.algorithm) is not str or self.algorithm not in plugins.names(plugins.ALGORITHMS):
             known = ", ".join(plugins.names(plugins.ALGORITHMS))
             raise InvalidRequest("algorithm", f"must be one of {known}, got {shown(self.algorithm)}")
         given = self.given()
         for name in given & {"threshold", "edit_threshold"}:
             _number(name, getattr(self, name), 0.0, 1.0)
-        if not isinstance(self.draft, bool):
-            raise InvalidRequest("draft", f"must be true or false, got {shown(self.draft)}")
+        _truth("draft", self.draft)
         if "steps" in given:
             _integer("steps", self.steps, 1, _MAX_ROUNDS)
         if "max_post_edits" in given:
@@ -308,8 +313,11 @@ class DiffusionParams:
         }
 
 
+# The checks below take plain values.
+
+
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) not in (int, float, *_OPEN):
         raise InvalidRequest(field, f"must be a number, got {shown(value)}")
     # This form also refuses NaN, and accepts integers that no float can hold.
     if not low <= value <= high or (low_open and value == low):
@@ -318,25 +326,49 @@ def _number(field: str, value: Any, low: float, high: float, *, low_open: bool =
 
 
 def _integer(field: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) not in (int, _OpenInt):
         raise InvalidRequest(field, f"must be an integer, got {shown(value)}")
     if not low <= value <= high:
         raise InvalidRequest(field, f"must be in [{low}, {high}], got {shown(value)}")
 
 
+def _truth(field: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise InvalidRequest(field, f"must be true or false, got {shown(value)}")
+
+
+def _entries(field: str, given: Any, most: int, what: str) -> tuple[Any, ...]:
+    """The entries of a list, of an array or of any other collection, as plain values; None has none."""
+    if given is None:
+        return ()
+    if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)):
+        raise InvalidRequest(field, f"must be a list of {what}, got {shown(given)}")
+    try:
+        count = len(given) if hasattr(given, "__len__") else 0
+        if count <= most:
+            entries = given.tolist() if hasattr(given, "tolist") else given
+            found = tuple(map(plain, islice(entries, most + 1)))
+            count = len(found)
+    except TypeError:
+        raise InvalidRequest(field, f"must be a list of {what}, got {shown(given)}") from None
+    if count > most:
+        raise InvalidRequest(field, f"at most {most} {what}")
+    return found
+
+
 def _texts(field: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
     """One non-empty string or several, as a tuple."""
-    if isinstance(given, (dict, int, float)):
-        raise InvalidRequest(field, "must be text or a list of texts")
-    strings = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(strings) > most:
-        raise InvalidRequest(field, f"at most {most} strings, got {len(strings)}")
+    strings = (given,) if type(given) is str else _entries(field, given, most, "strings")
     for string in strings:
-        if not isinstance(string, str) or not string:
-            raise InvalidRequest(field, f"must be non-empty strings, got {shown(string)}")
-        if len(string) > longest:
-            raise InvalidRequest(field, f"strings may have at most {longest} characters, got {len(string)}")
+        _text(field, string, longest)
     return strings
+
+
+def _text(field: str, string: Any, longest: int) -> None:
+    if type(string) is not str or not string:
+        raise InvalidRequest(field, f"must be non-empty strings, got {shown(string)}")
+    if len(string) > longest:
+        raise InvalidRequest(field, f"strings may have at most {longest} characters, got {len(string)}")
 
 
 def _check_patterns(patterns: Sequence[str]) -> None:
@@ -352,30 +384,23 @@ def _check_patterns(patterns: Sequence[str]) -> None:
 
 
 def _token_ids(field: str, ids: Any, most: int) -> tuple[int, ...]:
-    try:
-        tokens: tuple[int, ...] = tuple(ids or ())
-    except TypeError:
-        raise InvalidRequest(field, f"must be a list of token ids, got {shown(ids)}") from None
-    if len(tokens) > most:
-        raise InvalidRequest(field, f"at most {most} ids, got {len(tokens)}")
+    tokens = _entries(field, ids, most, "token ids")
     for token in tokens:
         _integer(field, token, 0, 2**31 - 1)
     return tokens
 
 
 def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
-    if words is not None and not isinstance(words, (list, tuple)):
-        raise InvalidRequest("bad_words", "must be a list of texts or lists of token ids")
-    words = tuple(words or ())
-    texts = [word for word in words if isinstance(word, str)]
-    _texts("bad_words", texts, _MAX_BAD_WORDS, _MAX_BAD_WORD)
-    if len(words) > _MAX_BAD_WORDS:
-        raise InvalidRequest("bad_words", f"at most {_MAX_BAD_WORDS} words, got {len(words)}")
     found: list[str | tuple[int, ...]] = []
-    for word in words:
-        if not isinstance(word, (str, list, tuple)) or not word:
+    for word in _entries("bad_words", words, _MAX_BAD_WORDS, "texts or lists of token ids"):
+        if type(word) is str:
+            _text("bad_words", word, _MAX_BAD_WORD)
+            found.append(word)
+            continue
+        ids = () if word is None else _token_ids("bad_words", word, _MAX_BAD_WORD)
+        if not ids:
             raise InvalidRequest("bad_words", f"must be texts or lists of token ids, got {shown(word)}")
-        found.append(word if isinstance(word, str) else _token_ids("bad_words", word, _MAX_BAD_WORD))
+        found.append(ids)
     return tuple(found)
 
 
@@ -384,8 +409,8 @@ def _logit_bias(given: Any) -> dict[int, float]:
         raise InvalidRequest("logit_bias", f"must map token ids to numbers, got {type(given).__name__}")
     if len(given) > _MAX_BIASES:
         raise InvalidRequest("logit_bias", f"at most {_MAX_BIASES} ids, got {len(given)}")
-    bias = dict(given)
-    for token, value in bias.items():
+    bias = [(plain(token), plain(value)) for token, value in dict(given).items()]
+    for token, value in bias:
         _integer("logit_bias", token, 0, 2**31 - 1)
         _number("logit_bias", value, -100.0, 100.0)
-    return _FrozenBias({int(token): float(value) for token, value in bias.items()})
+    return _FrozenBias((token, float(value)) for token, value in bias)

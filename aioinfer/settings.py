@@ -17,12 +17,13 @@ from typing import Any, Literal
 from aioinfer.errors import ConfigError
 
 __all__ = [
-    "exactly",
+    "check_type",
     "field_options",
     "load_settings",
     "parse_setting",
     "read_settings_file",
     "shown",
+    "shown_bound",
     "value_names",
     "warn_of_variables",
 ]
@@ -42,7 +43,7 @@ def shown(value: Any) -> str:
     return _repr.repr(value)
 
 
-def exactly(bound: float) -> str:
+def shown_bound(bound: float) -> str:
     """A bound in full: 1048576, not 1.04858e+06."""
     return str(int(bound)) if bound == int(bound) else repr(bound)
 
@@ -117,6 +118,20 @@ def field_options(cls: type[Any], name: str) -> tuple[Any, ...]:
         for part in parts
         for option in (typing.get_args(part) if typing.get_origin(part) is Literal else (part,))
     )
+
+
+def check_type(name: str, value: Any, options: tuple[Any, ...]) -> None:
+    """Raise ConfigError unless a plain value has one of the types, or is one of the values, of
+    :func:`field_options`."""
+    kind = type(value)
+    if kind in options or (kind is int and float in options):
+        return
+    if kind is bool:
+        raise ConfigError(f"{name} must not be true or false, got {shown(value)}")
+    if any(kind is type(option) and value == option for option in options):  # 1.0 equals the option 1
+        return
+    wanted = ", ".join(getattr(option, "__name__", repr(option)) for option in options)
+    raise ConfigError(f"{name} must be one of {wanted}; got {shown(value)}")
 
 
 def read_settings_file(path: str | Path, known: Collection[str]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ it is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from enum import Enum
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
 from aioinfer.errors import Cancelled
 from aioinfer.outputs import Chunk, Result, Usage
@@ -35,10 +35,11 @@ class StreamOwner(Protocol):
         """Raise WrongLoop on any loop but the engine's."""
 
     def abandon(self, request: Request) -> None:
-        """End the request, since its consumer has left. On the engine's loop."""
+        """End the request, since its consumer has left: at once on the engine's loop, elsewhere one turn of
+        that loop later."""
 
-    def abandon_threadsafe(self, request: Request) -> None:
-        """The same from any thread, one turn of the loop later."""
+    def abandon_later(self, request: Request) -> None:
+        """The same from any thread and at any point, always one turn of the loop later."""
 
     def caught_up(self, request: Request) -> None:
         """Continue a request that was parked for its consumer, who has read enough. On the engine's loop."""
@@ -255,6 +256,7 @@ class Stream(Coroutine[Any, Any, Result]):
 
     async def accepted(self) -> None:
         """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
+        self._owner.check_loop()
         while self._cell.request.state is RequestState.PREPARING and not self._cell.closed:
             await self._wait(Want.ACCEPTANCE)
         self._raise_error()
@@ -262,6 +264,7 @@ class Stream(Coroutine[Any, Any, Result]):
     # -- leaving --------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        self._owner.check_loop()
         return self
 
     async def __aexit__(
@@ -270,19 +273,26 @@ class Stream(Coroutine[Any, Any, Result]):
         self.close()
 
     async def aclose(self) -> None:
-        """Abort the request if it still runs. Never waits for the device. Idempotent."""
+        """Abort the request if it still runs. Never waits for the device. Idempotent. From another loop or
+        thread, the request ends in the next turn of the engine's loop."""
         self.close()
 
     def close(self) -> None:
-        """The same from synchronous code on the engine's loop."""
-        if not self._cell.closed:
-            self._cell.closed = True
-            self._owner.abandon(self._cell.request)
-            self._cell.notify()
+        """The same from synchronous code."""
+        self._leave(self._owner.abandon)
 
     def __del__(self) -> None:
         if not self.done:
-            self._owner.abandon_threadsafe(self._cell.request)
+            self._leave(self._owner.abandon_later)
+
+    def _leave(self, abandon: Callable[[Request], None]) -> None:
+        if not self._cell.closed:
+            self._cell.closed = True
+            abandon(self._cell.request)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """A copy that is dropped would abort the request of the stream that is kept."""
+        raise TypeError("a Stream cannot be copied or pickled: it is the only reader of its request")
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -296,8 +306,12 @@ class Stream(Coroutine[Any, Any, Result]):
             self._owner.caught_up(cell.request)
         try:
             await cell.waiter
+        except GeneratorExit:
+            # Closed, by the collector for example: on any thread and at any point, amid a step, too.
+            self._leave(self._owner.abandon_later)
+            raise
         except BaseException:
-            # The task was cancelled, by a timeout for example, or closed: the consumer has left.
+            # The task was cancelled, by a timeout for example: the consumer has left.
             self.close()
             raise
         finally:

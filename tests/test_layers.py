@@ -48,8 +48,10 @@ LAYERS: list[set[str]] = [
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
     # config values from text, variables and files
     {"text", "cache", "native", "settings"},
-    # leaves
+    # exceptions, results, parts found by file name
     {"errors", "outputs", "plugins"},
+    # the plain values of what a caller gives
+    {"plain"},
 ]
 
 #: rooms in pure Python: neither they nor what they import load these at module level

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.plain import PLAIN, plain
 
-__all__ = ["check_ids", "check_range", "freeze", "thaw"]
+__all__ = ["check_ids", "check_range", "freeze"]
 
 _MAX_DEPTH = 200
 _MAX_PARTS = 200_000
-_ATOMS = (str, int, float, type(None), bytes)
 
 
 def check_ids(field: str, ids: Sequence[Any], vocab_size: int) -> None:
@@ -32,26 +31,18 @@ def check_range(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(field, f"{shown} is not a token id; the model has {vocab_size}")
 
 
-def freeze(field: str, value: list[Any] | dict[str, Any]) -> Any:
-    """A deep copy of plain data (text, numbers, lists, tuples, mappings, None), for :func:`thaw`; callables
-    stay as they are.
+def freeze(field: str, value: Any) -> Any:
+    """A deep copy of plain data (text, numbers, bytes, lists, tuples, mappings, None); callables stay as they
+    are, and sets become lists.
 
-    Raises InvalidRequest for other types and for data that is nested too deeply.
+    Raises InvalidRequest for other types, and for data that is nested too deeply or has too many parts.
     """
-    try:
-        # Without running any Python, so that no other thread can change the data meanwhile.
-        return marshal.dumps(value)
-    except ValueError:
-        return _Copier(field).copy(value, 0)  # other mappings, callables, or too deep
-
-
-def thaw(frozen: Any) -> Any:
-    """What was given to :func:`freeze`."""
-    return marshal.loads(frozen) if isinstance(frozen, bytes) else frozen
+    return _Copier(field).copy(value, 0)
 
 
 class _Copier:
-    """Copies what :mod:`marshal` does not know."""
+    """Copies containers one by one, each in one step if it is a list or a dict, so that another thread cannot
+    change it meanwhile; from then on the copy is read."""
 
     __slots__ = ("_field", "_left")
 
@@ -60,19 +51,40 @@ class _Copier:
         self._left = _MAX_PARTS
 
     def copy(self, value: Any, depth: int) -> Any:
-        self._left -= 1
+        value = plain(value)
+        if type(value) in PLAIN or callable(value):
+            return value
+        if isinstance(value, (dict, Mapping)):
+            return self._copy_mapping(value, depth)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            self._enter(len(value), depth)
+            items = list(value)
+            if not PLAIN.issuperset(map(type, items)):
+                items = [self.copy(item, depth + 1) for item in items]
+            return tuple(items) if isinstance(value, tuple) else items
+        raise self._refused(value)
+
+    def _copy_mapping(self, value: Mapping[Any, Any], depth: int) -> dict[Any, Any]:
+        self._enter(len(value), depth)
+        known = dict(value)
+        if not PLAIN.issuperset(map(type, known)):
+            known = {self._key(key): item for key, item in known.items()}
+        if not PLAIN.issuperset(map(type, known.values())):
+            known = {key: self.copy(item, depth + 1) for key, item in known.items()}
+        return known
+
+    def _key(self, given: Any) -> Any:
+        key = plain(given)
+        if type(key) not in PLAIN:
+            raise self._refused(given)
+        return key
+
+    def _enter(self, parts: int, depth: int) -> None:
+        """A container, before it is copied."""
+        self._left -= 1 + parts
         if depth > _MAX_DEPTH or self._left < 0:
             raise InvalidRequest(self._field, "is nested too deeply or has too many parts")
-        if isinstance(value, str):
-            return str.__str__(value)  # the text of an instance of a subclass
-        if isinstance(value, _ATOMS) or callable(value):
-            return value
-        if isinstance(value, Mapping):
-            # dict() first: while it is copied, other threads can change a mapping between two elements.
-            return {
-                self.copy(key, depth + 1): self.copy(item, depth + 1) for key, item in dict(value).items()
-            }
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return [self.copy(item, depth + 1) for item in list(value)]
+
+    def _refused(self, value: Any) -> InvalidRequest:
         kind = type(value).__name__
-        raise InvalidRequest(self._field, f"must be text, numbers, lists and mappings, got {kind}")
+        return InvalidRequest(self._field, f"must be text, numbers, lists and mappings, got {kind}")

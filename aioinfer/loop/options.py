@@ -5,13 +5,14 @@ Both are checked once, when the caller passes them in, as far as that needs no t
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.loop.copies import check_ids, freeze, thaw
+from aioinfer.loop.copies import check_ids, freeze
+from aioinfer.plain import keep_plain, plain
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class RequestOptions:
     max_lag: int | None = None
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         _check_timeout("waiting_timeout", self.waiting_timeout)
         _check_timeout("running_timeout", self.running_timeout)
         if self.max_lag is not None and (type(self.max_lag) is not int or self.max_lag < 1):
@@ -94,8 +96,8 @@ class PromptSource:
         self._template_kwargs: Any = {}
         #: characters, roughly, that have to be tokenized
         self.size = 0
-        given: Any = prompt
-        if isinstance(given, str):
+        given: Any = plain(prompt)
+        if type(given) is str:
             self._take_text(given, template_kwargs)
             return
         if not isinstance(given, (list, tuple)) and not hasattr(given, "tolist"):
@@ -119,7 +121,7 @@ class PromptSource:
             raise InvalidRequest("prompt", "is empty")
         self._require_tokenizer()
         self._check_text(text)
-        self._prompt = str.__str__(text)
+        self._prompt = text
         self.size = len(text)
 
     def _take_chat(self, messages: list[Any], template_kwargs: Mapping[str, Any] | None) -> None:
@@ -136,11 +138,11 @@ class PromptSource:
         if not isinstance(given, Mapping):
             kind = type(given).__name__
             raise InvalidRequest("chat_template_kwargs", f"must be a mapping, got {kind}")
-        kwargs = dict(given)
+        kwargs = freeze("chat_template_kwargs", given)
         for name in kwargs:
-            if not isinstance(name, str) or name in _NOT_VARIABLES:
-                raise InvalidRequest("chat_template_kwargs", f"{str(name)[:80]!r} cannot be set")
-        self._template_kwargs = freeze("chat_template_kwargs", kwargs)
+            if type(name) is not str or name in _NOT_VARIABLES:
+                raise InvalidRequest("chat_template_kwargs", f"{shown(name)} cannot be set")
+        self._template_kwargs = kwargs
 
     def _require_tokenizer(self) -> None:
         if self._tokenizer is None:
@@ -183,7 +185,7 @@ class PromptSource:
         return self._ids
 
     def _encode_chat(self, tokenizer: Tokenizer) -> list[int]:
-        messages, kwargs = thaw(self._prompt), thaw(self._template_kwargs)
+        messages, kwargs = self._prompt, self._template_kwargs
         render = getattr(tokenizer, "render_chat", None)
         if render is None:
             return tokenizer.encode_chat(messages, **kwargs)
@@ -241,12 +243,12 @@ def _elements(array: Any) -> list[Any]:
 
 def _content_length(message: Any) -> int:
     """Characters of a message's content; its form is checked later."""
-    content = message.get("content") if _is_mapping(message) else None
-    if isinstance(content, str):
+    content = plain(message.get("content")) if _is_mapping(message) else None
+    if type(content) is str:
         return len(content)
     parts = content if isinstance(content, (list, tuple)) else ()
-    texts = (part.get("text") if _is_mapping(part) else part for part in parts)
-    return sum(len(text) for text in texts if isinstance(text, str))
+    texts = (plain(part.get("text") if _is_mapping(part) else part) for part in parts)
+    return sum(len(text) for text in texts if type(text) is str)
 
 
 def _is_mapping(value: Any) -> bool:
@@ -255,15 +257,11 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _check_timeout(field: str, value: float | None) -> None:
-    if value is not None and (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    # This form also refuses NaN, and integers that no float can hold.
+    if value is not None and not (type(value) in (int, float) and 0 < value <= sys.float_info.max):
         raise InvalidRequest(field, f"must be a positive number of seconds, got {shown(value)}")
 
 
 def _check_label(field: str, value: str | None) -> None:
-    if value is not None and (not isinstance(value, str) or len(value) > _MAX_LABEL):
+    if value is not None and (type(value) is not str or len(value) > _MAX_LABEL):
         raise InvalidRequest(field, f"must be a string of at most {_MAX_LABEL} characters")

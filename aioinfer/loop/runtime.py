@@ -53,12 +53,16 @@ class EngineState(Enum):
     CLOSED = "closed"
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 def require_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Raise WrongLoop unless ``loop`` is the running one."""
-    try:
-        running = asyncio.get_running_loop()
-    except RuntimeError:
-        running = None
+    running = _running_loop()
     if running is not loop:
         where = "there is no running loop here" if running is None else "this is another one"
         raise WrongLoop(
@@ -71,8 +75,8 @@ def require_loop(loop: asyncio.AbstractEventLoop) -> None:
 class Runtime:
     """The parts of a started engine and its open requests: accepts requests, and ends their streams.
 
-    It belongs to the loop on which it is made, and all methods but :meth:`abandon_threadsafe` are called
-    there. Driver and streams know it, as DriverEvents and StreamOwner.
+    It belongs to the loop on which it is made, and all methods but :meth:`abandon` and
+    :meth:`abandon_later` are called there. Driver and streams know it, as DriverEvents and StreamOwner.
     """
 
     def __init__(self, config: EngineConfig, core: Core, launcher: Launcher, intake: Intake) -> None:
@@ -224,17 +228,23 @@ class Runtime:
             require_loop(self.loop)
 
     def abandon(self, request: Request) -> None:
-        """The consumer closed its stream."""
-        if not request.ended:
-            self._end(request, None)
+        """The consumer closed its stream, on any loop and thread."""
+        if _running_loop() is self.loop:
+            self._abandon(request)
+        else:
+            self.abandon_later(request)
 
-    def abandon_threadsafe(self, request: Request) -> None:
-        """The stream was garbage-collected, on any thread."""
+    def abandon_later(self, request: Request) -> None:
+        """The stream was garbage-collected, on any thread, and maybe amid a step."""
         if self.state is not EngineState.CLOSED:
             try:
-                self.loop.call_soon_threadsafe(self.abandon, request)
+                self.loop.call_soon_threadsafe(self._abandon, request)
             except RuntimeError:
                 pass  # the loop is closed, and nothing runs any more
+
+    def _abandon(self, request: Request) -> None:
+        if not request.ended:
+            self._end(request, None)
 
     def caught_up(self, request: Request) -> None:
         """The consumer of a request that is parked for it has read enough: the request goes on."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.plain import PLAIN, keep_plain, plain
 
 __all__ = ["Grammar", "Schema", "SchemaModel"]
 
@@ -24,6 +25,8 @@ class SchemaModel(Protocol):
 
 #: a JSON schema, as an object or as what has one
 Schema = Mapping[str, Any] | SchemaModel
+
+_Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "answer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,13 @@ class Grammar:
         InvalidRequest: unknown kind, or a source that cannot be converted or has more than 1 Mi characters.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "answer"]
+    kind: _Kind
     source: str | Schema | bool | list[str] | tuple[str, ...] = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("json_schema", "json_object", "regex", "choice", "lark", "answer"):
+        keep_plain(self)
+        kind: Any = self.kind
+        if type(kind) is not str or kind not in get_args(_Kind):
             raise InvalidRequest("grammar", f"{shown(self.kind)} is not a kind of grammar")
         source = _as_text(self.kind, self.source)
         if len(source) > _MAX_GRAMMAR:
@@ -62,7 +67,7 @@ class Grammar:
 
 def _as_text(kind: str, source: Any) -> str:
     """Raises InvalidRequest."""
-    if isinstance(source, str):
+    if type(source) is str:
         return source
     if kind == "json_schema" and not isinstance(source, (Mapping, bool)):
         source = _schema_of(source)
@@ -86,7 +91,10 @@ def _schema_of(model: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings that are no dicts."""
+    """Mappings that are no dicts, and scalars of numpy's."""
     if isinstance(value, Mapping):
         return dict(value)
+    known = plain(value)
+    if type(known) in PLAIN - {bytes}:
+        return known
     raise TypeError(f"{type(value).__name__} is not JSON")

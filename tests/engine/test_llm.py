@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -77,6 +78,15 @@ def test_a_single_prompt_is_a_batch_of_one(prompt: Any) -> None:
     elif not isinstance(prompt[0], int):
         prompt = tokenizer.encode_chat(prompt)
     assert result.token_ids == again.token_ids == toy_generate(prompt, SHORT)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_message_is_no_batch_of_prompts(kind: Any) -> None:
+    with make_llm() as llm:
+        with pytest.raises(errors.InvalidRequest) as caught:
+            llm.generate(kind(role="user", content="hi"), SHORT, progress=False)
+        assert caught.value.field == "prompt"
+        answers(llm)
 
 
 def test_more_prompts_than_the_queue_takes_are_fed_as_it_empties() -> None:

@@ -1,0 +1,368 @@
+"""What a caller gives is kept as plain values: no code of a caller's runs with other requests."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import json
+from collections import UserDict
+from dataclasses import fields, replace
+from enum import IntEnum, StrEnum
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.engine import Engine
+from aioinfer.loop.copies import freeze
+from aioinfer.loop.options import RequestOptions
+from aioinfer.params import DiffusionParams, Grammar, SamplingParams, inherited
+from aioinfer.plain import PLAIN, plain
+from aioinfer.testing import ToyTokenizer, toy_generate
+from tests.engine.conftest import MakeEngine
+
+SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+class Armed:
+    """While it is set, every method of the classes below raises."""
+
+    now = False
+
+
+def hostile(base: type) -> Any:
+    """A subclass whose methods raise once it is armed."""
+
+    def overriding(name: str) -> Any:
+        original = getattr(base, name)
+
+        def method(self: Any, *arguments: Any) -> Any:
+            if Armed.now:
+                raise RuntimeError(f"{base.__name__}.{name} of a caller was called")
+            return original(self, *arguments)
+
+        return method
+
+    kept = {"__new__", "__init__", "__class__", "__init_subclass__", "__subclasshook__", "__getattribute__"}
+    names = [name for name in dir(base) if callable(getattr(base, name)) and name not in kept]
+    return type(f"Hostile{base.__name__.title()}", (base,), {name: overriding(name) for name in names})
+
+
+HOSTILE = {kind: hostile(kind) for kind in (str, int, float, bytes)}
+FRIENDLY = {kind: type(f"My{kind.__name__}", (kind,), {}) for kind in (str, int, float, bytes)}
+
+
+def disguised(value: Any, kinds: dict[type, Any]) -> Any:
+    """The value with instances of subclasses for text and numbers, at any depth."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(disguised(item, kinds) for item in value)
+    if isinstance(value, dict):
+        return {disguised(key, kinds): disguised(item, kinds) for key, item in value.items()}
+    return kinds[type(value)](value) if type(value) in kinds else value
+
+
+def kinds_within(value: Any) -> set[type]:
+    """The types of all that is kept of a value."""
+    if isinstance(value, (list, tuple)):
+        return {type(value)}.union(*map(kinds_within, value))
+    if isinstance(value, dict):
+        return kinds_within(list(value.items()))
+    if hasattr(value, "__dataclass_fields__"):
+        return {type(value)}.union(*(kinds_within(getattr(value, each.name)) for each in fields(value)))
+    return {type(value)}
+
+
+#: a valid value for every field that takes text or numbers; a new field needs one here
+VALUES: dict[type, dict[str, Any]] = {
+    SamplingParams: {
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.25,
+        "top_n_sigma": 1.5,
+        "seed": 7,
+        "max_tokens": 9,
+        "min_tokens": 1,
+        "stop": ["one", "two"],
+        "stop_regex": ["a+", "b"],
+        "stop_token_ids": [1, 2],
+        "ignore_eos": True,
+        "repetition_penalty": 1.25,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "skip_special_tokens": False,
+        "include_stop": True,
+        "logit_bias": {5: 1.5, 6: -1},
+        "allowed_token_ids": (1, 2, 3),
+        "logprobs": 2,
+        "prompt_logprobs": 2,
+        "grammar": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}},
+        "bad_words": ["word", [1, 2], (3,)],
+        "diffusion": DiffusionParams(),
+    },
+    DiffusionParams: {
+        "algorithm": "joint_threshold",
+        "threshold": 0.5,
+        "steps": 4,
+        "edit_threshold": 0.5,
+        "max_post_edits": 2,
+        "penalty": 1.5,
+        "factor": 2.0,
+        "entropy_bound": 0.5,
+        "draft": True,
+    },
+    Grammar: {"kind": "regex", "source": "a+"},
+    RequestOptions: {
+        "priority": 3,
+        "cache_salt": "salt",
+        "routing_key": "key",
+        "waiting_timeout": 1.5,
+        "running_timeout": 2,
+        "max_lag": 5,
+    },
+}
+CASES = [(cls, each.name) for cls in VALUES for each in fields(cls)]
+KEPT = PLAIN | {tuple, Grammar, DiffusionParams, SamplingParams, RequestOptions}
+
+
+def made(cls: Any, name: str, value: Any) -> Any:
+    return cls(**({**VALUES[Grammar], name: value} if issubclass(cls, Grammar) else {name: value}))
+
+
+@pytest.mark.parametrize("classes", [FRIENDLY, HOSTILE], ids=["friendly", "hostile"])
+@pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda each: getattr(each, "__name__", each))
+def test_every_field_keeps_plain_values(cls: Any, name: str, classes: dict[type, Any]) -> None:
+    value = VALUES[cls][name]
+    wanted, given = made(cls, name, value), disguised(value, classes)
+    Armed.now = True
+    try:
+        found = made(cls, name, given)
+        assert kinds_within(getattr(found, name)) <= KEPT | kinds_within(wanted)
+        assert getattr(found, name) == getattr(wanted, name)
+        assert hash(found) == hash(wanted)
+    finally:
+        Armed.now = False
+
+
+@pytest.mark.parametrize("cls", [SamplingParams, DiffusionParams, Grammar])
+def test_of_an_instance_of_a_subclass_only_the_fields_are_kept(cls: Any) -> None:
+    class Mine(cls):  # type: ignore[misc]
+        __slots__ = ()
+
+        def __post_init__(self) -> None:
+            """Checks nothing."""
+
+        def __eq__(self, other: object) -> NoReturn:
+            raise RuntimeError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    for name, value in VALUES[cls].items():
+        given = made(Mine, name, value)
+        if cls is SamplingParams:
+            assert inherited(given, SamplingParams()) == made(cls, name, value)
+        else:
+            field = {DiffusionParams: "diffusion", Grammar: "grammar"}[cls]
+            assert getattr(SamplingParams(**{field: given}), field) == made(cls, name, value)
+    bad = {SamplingParams: "temperature", DiffusionParams: "steps", Grammar: "kind"}[cls]
+    with pytest.raises(errors.InvalidRequest):
+        given = made(Mine, bad, -1.0)
+        if cls is SamplingParams:
+            inherited(given, SamplingParams())
+        else:
+            SamplingParams(**{"diffusion" if cls is DiffusionParams else "grammar": given})
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "routing_key", "stop"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "routing-key"])
+async def test_text_whose_comparison_raises_leaves_the_requests_with_equal_text(
+    make_engine: MakeEngine, name: str, policy: str
+) -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+    def ask(engine: Engine, kind: type[str]) -> Any:
+        text = kind("sämtlich")
+        if name == "stop":
+            return engine.generate(prompt, replace(SHORT, stop=[text]))
+        return engine.generate(prompt, SHORT, **{name: text})  # type: ignore[arg-type]
+
+    async with make_engine(policy=policy, max_running_requests=2) as engine:
+        streams = [ask(engine, HOSTILE[str]), ask(engine, HOSTILE[str])]
+        Armed.now = True
+        try:
+            streams += [ask(engine, str) for _ in range(3)] + [ask(engine, HOSTILE[str])]
+            for stream in streams:
+                assert (await stream).token_ids == toy_generate(prompt, SHORT)
+        finally:
+            Armed.now = False
+            for stream in streams:
+                stream.close()
+
+
+def test_enumerations_are_their_values() -> None:
+    class Word(StrEnum):
+        END = "end"
+
+    class Rank(IntEnum):
+        HIGH = 9
+
+    assert RequestOptions(priority=Rank.HIGH, cache_salt=Word.END) == RequestOptions(
+        priority=9, cache_salt="end"
+    )
+    assert {type(plain(each)) for each in (Word.END, Rank.HIGH)} == {str, int}
+
+
+# -- arrays and their scalars -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [np.array, lambda ids: array.array("i", ids), tuple, set, iter])
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_token_ids_may_be_of_any_collection(name: str, make: Any) -> None:
+    for ids in ([1, 2], [0], [5]):
+        assert getattr(SamplingParams(**{name: make(ids)}), name) == tuple(ids)
+    assert SamplingParams(bad_words=[np.array([0]), "x"]).bad_words == ((0,), "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *itertools.product(
+            ["stop", "stop_regex", "stop_token_ids", "bad_words", "allowed_token_ids"],
+            [0, 5, False, True, 0.0, b"", b"a", bytearray(), {}, {1: 2}, object(), np.array(0)],
+        ),
+        *itertools.product(["stop", "stop_regex"], ["", [""], [b"a"], [5], itertools.repeat("x")]),
+        *itertools.product(
+            ["stop_token_ids", "allowed_token_ids"],
+            ["", "12", ["1"], [True], [0.5], np.array([0.5]), np.array([[1]]), itertools.count()],
+        ),
+        *itertools.product(["bad_words"], [["", "x"], "x", [[]], [None], [0], [b"a"], [{}]]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+)
+def test_what_is_no_list_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+
+
+def test_scalars_of_numpy_are_their_values() -> None:
+    params = SamplingParams(top_k=np.int64(3), temperature=np.float32(0.5), ignore_eos=np.bool_(True))  # type: ignore[arg-type]
+    assert (params.top_k, params.temperature, params.ignore_eos) == (3, 0.5, True)
+    assert kinds_within((params.top_k, params.temperature, params.ignore_eos)) == {tuple, int, float, bool}
+    schema = Grammar("json_schema", {"minimum": np.int64(3), "maxLength": np.str_("x")})
+    assert json.loads(schema.text) == {"minimum": 3, "maxLength": "x"}
+
+
+SCALARS = [
+    (np.bool_(False), False),
+    (np.int64(3), 3),
+    (np.uint8(3), 3),
+    (np.float32(0.5), 0.5),
+    (np.float64(0.5), 0.5),
+    (np.str_("hello"), "hello"),
+    (np.bytes_(b"x"), b"x"),
+    (FRIENDLY[str]("hello"), "hello"),
+    (FRIENDLY[int](3), 3),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), SCALARS, ids=lambda each: type(each).__name__)
+async def test_messages_and_variables_of_the_template_become_plain(
+    make_engine: MakeEngine, given: Any, wanted: Any
+) -> None:
+    seen: list[Any] = []
+
+    class Keeping(ToyTokenizer):
+        def encode_chat(self, messages: Any, **template_kwargs: Any) -> list[int]:
+            seen.append((messages, template_kwargs))
+            return [1, 2, 3]
+
+    async with make_engine(tokenizer=Keeping) as engine:
+        message: Any = {"role": "user", "content": given, "more": [{"a": (given,)}], given: 1}
+        await engine.generate([message], SHORT, chat_template_kwargs={"flag": given})
+        ((messages, kwargs),) = seen
+        assert messages == [{"role": "user", "content": wanted, "more": [{"a": (wanted,)}], wanted: 1}]
+        assert kwargs == {"flag": wanted}
+        assert kinds_within(seen) <= PLAIN | {list, tuple}
+
+
+async def test_text_of_a_subclass_is_a_prompt(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        text = HOSTILE[str]("hello")
+        Armed.now = True
+        try:
+            for prompt in (text, np.str_("hello")):
+                result = await engine.generate(prompt, SHORT)
+                assert result.token_ids == toy_generate(ToyTokenizer().encode("hello"), SHORT)
+        finally:
+            Armed.now = False
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        bytearray(b"x"),
+        memoryview(b"x"),
+        array.array("i", [1]),
+        np.array([1, 2]),
+        np.datetime64("2026-01-01"),
+        np.complex64(1),
+        1j,
+        object(),
+        {("a", "b"): 1},
+        {frozenset(): 1},
+        [0] * 200_001,
+        [[] for _ in range(100_001)],
+        dict.fromkeys(range(200_001)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_plain_data_is_refused_by_name(value: Any) -> None:
+    for nested in (value, [value], {"a": value}, UserDict(a=[{"b": (value,)}])):
+        with pytest.raises(errors.InvalidRequest) as caught:
+            freeze("messages", nested)
+        assert caught.value.field == "messages"
+
+
+# -- numbers that no float can hold -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digits", [309, 400, 5000])
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [case for case in CASES if type(VALUES[case[0]][case[1]]) in (int, float) and case[1] != "max_lag"],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_a_number_that_is_too_large_is_refused_by_name(cls: Any, name: str, digits: int) -> None:
+    for number in (10**digits, -(10**digits), float("inf"), float("nan")):
+        with pytest.raises(errors.InvalidRequest) as caught:
+            cls(**{name: number})
+        assert caught.value.field == name
+        assert len(str(caught.value)) < 200
+
+
+# -- configs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1.0, True, False, np.float64(1), np.True_])
+def test_a_number_of_steps_must_be_an_integer(value: Any) -> None:
+    for name in ("overlap_steps", "max_running_requests", "page_size"):
+        with pytest.raises(errors.ConfigError, match=f"^{name} must"):
+            EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("classes", [FRIENDLY, HOSTILE], ids=["friendly", "hostile"])
+@pytest.mark.parametrize("cls", [EngineConfig, ServerConfig])
+def test_configs_keep_plain_values(cls: Any, classes: dict[type, Any]) -> None:
+    wanted = cls()
+    values = {each.name: disguised(getattr(wanted, each.name), classes) for each in fields(cls)}
+    Armed.now = True
+    try:
+        found = cls(**values)
+        assert kinds_within(found) <= PLAIN | {cls, tuple}
+        assert found == wanted
+    finally:
+        Armed.now = False
+    assert type(EngineConfig(overlap_steps=np.int64(1)).num_slots) is int  # type: ignore[arg-type]
