@@ -25,7 +25,10 @@ __all__ = ["create_app", "serve", "setup"]
 
 _MIB = 1 << 20
 _HEALTH = "/health"
-_BACKLOG = 128
+#: connections that the system keeps until they are accepted
+_BACKLOG = 1024
+#: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
+_ACCEPTS = 16
 
 
 def setup(
@@ -140,7 +143,9 @@ async def _listen(connections: Connections, bound: socket.socket, config: Server
         bound.listen(_BACKLOG)
     except OSError as error:
         raise cannot_listen(error, config.host, bound.getsockname()[1]) from error
-    return await asyncio.get_running_loop().create_server(connections, sock=bound, backlog=_BACKLOG)
+    server = await asyncio.get_running_loop().create_server(connections, sock=bound, backlog=_ACCEPTS)
+    bound.listen(_BACKLOG)
+    return server
 
 
 def _url(bound: socket.socket, config: ServerConfig) -> str:
