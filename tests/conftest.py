@@ -80,9 +80,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Before workers start: each of them would compile the native kernels."""
     if getattr(session.config.option, "numprocesses", None):
         from aioinfer.native.build import BuildFailed, build
+        from aioinfer.native.processor import MODELLED
 
         with suppress(BuildFailed):  # the tests that need them say why
             build()
+            build(tiles=MODELLED)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

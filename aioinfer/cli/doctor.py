@@ -120,6 +120,11 @@ def _plan(config: EngineConfig) -> list[Finding]:
         experts = [Finding("experts", f"{backend.name}: {backend.reason}")]
         expert_kernels = backend.name
     _check_promises(config, model, attention.name, layers, expert_kernels)
+    instructions: list[Finding] = []
+    if "native" in (attention.name, layers.name, expert_kernels, sampling.name):
+        from aioinfer.native import bindings
+
+        instructions = [Finding("instructions", bindings.instructions())]
     blocks: list[Finding] = []
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
@@ -142,6 +147,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding("operations", operations),
         *experts,
         Finding("sampling", f"{sampling.name}: {sampling.reason}"),
+        *instructions,
         Finding(
             "decode graphs", f"none: {unsupported_reason}" if unsupported_reason else f"up to {captured}"
         ),

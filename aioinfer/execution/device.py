@@ -66,7 +66,8 @@ class DeviceInfo:
     fallback_reason: str = ""
     dtype: str = ""
     device: str = ""
-    #: by part (attention, layers, experts, sampling), the backend and why it: "native (the device is a cpu)"
+    #: by part (attention, layers, experts, sampling), the backend and why it: "native (the device is a cpu)";
+    #: where one is native, also the "instructions" of these kernels: "AVX2 (the processor has no AMX)"
     kernels: Mapping[str, str] = field(default_factory=dict)
     #: of the CPU that compute; 0 on other devices
     threads: int = 0

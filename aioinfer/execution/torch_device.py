@@ -177,7 +177,12 @@ def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice | None) -> dic
         chosen["experts"] = (spec.expert_kernels, spec.expert_reason)
     if sampling is not None:
         chosen["sampling"] = (sampling.name, sampling.reason)
-    return {part: f"{name} ({reason})" for part, (name, reason) in chosen.items()}
+    kernels = {part: f"{name} ({reason})" for part, (name, reason) in chosen.items()}
+    if any(name == "native" for name, _ in chosen.values()):
+        from aioinfer.native.bindings import instructions
+
+        kernels["instructions"] = instructions()
+    return kernels
 
 
 def _length_reason(config: EngineConfig, spec: ModelSpec, size: PoolSize, device: torch.device) -> str:

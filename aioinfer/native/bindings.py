@@ -38,10 +38,11 @@ from aioinfer.native.arguments import (
     describe,
 )
 from aioinfer.native.build import UNITS, BuildFailed, build
+from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
 
 __all__ = [
     "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number", "PackedExperts",
-    "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable", "kernels",
+    "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable", "instructions", "kernels",
     "native_unsupported", "shared_thread_pool",
 ]  # fmt: skip
 
@@ -59,6 +60,7 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "error_kind": (_int, []),
     "layout": (_text, []),
     "lanes": (_int, []),
+    "instructions": (_text, []),
     "huge_pages": (_done, [ctypes.c_void_p, ctypes.c_int64]),
     "thread_pool": (_handle, [_int]),
     "free_thread_pool": (None, [_handle]),
@@ -110,14 +112,18 @@ _ERRORS: tuple[type[Exception], ...] = (MemoryError, InvalidArguments, ThreadsUn
 class Kernels:
     """The loaded library."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, tiles: Tiles) -> None:
         """
+        Args:
+            tiles: those that it was compiled with.
+
         Raises:
             OSError: the library cannot be loaded.
             AttributeError: it lacks an entry point.
             LayoutMismatch: an argument structure differs.
         """
         self._library = ctypes.CDLL(path)
+        self._tiles = tiles
         self._functions: dict[str, Callable[..., Any]] = {}
         #: by structure and type of model
         self._entries: dict[tuple[type[Arguments], Number | None], Callable[..., Any]] = {}
@@ -170,6 +176,14 @@ class Kernels:
     def function(self, name: str, *arguments: Any) -> Any:
         """Call an entry point without a structure. Raises as :meth:`call` does."""
         return self._functions[name](*arguments)
+
+    @property
+    def instructions(self) -> str:
+        """The instruction sets that it was compiled for, and why: "AVX2 (the processor has no AMX)"."""
+        name, reason = self.function("instructions").decode(), self._tiles.reason
+        if self._tiles == PERMITTED and name != "AMX tiles":
+            reason = "the compiler, or AIOINFER_CXXFLAGS, does without AMX"
+        return f"{name} ({reason})"
 
     def _check(self, result: Any, function: Any, arguments: Any) -> Any:
         if not result:
@@ -237,8 +251,9 @@ def _load(progress: Callable[[int, int], None] | None) -> Kernels | str:
             progress(done, total)
 
     try:
-        return Kernels(str(build(tell)))
-    except (BuildFailed, OSError, AttributeError, LayoutMismatch) as error:
+        tiles = choose_tiles()
+        return Kernels(str(build(tell, tiles)), tiles)
+    except (BuildFailed, ValueError, OSError, AttributeError, LayoutMismatch) as error:
         _log.warning("no native kernels, the CPU will be slower than it could be: %s", error)
         return str(error)
 
@@ -249,6 +264,11 @@ def kernels() -> Kernels:
     if unsupported_reason is not None or not isinstance(_loaded, Kernels):
         raise RuntimeError(f"no native kernels: {unsupported_reason}")
     return _loaded
+
+
+def instructions() -> str:
+    """See :attr:`Kernels.instructions`."""
+    return kernels().instructions
 
 
 class ThreadPool:

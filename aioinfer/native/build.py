@@ -29,6 +29,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from aioinfer.native.processor import Tiles, choose_tiles, instruction_sets
+
 __all__ = ["UNITS", "BuildFailed", "build", "cache_directory", "find_compiler"]
 
 #: ``progress(done, total)``, in files
@@ -81,22 +83,28 @@ def cache_directory() -> Path:
         ) from error
 
 
-def build(progress: _Progress = None) -> Path:
+def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
     """The library for this machine, compiled if that has not been done yet, which takes about half a minute.
 
     Several processes may compile at once, and none of them sees half a file. The compiler is AIOINFER_CXX, or
     the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package ziglang (the extra
-    "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand.
+    "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand; for AIOINFER_TILES see
+    :func:`~aioinfer.native.processor.choose_tiles`.
 
     Args:
         progress: called with the number of files compiled so far and their total, and again every tenth of a
             second. What it raises ends the compilers and is raised here; nothing is left behind.
+        tiles: those that the kernels compute with; None: what :func:`choose_tiles` says.
 
     Raises:
         BuildFailed: there is no compiler, or it fails.
     """
-    flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split()]
-    target = f"kernels-{_hash(*flags, platform.machine(), _processor(), *_sources())}"
+    try:
+        tiles = tiles or choose_tiles()
+    except ValueError as error:
+        raise BuildFailed(str(error)) from error
+    flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split(), *tiles.flags]
+    target = f"kernels-{_hash(*flags, platform.machine(), instruction_sets(), *_sources())}"
     directory = cache_directory()
     try:
         compiler = find_compiler()
@@ -229,15 +237,6 @@ def _version(compiler: list[str]) -> str:
         return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildFailed(f"{' '.join(compiler)} does not run: {error}") from error
-
-
-def _processor() -> str:
-    """The instruction sets of the processor, where the system lists them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _compile(compiler: list[str], flags: list[str], directory: Path, progress: _Progress) -> Path:

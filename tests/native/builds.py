@@ -1,7 +1,7 @@
 """The tests of the native kernels on other builds of them: ``python -m tests.native.builds [name ...]``.
 
-For older processors with narrower vectors, and with the sanitizers for undefined behaviour, addresses and
-races. Takes some minutes; needs g++ and its sanitizers.
+For older processors with narrower vectors, with a model of tiles, and with the sanitizers for undefined
+behaviour, addresses and races. Takes some minutes; needs g++ and its sanitizers.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ import sys
 import tempfile
 from pathlib import Path
 
+from aioinfer.native.processor import MODELLED
+
 _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "aioinfer" / "native" / "source"
 #: The tests of compilers and of engines without kernels do not depend on the build.
 _TESTS = ["tests/native", "tests/model/test_isolation.py"]
-_TESTS += ["--ignore=tests/native/test_build.py", "--ignore=tests/native/test_build_cache.py"]
+_TESTS += [f"--ignore=tests/native/test_{name}.py" for name in ("build", "build_cache", "processor", "tiles")]
 #: Checks for undefined behaviour make too much code of the many tile sizes of AVX-512.
 _ADDRESS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address"
 _UNDEFINED = "-fsanitize=undefined -fno-sanitize=null,object-size -fno-sanitize-recover=undefined"
-#: name -> flags; what the tests are run with
+#: name -> flags; what the tests are run with, those of names that begin with "tiles" on modelled tiles
 FLAGS = {
     "avx2": "-march=x86-64-v3",
     "baseline": "-march=x86-64-v2",
     "address": f"-march=native {_ADDRESS}",
     "undefined": f"-march=x86-64-v3 {_ADDRESS} {_UNDEFINED}",
+    "tiles": "-march=native",
+    "tiles baseline": "-march=x86-64-v2",
+    "tiles address": f"-march=native {_ADDRESS}",
+    "tiles undefined": f"-march=x86-64-v3 {_ADDRESS} {_UNDEFINED}",
 }
 
 
@@ -34,13 +40,14 @@ def main(names: list[str]) -> int:
     failed = 0
     for name in names or [*FLAGS, "threads"]:
         print(f"-- {name}", flush=True)
-        failed += not (_races() if name == "threads" else _tests(FLAGS[name]))
+        failed += not (_races() if name == "threads" else _tests(name))
     print(f"-- {failed} failed")
     return failed
 
 
-def _tests(flags: str) -> bool:
-    env = {**os.environ, "AIOINFER_CXXFLAGS": flags, "PYTHONPATH": str(_ROOT)}
+def _tests(name: str) -> bool:
+    flags, tiles = FLAGS[name], "model" if name.startswith("tiles") else "auto"
+    env = {**os.environ, "AIOINFER_CXXFLAGS": flags, "AIOINFER_TILES": tiles, "PYTHONPATH": str(_ROOT)}
     # Compiled first: with these flags it takes longer than the limit of a test.
     code = "from aioinfer.native import build; build._PATIENCE = 3600; print(build.build())"
     if subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=env).returncode:
@@ -63,12 +70,16 @@ def _tests(flags: str) -> bool:
 def _races() -> bool:
     """The race detector does not support Python and torch, so a program in C++ runs the kernels."""
     results = []
-    for number, name in (("float", "float32"), ("bfloat16", "bfloat16")):
+    for number, name, tiles in (
+        ("float", "float32", ()),
+        ("bfloat16", "bfloat16", ()),
+        ("bfloat16", "bfloat16", MODELLED.flags),
+    ):
         with tempfile.TemporaryDirectory() as directory:
             program = str(Path(directory) / "races")
             sources = [Path(__file__).with_name("races.cpp"), _SOURCE / "common.cpp"]
             flags = f"-std=c++20 -O1 -g -march=native -pthread -fsanitize=thread -I{_SOURCE}".split()
-            flags += [f"-DNUMBER={number}", f"-DNAME={name}"]
+            flags += [f"-DNUMBER={number}", f"-DNAME={name}", *tiles]
             subprocess.run(["g++", *flags, *map(str, sources), "-o", program], check=True)
             env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
             results.append(subprocess.run([program], env=env).returncode == 0)

@@ -15,6 +15,7 @@ from aioinfer.model.native import NativeLinear
 from aioinfer.native import bindings
 from aioinfer.native.arguments import STRUCTURES, Arguments, ExpertsArguments, describe
 from aioinfer.native.bindings import Kernels, LayoutMismatch, ThreadPool, kernels, shared_thread_pool
+from aioinfer.native.processor import choose_tiles
 from aioinfer.native.tensors import address, rows_address
 from tests.native.support import normal
 
@@ -65,7 +66,7 @@ def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, other: type[
     others = [other if kind is ExpertsArguments else kind for kind in STRUCTURES]
     monkeypatch.setattr(bindings, "STRUCTURES", others)
     with pytest.raises(LayoutMismatch, match=f"^argument structure {why}$"):
-        Kernels(path)
+        Kernels(path, choose_tiles())
 
 
 def test_with_another_layout_an_engine_computes_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:

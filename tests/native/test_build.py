@@ -79,7 +79,7 @@ def test_flags_compilers_processors_and_sources_have_libraries_of_their_own(
     assert "-march=x86-64-v3 -DX" in (tmp_path / "calls").read_text()
     compiler(WORKS.replace("fake 1", "fake 2"))
     found.append(build())
-    monkeypatch.setattr(building, "_processor", lambda: "flags: none")
+    monkeypatch.setattr(building, "instruction_sets", lambda: "flags: none")
     found.append(build())
     source = tmp_path / "source"
     shutil.copytree(building._SOURCE, source)

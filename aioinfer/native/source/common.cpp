@@ -34,6 +34,21 @@ const char* aioinfer_layout() {
 // Lanes of a vector: what the processor was compiled for.
 int aioinfer_lanes() { return LANES; }
 
+// The instruction sets that products were compiled for, in words.
+const char* aioinfer_instructions() {
+  if constexpr (tiles::KIND == tiles::Kind::PROCESSOR) return "AMX tiles";
+  if constexpr (tiles::KIND == tiles::Kind::MODEL) return "modelled tiles";
+#if defined(__AVX512BF16__)
+  return "AVX-512 bf16";
+#elif defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#else
+  return "plain";
+#endif
+}
+
 void* aioinfer_thread_pool(int threads) {
   return guarded<void*>(nullptr, [&] { return new ThreadPool(threads); });
 }

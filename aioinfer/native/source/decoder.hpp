@@ -78,7 +78,7 @@ class Decoder {
         middle_(middle), eps_(eps) {
     shape.check(rotary.size);
     require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
-    require(head->depth == units_of<T>(hidden), "the head's inner dimension is not the hidden size");
+    require(head->inner == hidden, "the head's inner dimension is not the hidden size");
   }
 
   // Throws InvalidArguments unless the layer's parts fit each other.
@@ -96,7 +96,7 @@ class Decoder {
     require(layer.gate_up != nullptr || layer.experts != nullptr, "a layer without a feed-forward part");
     require((layer.router == nullptr) == (layer.experts == nullptr), "experts without a router, or a router alone");
     if (layer.experts != nullptr) {
-      require(layer.experts->hidden == hidden_ && layer.router->weight->depth == hidden_, "experts of another size");
+      require(layer.experts->hidden == hidden_ && layer.router->weight->inner == hidden_, "experts of another size");
       require(layer.router->rule.experts == layer.experts->count, "the router chooses among other experts");
     }
     layers_.push_back(layer);
@@ -107,8 +107,8 @@ class Decoder {
     check(step);
     reserve(step, pool.size());
     const int64_t tokens = step.attention.tokens;
-    const auto tasks = divide(step.attention.rows, shape_.kv_heads, shape_.group());
-    pool.run([&](Worker& worker) {
+    const auto tasks = divide<T>(step.attention.rows, shape_.kv_heads, shape_.group());
+    pool.run_model([&](Worker& worker) {
       double unused[PARTS] = {};
       Stopwatch watch(worker.index() == 0 ? seconds : unused);
       worker.parallel_in_runs(tokens, [&](int64_t t) {
@@ -127,7 +127,7 @@ class Decoder {
 
  private:
   static void fits(const Weights<T>& weights, int64_t outputs, int64_t inner) {
-    require(weights.outputs == outputs && weights.depth == units_of<T>(inner), "weights of another size");
+    require(weights.outputs == outputs && weights.inner == inner, "weights of another size");
   }
 
   void check(const AttentionParams& params) const { aioinfer::check(params); }
@@ -170,7 +170,7 @@ class Decoder {
   void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Activations<T> normed = norm_rows(worker, layer.mlp_norm, tokens, nullptr);
     watch.add(REST);
-    const Activations<T> gated(wide_.data(), tokens, middle_);
+    const Activations<T> gated(wide_.data(), tokens, layer.down->inner);
     multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
       gated.put(gated.row(place), panel * LANES, silu(gate) * up);
     });
@@ -256,7 +256,7 @@ class Decoder {
   float eps_;
   std::vector<Layer<T>> layers_;
   std::vector<T> residual_, projected_;
-  std::vector<uint32_t> narrow_, wide_;
+  Buffer<uint32_t> narrow_, wide_;
   std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
   Routing<T> routing_;
   Mixing<T> mixing_;

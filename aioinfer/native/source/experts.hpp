@@ -36,8 +36,8 @@ class Experts {
 
   // ``gate_up`` [2 * middle, hidden], gates first, and ``down`` [hidden, middle] of one expert.
   void set(ThreadPool& pool, int64_t expert, const T* gate_up, const T* down) {
-    gate_up_[expert].set(pool, gate_up, hidden);
-    down_[expert].set(pool, down, middle);
+    gate_up_[expert].set(pool, gate_up);
+    down_[expert].set(pool, down);
   }
 
   const Weights<T>& gate_up(int64_t expert) const { return gate_up_[expert]; }
@@ -62,8 +62,12 @@ class Dispatch {
     int64_t pair, group;
   };
 
-  // An upper bound of the rows of all groups, padding of blocks included.
-  static int64_t padded(int64_t pairs) { return pairs + pairs / MAX_ROWS; }
+  // An upper bound of the rows of all groups, padding of blocks included: a block of tiles may hold a single row, and
+  // blocks of equal height lack less than one row each.
+  template <class T>
+  static int64_t padded(int64_t pairs, int64_t experts) {
+    return pairs + (BY_TILES<T> ? (tiles::SIDE - 1) * std::min(pairs, experts) : pairs / MAX_ROWS);
+  }
 
   void reserve(int64_t pairs, int64_t experts) {
     grow(placed_, pairs);
@@ -71,6 +75,7 @@ class Dispatch {
     groups_.reserve(experts);
   }
 
+  template <class T>
   void sort(const int64_t* chosen, int64_t pairs, int64_t experts) {
     std::fill_n(next_.begin(), experts, 0);
     for (int64_t pair = 0; pair < pairs; pair++) next_[chosen[pair]]++;
@@ -80,10 +85,9 @@ class Dispatch {
       const int64_t rows = next_[e];
       next_[e] = first;
       if (rows == 0) continue;
-      const Blocks blocks(rows);
       std::for_each(&placed_[first], &placed_[first] + rows, [&](Placed& placed) { placed.group = used(); });
       groups_.push_back({e, first, rows, padded_first});
-      first += rows, padded_first += blocks.count * blocks.height;
+      first += rows, padded_first += Blocks::of<T>(rows).padded();
     }
     for (int64_t pair = 0; pair < pairs; pair++) placed_[next_[chosen[pair]]++].pair = pair;
   }
@@ -113,7 +117,7 @@ class Mixing {
  public:
   // Allocate for ``tokens`` with ``top_k`` experts each. The only function here that throws.
   void reserve(int workers, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
-    const int64_t pairs = tokens * top_k, rows = Dispatch::padded(pairs);
+    const int64_t pairs = tokens * top_k, rows = Dispatch::padded<T>(pairs, experts.count);
     grow(rows_, rows * units_of<T>(experts.hidden));
     grow(gated_, rows * units_of<T>(experts.middle));
     grow(shared_gated_, shared.gate_up == nullptr ? 0 : Activations<T>::units(tokens, shared.middle()));
@@ -128,7 +132,7 @@ class Mixing {
            int64_t top_k, const int64_t* chosen, const float* weights, Add&& add) {
     const int64_t count = tokens.blocks.rows, pairs = count * top_k, hidden = experts.hidden;
     Dispatch& dispatch = *dispatches_[worker.index()];
-    dispatch.sort(chosen, pairs, experts.count);
+    dispatch.sort<T>(chosen, pairs, experts.count);
     gather(worker, dispatch, tokens, top_k, hidden);
     const bool all = shared.gate_up != nullptr && count > 0;
     const Activations<T> shared_gated(shared_gated_.data(), all ? count : 0, shared.middle());
@@ -172,9 +176,7 @@ class Mixing {
       const Dispatch::Placed& placed = dispatch.placed(place);
       const Dispatch::Group& group = dispatch.group(placed.group);
       const Activations<T> mine = rows(group, hidden);
-      const uint32_t* from = tokens.row(placed.pair / top_k);
-      uint32_t* to = mine.row(place - group.first);
-      for (int64_t k = 0; k < mine.depth; k++) to[k * mine.blocks.height] = from[k * tokens.blocks.height];
+      mine.copy(mine.row(place - group.first), tokens, tokens.row(placed.pair / top_k));
     });
   }
 
@@ -196,7 +198,7 @@ class Mixing {
 
   // The panels of a task: at most what fits a cache, and few enough that there are tasks for every worker.
   static int64_t run_of(const Weights<T>& w, int64_t panels, const Worker& worker) {
-    constexpr int64_t RUN = 256 << 10, AT_ONCE = panels_at_once(1);
+    constexpr int64_t RUN = 256 << 10, AT_ONCE = BY_TILES<T> ? 2 : panels_at_once(1);
     const int64_t fitting = RUN / (w.depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)));
     const int64_t wanted = std::max<int64_t>(1, std::min(fitting, panels / (4 * worker.workers())));
     return (wanted + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
@@ -218,7 +220,7 @@ class Mixing {
     });
   }
 
-  std::vector<uint32_t> rows_, gated_, shared_gated_;
+  Buffer<uint32_t> rows_, gated_, shared_gated_;
   std::vector<T> outputs_;
   std::vector<std::unique_ptr<Dispatch>> dispatches_;
 };

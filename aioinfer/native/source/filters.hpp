@@ -25,7 +25,10 @@ AIOINFER_INLINE uint32_t lanes_of(Ints condition) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(cast<__m512i>(condition), cast<__m512i>(condition));
 #elif defined(__AVX2__)
-  return static_cast<uint32_t>(_mm256_movemask_ps(cast<__m256>(condition)));
+  const Eights eights = cast<Eights>(condition);
+  uint32_t bits = 0;
+  for (int i = 0; i < LANES / 8; i++) bits |= static_cast<uint32_t>(_mm256_movemask_ps(eights.part[i])) << 8 * i;
+  return bits;
 #else
   uint32_t bits = 0;
   for (int lane = 0; lane < LANES; lane++) bits |= (static_cast<uint32_t>(condition[lane]) >> 31) << lane;

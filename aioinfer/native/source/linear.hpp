@@ -11,6 +11,8 @@
 // Every output is one sum along the inner dimension, from the first unit to the last, in one lane: its bits
 // depend neither on the rest of the batch nor on the number of threads. (The blocking is Goto's and
 // van de Geijn's, 2008; weights are packed once, so only activations are copied.)
+//
+// Where the processor has tiles, those multiply bfloat16, one row as well as a thousand: see tile_product.hpp.
 #pragma once
 
 #include <sys/mman.h>
@@ -22,15 +24,16 @@
 #include <utility>
 #include <vector>
 
+#include "activations.hpp"
 #include "simd.hpp"
 #include "thread_pool.hpp"
+#include "tile_product.hpp"
 
 namespace aioinfer {
 
 // Outputs of a panel: two vectors.
 constexpr int PANEL = 2 * LANES;
-// The most rows of a block: with two accumulators each they fill the registers.
-constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;
+static_assert(!tiles::ENABLED || LANES == tiles::SIDE);
 
 // Memory for weights: aligned, and on huge pages where the system has any.
 class Memory {
@@ -58,76 +61,6 @@ class Memory {
 
  private:
   void* data_ = nullptr;
-};
-
-// Make room for at least ``size`` elements; the contents may be lost.
-template <class V>
-void grow(std::vector<V>& buffer, int64_t size) {
-  if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(size);
-}
-
-// The division of ``rows`` rows into blocks of equal height.
-struct Blocks {
-  explicit Blocks(int64_t rows) : rows(rows) {
-    count = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    height = count ? static_cast<int>((rows + count - 1) / count) : 1;
-  }
-  int64_t rows, count;
-  int height;
-};
-
-// Units of ``inner`` numbers.
-template <class T>
-constexpr int64_t units_of(int64_t inner) {
-  return (inner + Number<T>::PER_UNIT - 1) / Number<T>::PER_UNIT;
-}
-
-// A row: its block, its index in the block, and its index among all rows.
-struct Place {
-  int64_t block;
-  int in_block;
-  int64_t row;
-};
-
-// Activations [rows, depth units] in blocks; does not own its memory.
-template <class T>
-struct Activations {
-  Activations(uint32_t* data, int64_t rows, int64_t inner)
-      : data(data), blocks(rows), depth(units_of<T>(inner)) {}
-
-  static int64_t units(int64_t rows, int64_t inner) {
-    const Blocks blocks(rows);
-    return blocks.count * blocks.height * units_of<T>(inner);
-  }
-
-  const uint32_t* block(int64_t index) const { return data + index * blocks.height * depth; }
-
-  // Where a row begins.
-  AIOINFER_INLINE uint32_t* row(int64_t index) const {
-    return data + index / blocks.height * blocks.height * depth + index % blocks.height;
-  }
-
-  // The same for a place in activations of as many rows.
-  AIOINFER_INLINE uint32_t* row(const Place& place) const {
-    return data + place.block * blocks.height * depth + place.in_block;
-  }
-
-  // LANES values of the row that begins at ``row``, from inner index ``at`` on, which is a multiple of LANES.
-  AIOINFER_INLINE void put(uint32_t* row, int64_t at, Floats values) const {
-    constexpr int COUNT = LANES / Number<T>::PER_UNIT;
-    T numbers[LANES];
-    Number<T>::store_lanes(numbers, values);
-    uint32_t units[COUNT];
-    std::memcpy(units, numbers, sizeof units);
-    const int height = blocks.height;
-    uint32_t* to = row + at / Number<T>::PER_UNIT * height;
-    AIOINFER_UNROLL
-    for (int i = 0; i < COUNT; i++) to[i * height] = units[i];
-  }
-
-  uint32_t* data;
-  Blocks blocks;
-  int64_t depth;
 };
 
 // The format of weights: the type of the model, or 8-bit integers with one factor per output.
@@ -164,7 +97,7 @@ class Weights {
       : Weights(nullptr, outputs, inner, gated, format) {
     memory_ = Memory(bytes());
     data_ = memory_.as<char>();
-    set(pool, rows, inner);
+    set(pool, rows);
     if (bias == nullptr) return;
     bias_.resize(panels * PANEL);
     for (int64_t panel = 0; panel < panels; panel++)
@@ -176,16 +109,14 @@ class Weights {
 
   // Without a bias, in memory of size bytes() that the caller owns; set() fills it.
   Weights(char* data, int64_t outputs, int64_t inner, bool gated, Format format)
-      : outputs(outputs), depth(units_of<T>(inner)), gated(gated),
+      : outputs(outputs), inner(inner), depth(units_of<T>(inner)), gated(gated),
         panel_outputs(gated ? LANES : PANEL), format(format), data_(data) {
     panels = (outputs + panel_outputs - 1) / panel_outputs;
     if (format == Format::INT8) factors_.resize(panels * PANEL);
   }
 
-  void set(ThreadPool& pool, const T* rows, int64_t inner) {
-    pool.run([&](Worker& worker) {
-      worker.parallel(panels, [&](int64_t panel) { pack(panel, rows, inner); });
-    });
+  void set(ThreadPool& pool, const T* rows) {
+    pool.run([&](Worker& worker) { worker.parallel(panels, [&](int64_t panel) { pack(panel, rows); }); });
   }
 
   int64_t bytes() const { return panels * panel_bytes(); }
@@ -213,7 +144,7 @@ class Weights {
     for (int64_t i = 0; i < 2 * depth; i++) store(to + i * LANES, Number<T>::of_bytes(from + i * STEP));
   }
 
-  int64_t outputs, depth, panels;
+  int64_t outputs, inner, depth, panels;
   bool gated;
   int panel_outputs;
   Format format;
@@ -226,7 +157,7 @@ class Weights {
     return gated && lane >= LANES ? outputs + at : at;
   }
 
-  void pack(int64_t index, const T* rows, int64_t inner) {
+  void pack(int64_t index, const T* rows) {
     constexpr int PER_UNIT = Number<T>::PER_UNIT;
     char* panel = data_ + index * panel_bytes();
     for (int lane = 0; lane < PANEL; lane++) {
@@ -276,16 +207,16 @@ AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a
 }
 
 // The panels that a block of so many rows multiplies at once: enough sums to hide the latency of each.
-constexpr int panels_at_once(int rows) { return LANES < 16 ? 1 : rows <= 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1; }
+constexpr int panels_at_once(int rows) { return !MANY_REGISTERS ? 1 : rows <= 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1; }
 
 // Call call(std::integral_constant<int, height>) for a height known at run time.
 template <class Call, int... HEIGHTS>
 AIOINFER_INLINE void with_height(int height, Call&& call, std::integer_sequence<int, HEIGHTS...>) {
   (void)((height == HEIGHTS + 1 && (call(std::integral_constant<int, HEIGHTS + 1>{}), true)) || ...);
 }
-template <class Call>
+template <int MOST = MAX_ROWS, class Call>
 AIOINFER_INLINE void with_height(int height, Call&& call) {
-  with_height(height, call, std::make_integer_sequence<int, MAX_ROWS>{});
+  with_height(height, call, std::make_integer_sequence<int, MOST>{});
 }
 
 // Panels to multiply: in memory in a format, or a single expanded one.
@@ -395,20 +326,36 @@ void multiply_bytes(const Activations<T>& a, const Weights<T>& w, int64_t from, 
 // All blocks times panels [from, to).
 template <class T, class Store>
 void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store&& store) {
-  if (w.format == Format::PLAIN)
+  if constexpr (BY_TILES<T>) {
+    if (w.format == Format::PLAIN) return multiply_by_tiles(a, w, w.panel(from), from, to, store);
+    thread_local Buffer<uint32_t> expanded;
+    grow(expanded, w.depth * PANEL);
+    for (int64_t panel = from; panel < to; panel++) {
+      w.expand(panel, expanded.data());
+      multiply_by_tiles(a, w, expanded.data(), panel, panel + 1, store);
+    }
+  } else if (w.format == Format::PLAIN) {
     multiply_plain(a, w, from, to, store);
-  else
+  } else {
     multiply_bytes(a, w, from, to, store);
+  }
+}
+
+// The panels of a task, of ``all`` that the workers divide.
+template <class T>
+int64_t panels_of_task(const Activations<T>& a, const Weights<T>& w, int64_t all, int workers) {
+  if (BY_TILES<T>) return panels_by_tiles(a.blocks.rows, all, w.depth * PANEL * sizeof(uint32_t), workers);
+  constexpr int64_t RUN = 256 << 10;
+  const int at_once = panels_at_once(a.blocks.height);
+  const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
+  return (wanted + at_once - 1) / at_once * at_once;
 }
 
 // store(place, panel, first vector, second vector) for all rows and panels of a * w. The workers divide it by runs
 // of panels.
 template <class T, class Store>
 void multiply(Worker& worker, const Activations<T>& a, const Weights<T>& w, Store&& store) {
-  constexpr int64_t RUN = 256 << 10;
-  const int at_once = panels_at_once(a.blocks.height);
-  const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
-  const int64_t run = (wanted + at_once - 1) / at_once * at_once;
+  const int64_t run = panels_of_task(a, w, w.panels, worker.workers());
   // Without rows there is no task: a chunk of a prompt may want no logits.
   const int64_t tasks = a.blocks.rows ? (w.panels + run - 1) / run : 0;
   worker.parallel(tasks, [&](int64_t task) {

@@ -37,7 +37,7 @@ class Packing {
 
   const From* in_;
   int64_t inner_;
-  std::vector<uint32_t> units_;
+  Buffer<uint32_t> units_;
   Activations<V> to_;
 };
 
@@ -59,9 +59,9 @@ void NAMED(free_weights)(void* weights) { delete static_cast<Weights<T>*>(weight
 bool NAMED(linear)(const LinearArguments<T>* a) {
   return guarded(false, [&] {
     const Weights<T>& w = *a->weights;
-    require(w.depth == units_of<T>(a->inner), "the inner dimension is not that of the weights");
+    require(w.inner == a->inner, "the inner dimension is not that of the weights");
     const Packing<T> activations(a->values, a->count, a->inner);
-    a->pool->run([&, out = a->out](Worker& worker) {
+    a->pool->run_model([&, out = a->out](Worker& worker) {
       multiply(worker, activations.pack(worker), w, [&](const Place& place, int64_t panel, Floats one, Floats other) {
         T* to = out + place.row * w.outputs;
         if (w.gated)
@@ -87,9 +87,9 @@ bool NAMED(attend)(const AttendArguments<T>* a) {
     check(params);
     check(input.rows, a->tokens, a->page_size, a->num_pages);
     require_below("slot_mapping", a->slot_mapping, a->tokens, a->num_pages * a->page_size);
-    const auto tasks = divide(input.rows, a->kv_heads, shape.group());
+    const auto tasks = divide<T>(input.rows, a->kv_heads, shape.group());
     std::vector<AttentionScratch<T>> scratch(a->pool->size(), AttentionScratch<T>(a->head_dim));
-    a->pool->run([&](Worker& worker) {
+    a->pool->run_model([&](Worker& worker) {
       attend(worker, tasks, input, projected, shape, rotary, kv, params, scratch[worker.index()], [&](int64_t token) {
         return [to = a->out + token * shape.heads * shape.head_dim](int64_t at, Floats values) {
           Number<T>::store_lanes(to + at, values);
@@ -116,11 +116,11 @@ void NAMED(free_router)(void* router) { delete static_cast<Router<T>*>(router); 
 bool NAMED(route)(const RouteArguments<T>* a) {
   return guarded(false, [&] {
     const Router<T>& router = *a->router;
-    require(router.weight->depth == a->hidden, "the hidden size is not that of the router");
+    require(router.weight->inner == a->hidden, "the hidden size is not that of the router");
     const Packing<T, float> tokens(a->values, a->count, a->hidden);
     Routing<T> routing;
     routing.reserve(a->pool->size(), a->count, router);
-    a->pool->run([&](Worker& worker) { routing.route(worker, router, tokens.pack(worker)); });
+    a->pool->run_model([&](Worker& worker) { routing.route(worker, router, tokens.pack(worker)); });
     std::copy_n(routing.weights(), a->count * router.rule.top_k, a->weights);
     std::copy_n(routing.experts(), a->count * router.rule.top_k, a->experts);
     return true;
@@ -153,7 +153,7 @@ bool NAMED(mix)(const MixArguments<T>* a) {
     const Packing<T> tokens(a->values, a->count, experts.hidden);
     Mixing<T> mixing;
     mixing.reserve(a->pool->size(), a->count, a->top_k, experts, {});
-    a->pool->run([&, out = a->out](Worker& worker) {
+    a->pool->run_model([&, out = a->out](Worker& worker) {
       mixing.mix(worker, experts, {}, tokens.pack(worker), a->top_k, a->chosen, a->weights,
                  [&](int64_t token, int64_t at, Floats values) {
                    Number<T>::store_lanes(out + token * experts.hidden + at, values);

@@ -154,7 +154,7 @@ class Routing {
   // The only function here that throws.
   void reserve(int workers, int64_t tokens, const Router<T>& router) {
     const int64_t experts = router.rule.experts;
-    if constexpr (!std::is_same_v<T, float>) grow(floats_, Activations<float>::units(tokens, router.weight->depth));
+    if constexpr (!std::is_same_v<T, float>) grow(floats_, Activations<float>::units(tokens, router.weight->inner));
     grow(scores_, tokens * router.stride());
     grow(weights_, tokens * router.rule.top_k);
     grow(experts_, tokens * router.rule.top_k);
@@ -181,7 +181,7 @@ class Routing {
   const int64_t* experts() const { return experts_.data(); }
 
  private:
-  std::vector<uint32_t> floats_;
+  Buffer<uint32_t> floats_;
   std::vector<float> scores_, weights_;
   std::vector<int64_t> experts_;
   std::vector<std::unique_ptr<RoutingScratch>> scratch_;

@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
+
+#include "tiles.hpp"
 
 #define AIOINFER_INLINE inline __attribute__((always_inline))
 // Loops over registers must be unrolled, or the compiler keeps them in memory.
@@ -18,15 +20,25 @@
 
 namespace aioinfer {
 
+// Tiles have 16 columns: with a model of them compilers make vectors of 16 lanes from those that the processor has.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
+constexpr bool MANY_REGISTERS = true;
 #else
-constexpr int LANES = 8;
+constexpr int LANES = tiles::ENABLED ? tiles::SIDE : 8;
+constexpr bool MANY_REGISTERS = false;
 #endif
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+
+#if defined(__AVX2__) || defined(__FMA__)
+// A vector as the processor has them.
+struct Eights {
+  __m256 part[LANES / 8];
+};
+#endif
 
 struct bfloat16 {
   uint16_t bits;
@@ -150,7 +162,11 @@ struct Number<float> {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(cast<Floats>(a), cast<Floats>(b), sum);
 #elif defined(__FMA__)
-    return _mm256_fmadd_ps(cast<Floats>(a), cast<Floats>(b), sum);
+    const Eights x = cast<Eights>(a), y = cast<Eights>(b);
+    Eights z = cast<Eights>(sum);
+    AIOINFER_UNROLL
+    for (int i = 0; i < LANES / 8; i++) z.part[i] = _mm256_fmadd_ps(x.part[i], y.part[i], z.part[i]);
+    return cast<Floats>(z);
 #else
     return sum + cast<Floats>(a) * cast<Floats>(b);
 #endif

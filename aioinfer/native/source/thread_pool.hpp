@@ -28,6 +28,8 @@
 #include <immintrin.h>
 #endif
 
+#include "tiles.hpp"
+
 namespace aioinfer {
 
 inline void pause_briefly() {
@@ -147,6 +149,17 @@ class ThreadPool {
       failed_.store(false, std::memory_order_relaxed);
       std::rethrow_exception(std::exchange(problem_, nullptr));
     }
+  }
+
+  // The same for a program of a model, which may use tiles. Each thread configures them at the start and releases them
+  // at the end: others may change the configuration in between, and a thread that sleeps with tiles in use keeps its
+  // core from saving power.
+  template <class Program>
+  void run_model(Program&& program) {
+    run([&](Worker& worker) {
+      const tiles::Session session;
+      program(worker);
+    });
   }
 
  private:

@@ -1,0 +1,188 @@
+// Attending: a task of attention by products of vectors. The most queries are MAX_ROWS.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "kv_pool.hpp"
+#include "linear.hpp"
+#include "softmax.hpp"
+
+namespace aioinfer {
+
+// Scratch memory of one worker.
+template <class T>
+struct VectorScratch {
+  explicit VectorScratch(int64_t head_dim)
+      : queries(MAX_ROWS * head_dim), weights(MAX_ROWS * SPAN), scores(MAX_ROWS * SPAN), sums(MAX_ROWS * head_dim),
+        tiles(2 * SPAN * head_dim) {}
+  std::vector<uint32_t> queries, weights;
+  std::vector<float> scores, sums;
+  std::vector<T> tiles;
+};
+
+// The computation of one task with QUERIES queries.
+template <class T, int QUERIES>
+class Attending {
+ public:
+  static constexpr int PER_UNIT = Number<T>::PER_UNIT;
+  static constexpr int PER_TILE = TILE / LANES;
+
+  Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& params, VectorScratch<T>& scratch)
+      : context_(context), head_dim_(head_dim), scale_(params.scale), scratch_(scratch), softmax_(params) {}
+
+  // Query ``q`` [head_dim], which is at ``position`` of a sequence of ``length``.
+  void begin(int q, const T* query, int64_t position, int64_t length) {
+    softmax_.begin(q, position, length);
+    for (int64_t d = 0; d < head_dim_; d += PER_UNIT)
+      std::memcpy(&scratch_.queries[d / PER_UNIT * QUERIES + q], query + d, sizeof(uint32_t));
+  }
+
+  void run() {
+    const int64_t first = softmax_.first(QUERIES) / SPAN * SPAN, behind = softmax_.behind(QUERIES);
+    for (int64_t at = first; at < behind; at += SPAN) {
+      const int count = static_cast<int>(std::min<int64_t>(SPAN, behind - at)), tiles = (count + TILE - 1) / TILE;
+      locate(at / TILE, tiles, (behind + TILE - 1) / TILE);
+      score(tiles);
+      weigh(at, tiles);
+      add_values(count, at == first);
+    }
+  }
+
+  // put(dimension, LANES results) of one query
+  template <class Put>
+  void finish(int q, Put&& put) const {
+    const float share = softmax_.share(q);
+    for (int64_t d = 0; d < head_dim_; d += LANES) put(d, load<Floats>(&scratch_.sums[q * head_dim_ + d]) * share);
+  }
+
+ private:
+  // With so few queries the time goes to memory, not to arithmetic.
+  static constexpr bool LEAN = QUERIES <= MAX_ROWS / 2;
+
+  // Find the tiles of the stretch from tile ``first`` on, and of the next stretch, out of ``all`` tiles.
+  void locate(int64_t first, int tiles, int64_t all) {
+    const int64_t half = TILE * head_dim_;
+    for (int i = 0; i < tiles; i++) {
+      tile_[i] = context_.tile(first + i, &scratch_.tiles[2 * half * i]);
+      const int64_t later = first + i + SPAN / TILE;
+      next_[i] = LEAN && later < all && context_.lies() ? context_.tile(later, nullptr) : tile_[i];
+    }
+  }
+
+  // Scores of all queries and of ``tiles`` tiles, before any cap or mask.
+  void score(int tiles) {
+    constexpr int WIDE = context_vectors();
+    const int vectors = tiles * PER_TILE;
+    int v = 0;
+    for (; v + WIDE <= vectors; v += WIDE) score_vectors<WIDE>(v);
+    for (; v < vectors; v++) score_vectors<1>(v);
+  }
+
+  template <int COUNT>
+  AIOINFER_INLINE void score_vectors(int first) {
+    const uint32_t *keys[COUNT], *values[COUNT];
+    Floats sums[QUERIES][COUNT];
+    AIOINFER_UNROLL
+    for (int v = 0; v < COUNT; v++) {
+      keys[v] = tile_[(first + v) / PER_TILE] + (first + v) % PER_TILE * LANES;
+      values[v] = keys[v] + TILE * head_dim_ / PER_UNIT;
+    }
+    clear(sums);
+    accumulate<T, LEAN>(sums, scratch_.queries.data(), keys, TILE, head_dim_ / PER_UNIT, values);
+    AIOINFER_UNROLL
+    for (int q = 0; q < QUERIES; q++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++)
+        store(&scratch_.scores[q * SPAN + (first + v) * LANES], sums[q][v] * scale_);
+  }
+
+  // From scores to weights. All maxima are found before any weights, so that consecutive operations do not depend on
+  // each other.
+  void weigh(int64_t at, int tiles) {
+    const int vectors = tiles * PER_TILE;
+    for (int q = 0; q < QUERIES; q++) softmax_.find_best(q, &scratch_.scores[q * SPAN], at, vectors);
+    for (int q = 0; q < QUERIES; q++)
+      softmax_.weigh(q, &scratch_.scores[q * SPAN], vectors, [&](int i, Floats weight) { put_weights(q, i, weight); });
+  }
+
+  AIOINFER_INLINE void put_weights(int q, int at, Floats weight) {
+    constexpr int COUNT = LANES / PER_UNIT;
+    T numbers[LANES];
+    Number<T>::store_lanes(numbers, weight);
+    uint32_t units[COUNT];
+    std::memcpy(units, numbers, sizeof units);
+    AIOINFER_UNROLL
+    for (int i = 0; i < COUNT; i++) scratch_.weights[(at / PER_UNIT + i) * QUERIES + q] = units[i];
+  }
+
+  // sums = sums * shrink + weights * values of ``count`` positions; ``fresh`` sums are 0. Cells behind them may hold
+  // any value and are not read.
+  void add_values(int count, bool fresh) {
+    constexpr int WIDE = context_vectors();
+    const int vectors = static_cast<int>(head_dim_ / LANES);
+    int v = 0;
+    for (; v + WIDE <= vectors; v += WIDE) add_vectors<WIDE>(count, v, fresh);
+    for (; v < vectors; v++) add_vectors<1>(count, v, fresh);
+  }
+
+  template <int COUNT>
+  AIOINFER_INLINE void add_vectors(int count, int first, bool fresh) {
+    Floats sums[QUERIES][COUNT];
+    clear(sums);
+    if (!fresh)
+      AIOINFER_UNROLL
+      for (int q = 0; q < QUERIES; q++)
+        AIOINFER_UNROLL
+        for (int v = 0; v < COUNT; v++)
+          sums[q][v] = load<Floats>(&scratch_.sums[q * head_dim_ + (first + v) * LANES]) * softmax_.shrink(q);
+    for (int done = 0; done < count; done += TILE) {
+      const uint32_t* values = tile_[done / TILE] + TILE * head_dim_ / PER_UNIT + first * LANES;
+      const uint32_t* keys = next_[done / TILE] + first * LANES;
+      const uint32_t* weights = &scratch_.weights[done / PER_UNIT * QUERIES];
+      const uint32_t *vectors[COUNT], *ahead[COUNT];
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++) vectors[v] = values + v * LANES, ahead[v] = keys + v * LANES;
+      const int whole = std::min(TILE, count - done) / PER_UNIT;
+      accumulate<T, LEAN>(sums, weights, vectors, head_dim_, whole, ahead);
+      if (count - done < TILE && count % PER_UNIT)
+        add_last<COUNT>(sums, weights + whole * QUERIES, values + whole * head_dim_);
+    }
+    AIOINFER_UNROLL
+    for (int q = 0; q < QUERIES; q++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++) store(&scratch_.sums[q * head_dim_ + (first + v) * LANES], sums[q][v]);
+  }
+
+  // A unit of which only the first half exists.
+  template <int COUNT>
+  AIOINFER_INLINE void add_last(Floats (&sums)[QUERIES][COUNT], const uint32_t* weights, const uint32_t* values) const {
+    AIOINFER_UNROLL
+    for (int v = 0; v < COUNT; v++) {
+      const Ints value = load<Ints>(values + v * LANES) & 0xffff;
+      AIOINFER_UNROLL
+      for (int q = 0; q < QUERIES; q++)
+        sums[q][v] = Number<T>::multiply_add(sums[q][v], Ints{} + static_cast<int32_t>(weights[q]), value);
+    }
+  }
+
+  template <int COUNT>
+  static AIOINFER_INLINE void clear(Floats (&sums)[QUERIES][COUNT]) {
+    AIOINFER_UNROLL
+    for (int q = 0; q < QUERIES; q++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < COUNT; v++) sums[q][v] = Floats{};
+  }
+
+  // The number of vectors that occupies all units of the processor.
+  static constexpr int context_vectors() { return MANY_REGISTERS ? 2 * panels_at_once(QUERIES) : 2; }
+
+  const Context<T>& context_;
+  const int64_t head_dim_;
+  const float scale_;
+  VectorScratch<T>& scratch_;
+  const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE];
+  Softmax<QUERIES> softmax_;
+};
+
+}  // namespace aioinfer

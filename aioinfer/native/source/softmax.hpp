@@ -1,0 +1,109 @@
+// Softmax: of scores that arrive in stretches of SPAN positions, counted from the start of a sequence.
+//
+// The weights of a stretch are relative to the best score so far; a better one shrinks what was summed up before (Milakov
+// and Gimelshein, 2018; Dao et al., 2022).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "simd.hpp"
+
+namespace aioinfer {
+
+constexpr int SPAN = 128;
+
+// Constants of a layer: the positions that a query sees, and the scale of scores.
+struct AttentionParams {
+  float scale;
+  float soft_cap;  // 0: none
+  int64_t window;  // positions up to a query's own; 0: all
+  int64_t block;   // positions of a block; a query sees its own block to the end; 1: causal
+
+  int64_t first_visible(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
+  int64_t behind_visible(int64_t position, int64_t length) const {
+    return std::min((position / block + 1) * block, length);
+  }
+};
+
+// The state of at most MOST queries.
+template <int MOST>
+class Softmax {
+ public:
+  explicit Softmax(const AttentionParams& params) : params_(params) {}
+
+  // Query ``q`` is at ``position`` of a sequence of ``length``.
+  void begin(int q, int64_t position, int64_t length) {
+    from_[q] = params_.first_visible(position);
+    to_[q] = params_.behind_visible(position, length);
+    best_[q] = -INFINITY;
+    total_[q] = 0;
+  }
+
+  // The first position that one of the queries sees, and the end of those that one of them sees.
+  int64_t first(int queries) const { return *std::min_element(from_, from_ + queries); }
+  int64_t behind(int queries) const { return *std::max_element(to_, to_ + queries); }
+
+  // Cap and mask the scores of a query at the positions from ``at`` on, and find the best.
+  AIOINFER_INLINE void find_best(int q, float* scores, int64_t at, int vectors) {
+    Floats best = spread(-INFINITY);
+    if (at >= from_[q] && at + vectors * LANES <= to_[q] && params_.soft_cap == 0) {
+      for (int v = 0; v < vectors; v++) best = larger(best, load<Floats>(scores + v * LANES));
+    } else {
+      for (int v = 0; v < vectors; v++) {
+        const Floats value = visible(q, at + v * LANES, capped(load<Floats>(scores + v * LANES)));
+        store(scores + v * LANES, value);
+        best = larger(best, value);
+      }
+    }
+    const float now = std::max(best_[q], largest(best));
+    shrink_[q] = now == best_[q] ? 1.0f : exponential(spread(best_[q] - now))[0];
+    best_[q] = now;
+  }
+
+  // put(offset, LANES weights): the exponentials of these scores.
+  template <class Put>
+  AIOINFER_INLINE void weigh(int q, const float* scores, int vectors, Put&& put) {
+    // No position seen so far: every difference must be minus infinity, not NaN.
+    const float base = best_[q] == -INFINITY ? 0.0f : best_[q];
+    Floats total{};
+    for (int v = 0; v < vectors; v++) {
+      const Floats weight = exponential(load<Floats>(scores + v * LANES) - base);
+      total += weight;
+      put(v * LANES, weight);
+    }
+    total_[q] = total_[q] * shrink_[q] + sum(total);
+  }
+
+  // What sums of former stretches must be multiplied by.
+  float shrink(int q) const { return shrink_[q]; }
+
+  // What sums of all stretches must be multiplied by.
+  float share(int q) const { return 1.0f / total_[q]; }
+
+ private:
+  AIOINFER_INLINE Floats capped(Floats score) const {
+    if (params_.soft_cap == 0) return score;
+    float values[LANES];
+    store(values, score);
+    for (float& value : values) value = params_.soft_cap * std::tanh(value / params_.soft_cap);
+    return load<Floats>(values);
+  }
+
+  // Minus infinity for positions from ``at`` on that a query does not see, whatever their scores.
+  AIOINFER_INLINE Floats visible(int q, int64_t at, Floats scores) const {
+    if (at >= from_[q] && at + LANES <= to_[q]) return scores;
+    Ints lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const int32_t from = static_cast<int32_t>(std::clamp<int64_t>(from_[q] - at, 0, LANES));
+    const int32_t to = static_cast<int32_t>(std::clamp<int64_t>(to_[q] - at, 0, LANES));
+    scores = lane < from ? spread(-INFINITY) : scores;
+    return lane >= to ? spread(-INFINITY) : scores;
+  }
+
+  const AttentionParams& params_;
+  int64_t from_[MOST], to_[MOST];
+  float best_[MOST], total_[MOST], shrink_[MOST];
+};
+
+}  // namespace aioinfer
