@@ -48,22 +48,23 @@ def instruction_sets() -> str:
 
 
 def choose_tiles() -> Tiles:
-    """The processor's tiles, if it has any and the system permits them, which this process asks for.
+    """With AIOINFER_TILES=auto the processor's tiles, if it has any and the system permits them, which this
+    process asks for.
 
-    AIOINFER_TILES=off does without them; "model" computes the same bits in plain C++, very slowly, on any
-    processor: for tests. Raises ValueError for another value but "auto".
+    "off" is the default as long as the kernels have not run on such a processor. "model" computes the same
+    bits in plain C++, very slowly, on any processor: for tests. Raises ValueError for another value.
     """
-    wanted = os.environ.get("AIOINFER_TILES", "auto")
+    wanted = os.environ.get("AIOINFER_TILES", "off")
     if wanted == "model":
         return MODELLED
-    if wanted == "off":
-        return Tiles((), "AIOINFER_TILES is off")
-    if wanted != "auto":
+    if wanted not in ("auto", "off"):
         raise ValueError(f"AIOINFER_TILES is {wanted!r}, not auto, off or model")
     if not set(_AMX) <= set(instruction_sets().split()):
         return Tiles((), "the processor has no AMX")
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return Tiles((), "AMX is used on Linux for x86-64 only")
+    if wanted == "off":
+        return Tiles((), "the processor has AMX, which is used where AIOINFER_TILES is auto")
     refused = _ask()
     if refused:
         return Tiles((), f"the processor has AMX, and the system refuses it: {os.strerror(refused)}")
