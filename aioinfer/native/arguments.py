@@ -11,10 +11,11 @@ import ctypes
 from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 __all__ = [
-    "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "ExpertsArguments",
-    "ForwardArguments", "LayerArguments", "LinearArguments", "LogprobsArguments", "MasksArguments",
-    "MixArguments", "PenaliseArguments", "RouteArguments", "RouterArguments", "SampleArguments",
-    "SetExpertArguments", "WeightsArguments", "describe",
+    "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DequantiseArguments",
+    "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments", "LogprobsArguments",
+    "MasksArguments", "MixArguments", "PenaliseArguments", "QuantisedLinearArguments",
+    "QuantisedWeightsArguments", "RoundWeightsArguments", "RouteArguments", "RouterArguments",
+    "SampleArguments", "SetExpertArguments", "WeightsArguments", "describe",
 ]  # fmt: skip
 
 #: of memory, or of an object that the library made; None is null
@@ -80,6 +81,65 @@ class WeightsArguments(Arguments):
 
 @_structure
 class LinearArguments(Arguments):
+    """``out`` = ``values`` times the weights; gated: silu(gate) * up."""
+
+    __slots__ = ()
+
+    pool: Address
+    weights: Address
+    values: Address
+    count: int
+    inner: int
+    out: Address
+
+
+@_structure
+class RoundWeightsArguments(Arguments):
+    """Round weights to 4 or 8 bits, and pack them."""
+
+    __slots__ = ()
+
+    pool: Address
+    rows: Address
+    bias: Address
+    outputs: int
+    inner: int
+    group: int
+    bits: int
+    gated: bool
+
+
+@_structure
+class QuantisedWeightsArguments(Arguments):
+    """Pack weights that are quantised already."""
+
+    __slots__ = ()
+
+    pool: Address
+    values: Address
+    scales: Address
+    offsets: Address
+    bias: Address
+    outputs: int
+    inner: int
+    group: int
+    bits: int
+    gated: bool
+
+
+@_structure
+class DequantiseArguments(Arguments):
+    """The weights as they were rounded."""
+
+    __slots__ = ()
+
+    pool: Address
+    weights: Address
+    out: Address
+
+
+@_structure
+class QuantisedLinearArguments(Arguments):
     """``out`` = ``values`` times the weights; gated: silu(gate) * up."""
 
     __slots__ = ()

@@ -22,6 +22,7 @@ from aioinfer.native.arguments import (
     Arguments,
     AttendArguments,
     DecoderArguments,
+    DequantiseArguments,
     ExpertsArguments,
     ForwardArguments,
     LayerArguments,
@@ -30,6 +31,9 @@ from aioinfer.native.arguments import (
     MasksArguments,
     MixArguments,
     PenaliseArguments,
+    QuantisedLinearArguments,
+    QuantisedWeightsArguments,
+    RoundWeightsArguments,
     RouteArguments,
     RouterArguments,
     SampleArguments,
@@ -41,8 +45,8 @@ from aioinfer.native.build import UNITS, BuildFailed, build
 
 __all__ = [
     "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number", "PackedExperts",
-    "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable", "kernels",
-    "native_unsupported", "shared_thread_pool",
+    "PackedRouter", "PackedWeights", "QuantisedWeights", "Stack", "ThreadPool", "ThreadsUnavailable",
+    "kernels", "native_unsupported", "shared_thread_pool",
 ]  # fmt: skip
 
 #: types of models that there are kernels for
@@ -62,6 +66,9 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "huge_pages": (_done, [ctypes.c_void_p, ctypes.c_int64]),
     "thread_pool": (_handle, [_int]),
     "free_thread_pool": (None, [_handle]),
+    "quantised_weights": (_handle, [QuantisedWeightsArguments]),
+    "free_quantised_weights": (None, [_handle]),
+    "dequantise": (_done, [DequantiseArguments]),
     "sample": (_done, [SampleArguments]),
     "penalise": (_done, [PenaliseArguments]),
     "apply_masks": (_done, [MasksArguments]),
@@ -72,6 +79,8 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "weights": (_handle, [WeightsArguments]),
     "free_weights": (None, [_handle]),
     "linear": (_done, [LinearArguments]),
+    "round_weights": (_handle, [RoundWeightsArguments]),
+    "quantised_linear": (_done, [QuantisedLinearArguments]),
     "router": (_handle, [RouterArguments]),
     "free_router": (None, [_handle]),
     "route": (_done, [RouteArguments]),
@@ -318,6 +327,36 @@ class PackedWeights:
             pool=pool.handle, weights=self.handle, values=values, count=count, inner=self.inner, out=out
         )
         pool.kernels.call(arguments, self.number)
+
+
+class QuantisedWeights:
+    """Weights of 4 or 8 bits, multiplied with activations of 8 bits as integers; see ``quantised.hpp``."""
+
+    __slots__ = ("__weakref__", "handle", "inner", "outputs", "pool")
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        arguments: RoundWeightsArguments | QuantisedWeightsArguments,
+        number: Number | None,
+    ) -> None:
+        """``number``: the type of the weights that are rounded; None: they are quantised already."""
+        self.pool, self.outputs, self.inner = pool, arguments.outputs, arguments.inner
+        self.handle: int = pool.kernels.call(arguments, number)
+        _release(self, pool.kernels, "free_quantised_weights", self.handle)
+
+    def apply(self, number: Number, values: int, count: int, out: int) -> None:
+        """[count, inner] to [count, outputs], both of the type ``number``; gated: ``silu(gate) * up``."""
+        pool = self.pool
+        arguments = QuantisedLinearArguments(
+            pool=pool.handle, weights=self.handle, values=values, count=count, inner=self.inner, out=out
+        )
+        pool.kernels.call(arguments, number)
+
+    def dequantise(self, out: int) -> None:
+        """The weights to float32 [outputs, inner]; gated [2 * outputs, inner], gates first."""
+        arguments = DequantiseArguments(pool=self.pool.handle, weights=self.handle, out=out)
+        self.pool.kernels.call(arguments)
 
 
 class PackedRouter:

@@ -29,6 +29,7 @@ template <class T>
 class Experts;
 template <class T>
 class Decoder;
+class QuantisedWeights;
 
 // -- linear layers ------------------------------------------------------------------------------------------------
 
@@ -48,6 +49,48 @@ template <class T>
 struct LinearArguments {
   ThreadPool* pool;
   const Weights<T>* weights;
+  const T* values;  // [count, inner]
+  int64_t count, inner;
+  T* out;  // [count, outputs]
+};
+
+// -- quantised linear layers, see quantised.hpp ---------------------------------------------------------------------
+
+// Round weights to 4 or 8 bits, and pack them.
+template <class T>
+struct RoundWeightsArguments {
+  ThreadPool* pool;
+  const T* rows;  // [outputs, inner]; gated: [2 * outputs, inner], gates first
+  const T* bias;  // one element per row, or null
+  int64_t outputs, inner;
+  int64_t group;  // numbers of the inner dimension that share a scale; 0: all
+  int64_t bits;
+  bool gated;
+};
+
+// Pack weights that are quantised already: scale * value + offset.
+struct QuantisedWeightsArguments {
+  ThreadPool* pool;
+  const uint8_t* values;  // as the rows above, one a byte; of 8 bits, signed
+  const float* scales;    // [rows, groups]
+  const float* offsets;   // [rows, groups], or null: 0, and for 4 bits -8 * scale
+  const float* bias;      // one element per row, or null
+  int64_t outputs, inner, group, bits;
+  bool gated;
+};
+
+// The weights as they were rounded.
+struct DequantiseArguments {
+  ThreadPool* pool;
+  const QuantisedWeights* weights;
+  float* out;  // as the rows above
+};
+
+// ``out`` = ``values`` times the weights; gated: silu(gate) * up.
+template <class T>
+struct QuantisedLinearArguments {
+  ThreadPool* pool;
+  const QuantisedWeights* weights;
   const T* values;  // [count, inner]
   int64_t count, inner;
   T* out;  // [count, outputs]

@@ -50,6 +50,10 @@ inline std::string layout() {
   std::string text;
   AIOINFER_TEMPLATE(WeightsArguments, pool, rows, bias, outputs, inner, gated, int8)
   AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, out)
+  AIOINFER_TEMPLATE(RoundWeightsArguments, pool, rows, bias, outputs, inner, group, bits, gated)
+  AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, group, bits, gated)
+  AIOINFER_PLAIN(DequantiseArguments, pool, weights, out)
+  AIOINFER_TEMPLATE(QuantisedLinearArguments, pool, weights, values, count, inner, out)
   AIOINFER_PLAIN(RouterArguments, weight, bias, top_k, groups, top_groups, scale, sigmoid, normalize)
   AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
   AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, int8)
