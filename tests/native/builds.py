@@ -24,6 +24,7 @@ _UNDEFINED = "-fsanitize=undefined -fno-sanitize=null,object-size -fno-sanitize-
 FLAGS = {
     "avx2": "-march=x86-64-v3",
     "baseline": "-march=x86-64-v2",
+    "vnni model": "-march=native -DAIOINFER_PLAIN_DOT=16",
     "address": f"-march=native {_ADDRESS}",
     "undefined": f"-march=x86-64-v3 {_ADDRESS} {_UNDEFINED}",
 }
