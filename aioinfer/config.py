@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 from aioinfer import plugins
 from aioinfer.errors import ConfigError
 from aioinfer.settings import (
+    exactly,
     field_options,
     load_settings,
     parse_setting,
@@ -61,9 +62,10 @@ class _Bounds:
         if self.low <= value <= self.high and not (self.low_open and value == self.low):
             return
         if self.high < _LARGEST:
-            wanted = f"be in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
+            bracket = "(" if self.low_open else "["
+            wanted = f"be in {bracket}{exactly(self.low)}, {exactly(self.high)}]"
         elif self.low:
-            wanted = f"be at least {self.low:g}"
+            wanted = f"be at least {exactly(self.low)}"
         else:
             wanted = "be positive" if self.low_open else "not be negative"
         raise ConfigError(f"{name} must {wanted}, got {shown(value)}")

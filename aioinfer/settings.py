@@ -17,6 +17,7 @@ from typing import Any, Literal
 from aioinfer.errors import ConfigError
 
 __all__ = [
+    "exactly",
     "field_options",
     "load_settings",
     "parse_setting",
@@ -39,6 +40,11 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 def shown(value: Any) -> str:
     """``repr(value)`` at bounded length, for error messages."""
     return _repr.repr(value)
+
+
+def exactly(bound: float) -> str:
+    """A bound in full: 1048576, not 1.04858e+06."""
+    return str(int(bound)) if bound == int(bound) else repr(bound)
 
 
 def load_settings(

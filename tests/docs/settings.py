@@ -13,6 +13,7 @@ import typing
 from typing import Any
 
 from aioinfer.config import GROUPS, EngineConfig, ServerConfig
+from aioinfer.settings import exactly
 from tests.docs.pages import ROOT
 
 __all__ = ["PAGE", "rewritten"]
@@ -51,8 +52,10 @@ def _values(hint: Any, bounds: Any) -> str:
     names = {str: "text", bool: "true, false", int: "integer", float: "number", types.NoneType: "none"}
     if bounds is None or hint not in (int, float):
         return names[hint]
-    low = f"{'above' if bounds.low_open else 'from'} {bounds.low:g}"
-    return f"{names[hint]} {low}" + (f" to {bounds.high:g}" if bounds.high < sys.float_info.max else "")
+    low = f"{'above' if bounds.low_open else 'from'} {exactly(bounds.low)}"
+    return f"{names[hint]} {low}" + (
+        f" to {exactly(bounds.high)}" if bounds.high < sys.float_info.max else ""
+    )
 
 
 def rewritten(page: str) -> str:
