@@ -249,7 +249,7 @@ class EngineConfig:
     max_grammar_bytes: int = _option(
         65_536, "sampling", "largest grammar or JSON schema of a request, in bytes", _Bounds(1, 1 << 20)
     )
-    max_grammar_depth: int = _option(64, "sampling", "deepest nesting of a JSON schema", _Bounds(1, 256))
+    max_grammar_depth: int = _option(64, "sampling", "deepest nesting of a JSON schema", _Bounds(1, 120))
     grammar_patience: float = _option(
         0.002, "sampling", "seconds that a step waits for late grammar masks", _NOT_NEGATIVE
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,20 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar import Matcher
 from aioinfer.text.grammar_spec import Grammar
 
-__all__ = ["JSON_OPTIONS", "MAX_DEPTH", "GuidanceBackend", "check_depth", "load_library"]
+__all__ = ["ADDED_TO_SCHEMAS", "JSON_OPTIONS", "GuidanceBackend", "load_library"]
 
-#: maximum nesting of a JSON schema, unless the engine's config has another
-MAX_DEPTH = 64
 #: Models write white space between the parts; the bound prevents an output of nothing else.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+#: the same as a key of a schema
+ADDED_TO_SCHEMAS = {"x-guidance": JSON_OPTIONS}
+
+#: where JSON begins in Lark
+_JSON = re.compile(r"%json\s*(?=[\[{])")
+#: what AnswerGrammar adds to a schema
+_ADDED = re.escape(json.dumps(ADDED_TO_SCHEMAS)[1:-1])
+#: A bracket of JSON or the end, behind anything else: strings may hold brackets. It matches anywhere, so
+#: that a search has one pass.
+_BRACKET = re.compile(rf'(?:[^"\[\]{{}}]++|{_ADDED}|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{{}}]|\Z)', re.DOTALL)
 
 #: In some Lark grammars the forced bytes are unbounded, and llguidance computes them without a limit and with
 #: the GIL held. Of several ``%llguidance`` lines the last one counts.
@@ -39,11 +48,11 @@ class GuidanceBackend:
     """llguidance for one tokenizer. Limits on fuel and size bound the duration of every call."""
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], *, max_depth: int = MAX_DEPTH
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], *, max_depth: int
     ) -> None:
         """``tokenizer``: the JSON of a Hugging Face tokenizer, or a ``llguidance.TokenizerWrapper``;
-        ``max_depth``: maximum nesting of a JSON schema, recursion through ``$ref`` not counted.
-        Raises InvalidRequest if the extra is not installed."""
+        ``max_depth``: maximum nesting of every JSON schema, also of those within a grammar; recursion through
+        ``$ref`` is not counted. Raises InvalidRequest if the extra is not installed."""
         self._library = llguidance = load_library()
         self._max_depth = max_depth
         self._tokenizer = llguidance.LLTokenizer(
@@ -86,12 +95,16 @@ class GuidanceBackend:
         """The grammar as text for LLMatcher. Raises ValueError."""
         library = self._library.LLMatcher
         text: str
+        if grammar.kind in ("lark", "answer"):
+            at = 0
+            while (found := _JSON.search(grammar.text, at)) is not None:
+                at = _check_depth(grammar.text, found.end(), self._max_depth)
         match grammar.kind:
             case "json_schema":
+                _check_depth(grammar.text, 0, self._max_depth)
                 schema = json.loads(grammar.text)
                 if not isinstance(schema, (dict, bool)):
                     raise ValueError("must be an object")
-                check_depth(schema, self._max_depth)
                 text = library.grammar_from_json_schema(grammar.text, JSON_OPTIONS)
             case "json_object":
                 text = library.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
@@ -136,19 +149,17 @@ class _GuidanceMatcher:
         return _GuidanceMatcher(self.native.deep_copy())
 
 
-def check_depth(schema: Any, most: int = MAX_DEPTH) -> None:
-    """Raises ValueError for a schema that is nested too deeply to be compiled."""
-    level = [schema]
-    for _ in range(most + 1):
-        if not level:
-            return
-        level = [child for value in level for child in _children(value)]
-    if level:
-        raise ValueError(f"is nested more than {most} levels deep")
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+def _check_depth(text: str, start: int, most: int) -> int:
+    """Where the JSON ends that begins at ``start``. Raises ValueError for more than ``most`` open brackets.
+    In one pass, and without recursion; other errors are left to llguidance."""
+    depth = 0
+    for bracket in _BRACKET.finditer(text, start):
+        depth += 1 if bracket[1] in ("[", "{") else -1
+        if depth > most:
+            raise ValueError(f"has JSON nested more than {most} levels deep (max_grammar_depth)")
+        if depth <= 0:
+            return bracket.end()
+    return len(text)
 
 
 def _lark(source: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioinfer.text.grammar_spec import Grammar
-from aioinfer.text.guidance import JSON_OPTIONS, check_depth
+from aioinfer.text.guidance import ADDED_TO_SCHEMAS
 from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.tool_calls import ToolCallParser
 
@@ -45,7 +45,7 @@ class AnswerGrammar:
     tokens: Mapping[str, int] | None = None
 
     def build(self) -> Grammar:
-        """Raises ValueError for a schema nested too deeply, InvalidRequest for too large a grammar."""
+        """Raises InvalidRequest for too large a grammar, ValueError for a schema that cannot be written."""
         rules = ["%llguidance {}", f"start: {self._start()}", "TEXT: /(.|\\n)*/", "BREAKS: /\\n{1,4}/"]
         if self.reasoning is not None:
             rules.append(self._until("thought", self.reasoning.closing))
@@ -94,7 +94,8 @@ class AnswerGrammar:
 
 
 def _json(schema: Mapping[str, Any] | bool) -> str:
-    check_depth(schema)
-    if isinstance(schema, bool):
-        return f"%json {json.dumps(schema)}"
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+    given = schema if isinstance(schema, bool) else {**schema, **ADDED_TO_SCHEMAS}
+    try:
+        return f"%json {json.dumps(given)}"
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None

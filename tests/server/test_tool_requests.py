@@ -187,3 +187,24 @@ async def test_completions_take_no_tools(serving: Serving) -> None:
     async with serving() as served, served.client() as client:
         with pytest.raises(openai.BadRequestError, match="tools"):
             await client.completions.create(model="toy", prompt="x", extra_body={"tools": TOOLS})
+
+
+async def test_a_schema_beyond_max_grammar_depth_is_refused_by_its_field(serving: Serving) -> None:
+    deep: Any = {"const": 1}
+    for _ in range(4):
+        deep = {"properties": {"a": deep}}
+    ending = {"type": "object", **deep}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ending}}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("tools", {"tools": [tool("f", ending)], "tool_choice": "required"}),
+        ("tools", {"tools": [tool("f", ending, strict=True)], "stream": True}),
+        ("response_format", {"response_format": form}),
+        ("guided_grammar", {"extra_body": {"guided_grammar": f"start: %json {json.dumps(ending)}"}}),
+    ]
+    server = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    async with serving(server=server, max_grammar_depth=8) as served, served.client() as client:
+        for param, options in cases:
+            given: dict[str, Any] = {"model": "toy", "messages": [USER], "max_tokens": 1, **options}
+            with pytest.raises(openai.BadRequestError, match="more than 8 levels deep") as refused:
+                await client.chat.completions.create(**given)
+            assert refused.value.param == param

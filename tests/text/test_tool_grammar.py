@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
+from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
 from aioinfer.text.tool_calls import Hermes
@@ -36,7 +38,7 @@ class Vocabulary:
             self.tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
             self.tokens = {tag: self.tokenizer.token_to_id(tag) for tag in TAGS}
         self.size = self.tokenizer.get_vocab_size()
-        self.backend = GuidanceBackend(self.tokenizer.to_str(), self.size, [self.end])
+        self.backend = GuidanceBackend(self.tokenizer.to_str(), self.size, [self.end], max_depth=64)
 
     def allows(self, output: str, /, **options: Any) -> bool:
         """The text is a whole answer, token by token allowed by the masks."""
@@ -114,12 +116,44 @@ def test_white_space_is_bounded_and_arguments_are_json(vocabulary: Vocabulary) -
 def test_limits(vocabulary: Vocabulary) -> None:
     many = {f"function_{at}": CITY for at in range(128)}
     assert vocabulary.allows(ROME.replace("weather", "function_127"), functions=many)
-    deep: Any = {"type": "object"}
-    for _ in range(100):
-        deep = {"type": "object", "properties": {"a": deep}}
-    with pytest.raises(ValueError, match="nested"):
-        AnswerGrammar(Hermes, {"f": deep}).build()
     with pytest.raises(InvalidRequest, match="characters"):
         AnswerGrammar(Hermes, {"f": {"enum": ["x" * 1_100_000]}}).build()
     with pytest.raises(InvalidRequest):
         vocabulary.backend.compile(AnswerGrammar(Hermes, {"f": json.loads('{"type": "nothing"}')}).build())
+
+
+def schema_of(depth: int) -> str:
+    """Brackets in texts and keys do not nest."""
+    return '{"[{[{":1,"items":' * (depth - 1) + '{"const":"[{\\"[{["}' + "}" * (depth - 1)
+
+
+#: every way for a JSON schema to be in a grammar
+WITH_SCHEMA: dict[str, Callable[[str], Grammar]] = {
+    "schema": lambda schema: Grammar("json_schema", schema),
+    "within Lark": lambda schema: Grammar(
+        "lark", f'start: "(" %json {{"const": "%json"}} | %json{schema} ")"'
+    ),
+    "arguments": lambda schema: AnswerGrammar(Hermes, {"f": {}, "g": json.loads(schema)}).build(),
+    "answer": lambda schema: AnswerGrammar(None, {}, answer=json.loads(schema), reasoning=Qwen3).build(),
+}
+
+
+@pytest.mark.parametrize("most", [1, 3, 64, 120])
+@pytest.mark.parametrize("way", WITH_SCHEMA)
+def test_the_nesting_of_every_schema_in_a_grammar_has_one_limit(way: str, most: int) -> None:
+    tokenizer = Vocabulary(None).tokenizer
+    backend = GuidanceBackend(tokenizer.to_str(), tokenizer.get_vocab_size(), [0], max_depth=most)
+    backend.compile(WITH_SCHEMA[way](schema_of(most)))
+    for depth in (most + 1, most + 300):
+        with pytest.raises(InvalidRequest, match=rf"nested more than {most} levels deep \(max_grammar_depth"):
+            backend.compile(WITH_SCHEMA[way](schema_of(depth)))
+
+
+def test_a_schema_of_unpaired_brackets_and_quotes_is_an_error_in_one_pass() -> None:
+    backend = Vocabulary(None).backend
+    for part in ("[", "{", "]", '"', '\\"', '{"', '["",', "%json {", '%json "', "%json [%json ["):
+        for before in ("", "[", '{"', "start: %json {", 'start: %json ["'):
+            text = before + part * (200_000 // len(part))
+            for grammar in (Grammar("json_schema", text), Grammar("lark", text), Grammar("answer", text)):
+                with pytest.raises(InvalidRequest):
+                    backend.compile(grammar)
