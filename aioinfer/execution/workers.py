@@ -24,6 +24,11 @@ __all__ = ["WorkerExecutor", "Workers"]
 _log = logging.getLogger("aioinfer")
 #: seconds that the exit of the process waits for calls
 _EXIT = 2.0
+#: Bytes of a thread's stack; only what is used takes memory. Systems give threads 128 KiB to 8 MiB. Grammars
+#: are compiled by recursion, and the bound of its depth (aioinfer.text.grammar_depth) goes with this.
+_STACK = 16 << 20
+#: while ``threading.stack_size``, which holds for every thread that starts, is changed
+_starting = threading.Lock()
 
 _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")
@@ -109,7 +114,12 @@ class Workers(Generic[_Work]):
         """One more thread, if there is work for it. Under the lock."""
         if len(self._threads) < min(len(self._open), self._most):
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()
+            with _starting:
+                before = threading.stack_size(_STACK)
+                try:
+                    thread.start()
+                finally:
+                    threading.stack_size(before)
             self._threads.append(thread)
 
     def _run(self) -> None:

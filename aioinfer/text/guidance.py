@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar import Matcher
+from aioinfer.text.grammar_depth import check_gbnf, check_lark, check_schema
 from aioinfer.text.grammar_spec import Grammar
 
 __all__ = ["ADDED_TO_SCHEMAS", "JSON_OPTIONS", "GuidanceBackend", "load_library"]
@@ -22,8 +23,6 @@ JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 #: the same as a key of a schema
 ADDED_TO_SCHEMAS = {"x-guidance": JSON_OPTIONS}
 
-#: where JSON begins in Lark
-_JSON = re.compile(r"%json\s*(?=[\[{])")
 #: what AnswerGrammar adds to a schema
 _ADDED = re.escape(json.dumps(ADDED_TO_SCHEMAS)[1:-1])
 #: A bracket of JSON or the end, behind anything else: strings may hold brackets. It matches anywhere, so
@@ -95,16 +94,13 @@ class GuidanceBackend:
         """The grammar as text for LLMatcher. Raises ValueError."""
         library = self._library.LLMatcher
         text: str
-        if grammar.kind in ("lark", "answer"):
-            at = 0
-            while (found := _JSON.search(grammar.text, at)) is not None:
-                at = _check_depth(grammar.text, found.end(), self._max_depth)
         match grammar.kind:
             case "json_schema":
-                _check_depth(grammar.text, 0, self._max_depth)
+                _check_brackets(grammar.text, 0, self._max_depth)
                 schema = json.loads(grammar.text)
                 if not isinstance(schema, (dict, bool)):
                     raise ValueError("must be an object")
+                check_schema(schema)
                 text = library.grammar_from_json_schema(grammar.text, JSON_OPTIONS)
             case "json_object":
                 text = library.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
@@ -116,10 +112,21 @@ class GuidanceBackend:
                     raise ValueError("must be a non-empty list of non-empty texts")
                 text = library.grammar_from_lark("start: " + " | ".join(map(_lark_literal, choices)))
             case "lark":
-                text = library.grammar_from_lark(_lark(grammar.text) + _NO_FORCING)
+                text = library.grammar_from_lark(self._checked(_lark(grammar.text)) + _NO_FORCING)
             case "answer":
-                text = library.grammar_from_lark(grammar.text)
+                text = library.grammar_from_lark(self._checked(grammar.text))
         return text
+
+    def _checked(self, lark: str) -> str:
+        """The same. Raises ValueError where rules, references or JSON within it are too deep."""
+
+        def json_begins(start: int) -> int:
+            end = _check_brackets(lark, start, self._max_depth)
+            check_schema(json.loads(lark[start:end]))
+            return end
+
+        check_lark(lark, json_begins)
+        return lark
 
 
 class _GuidanceMatcher:
@@ -149,7 +156,7 @@ class _GuidanceMatcher:
         return _GuidanceMatcher(self.native.deep_copy())
 
 
-def _check_depth(text: str, start: int, most: int) -> int:
+def _check_brackets(text: str, start: int, most: int) -> int:
     """Where the JSON ends that begins at ``start``. Raises ValueError for more than ``most`` open brackets.
     In one pass, and without recursion; other errors are left to llguidance."""
     depth = 0
@@ -164,13 +171,18 @@ def _check_depth(text: str, start: int, most: int) -> int:
 
 def _lark(source: str) -> str:
     """Translate GBNF (llama.cpp; also accepted by vLLM and SGLang) to Lark; Lark is returned unchanged."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if not source.strip():
         raise ValueError("is empty")
+    if is_lark_syntax(source):
+        return source
+    check_gbnf(source)
     try:
-        text: str = any_to_lark(source)
-    except GbnfToLarkError as error:
+        text: str = gbnf_to_lark(source)
+    except RecursionError:
+        raise
+    except Exception as error:  # it raises the bare Exception for rules that are missing
         raise ValueError(str(error)) from None
     return text
 
