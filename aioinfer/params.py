@@ -88,7 +88,7 @@ class SamplingParams:
             text so far is searched after every token, a match has at most 512 characters, and a request
             fails if its patterns need more than 5 ms of CPU time per token.
         stop_token_ids: token ids that end the output, in addition to the model's end tokens.
-        ignore_eos: the model's end tokens do not end the output.
+        ignore_eos: the model's end tokens do not end the output. Not with a grammar, which says when to end.
         repetition_penalty: in [0.01, 100]; above 1 discourages tokens seen in prompt or output (CTRL, 2019).
         presence_penalty: subtracted once from tokens seen in the output, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
@@ -369,6 +369,8 @@ def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     words = tuple(words or ())
     texts = [word for word in words if isinstance(word, str)]
     _texts("bad_words", texts, _MAX_BAD_WORDS, _MAX_BAD_WORD)
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        raise InvalidRequest("bad_words", "has an unpaired surrogate, which is not text")
     if len(words) > _MAX_BAD_WORDS:
         raise InvalidRequest("bad_words", f"at most {_MAX_BAD_WORDS} words, got {len(words)}")
     found: list[str | tuple[int, ...]] = []
