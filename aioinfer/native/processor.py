@@ -34,8 +34,9 @@ class Tiles:
 
 #: the processor's, if the compiler knows that it has them
 PERMITTED = Tiles(("-DAIOINFER_TILES",), "the processor has AMX, and the system permits it")
-#: the same in plain C++; its vectors are wider than the processor's, which g++ would remark on
-MODELLED = Tiles(("-DAIOINFER_MODELLED_TILES", "-Wno-psabi"), "AIOINFER_TILES is model")
+#: The same in plain C++; its vectors are wider than the processor's, which g++ would remark on. It is slow
+#: whatever the compiler does, which need not take minutes.
+MODELLED = Tiles(("-DAIOINFER_MODELLED_TILES", "-Wno-psabi", "-O1"), "AIOINFER_TILES is model")
 
 
 def instruction_sets() -> str:

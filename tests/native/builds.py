@@ -46,7 +46,7 @@ def main(names: list[str]) -> int:
 
 
 def _tests(name: str) -> bool:
-    flags, tiles = FLAGS[name], "model" if name.startswith("tiles") else "auto"
+    flags, tiles = FLAGS[name], "model" if name.startswith("tiles") else "off"
     env = {**os.environ, "AIOINFER_CXXFLAGS": flags, "AIOINFER_TILES": tiles, "PYTHONPATH": str(_ROOT)}
     # Compiled first: with these flags it takes longer than the limit of a test.
     code = "from aioinfer.native import build; build._PATIENCE = 3600; print(build.build())"

@@ -301,6 +301,6 @@ def test_modelled_tiles_say_so(modelled: Kernels) -> None:
 def test_the_kernels_pass_their_tests_on_modelled_tiles(name: str) -> None:
     env = {**os.environ, "AIOINFER_TILES": "model", "PYTHONPATH": str(_ROOT)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["--battery", str(_ROOT / "tests" / f"{name}.py")]
+    command.append(str(_ROOT / "tests" / f"{name}.py"))
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-4000:]
