@@ -23,6 +23,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -287,17 +288,11 @@ async def test_messages_may_be_any_mappings_and_variables_of_the_template_functi
         def __str__(self) -> str:
             return "changed"
 
-    seen: list[Any] = []
-
-    class Keeping(ToyTokenizer):
-        def encode_chat(self, messages: Any, **template_kwargs: Any) -> list[int]:
-            seen.append((messages, template_kwargs))
-            return [1, 2, 3]
-
-    async with make_engine(tokenizer=Keeping) as engine:
+    tokenizer = KeepingTokenizer()
+    async with make_engine(tokenizer=lambda: tokenizer) as engine:
         messages: Any = [UserDict(role=Text("user"), content=UserDict(a=[Text("x")]))]
         await engine.generate(messages, SHORT, chat_template_kwargs={"tools": [test_parameters_hold_nothing]})
-        assert seen == [
+        assert tokenizer.seen == [
             (
                 [{"role": "user", "content": {"a": ["x"]}}],
                 {"tools": [test_parameters_hold_nothing]},

@@ -21,6 +21,7 @@ from aioinfer.loop.options import RequestOptions
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams, inherited
 from aioinfer.plain import PLAIN, plain
 from aioinfer.testing import ToyTokenizer, toy_generate
+from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -272,20 +273,14 @@ SCALARS = [
 async def test_messages_and_variables_of_the_template_become_plain(
     make_engine: MakeEngine, given: Any, wanted: Any
 ) -> None:
-    seen: list[Any] = []
-
-    class Keeping(ToyTokenizer):
-        def encode_chat(self, messages: Any, **template_kwargs: Any) -> list[int]:
-            seen.append((messages, template_kwargs))
-            return [1, 2, 3]
-
-    async with make_engine(tokenizer=Keeping) as engine:
+    tokenizer = KeepingTokenizer()
+    async with make_engine(tokenizer=lambda: tokenizer) as engine:
         message: Any = {"role": "user", "content": given, "more": [{"a": (given,)}], given: 1}
         await engine.generate([message], SHORT, chat_template_kwargs={"flag": given})
-        ((messages, kwargs),) = seen
+        ((messages, kwargs),) = tokenizer.seen
         assert messages == [{"role": "user", "content": wanted, "more": [{"a": (wanted,)}], wanted: 1}]
         assert kwargs == {"flag": wanted}
-        assert kinds_within(seen) <= PLAIN | {list, tuple}
+        assert kinds_within(tokenizer.seen) <= PLAIN | {list, tuple}
 
 
 async def test_text_of_a_subclass_is_a_prompt(make_engine: MakeEngine) -> None:

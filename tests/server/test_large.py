@@ -7,7 +7,8 @@ import gzip
 import json
 import threading
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,23 @@ def test_limits_follow_from_the_context() -> None:
     # A prompt of ids that fills the context passes.
     for context in (512, 4096, 1 << 17, 1 << 20):
         Limits.of(ServerConfig(), context).check_values(b"[%s]" % b",".join([b"151643"] * context))
+
+
+@asynccontextmanager
+async def counting_turns() -> AsyncIterator[Callable[[], int]]:
+    """Gives a function that says how often another task has had a turn of the loop."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    yield lambda: turns
+    counting.cancel()
+    await asyncio.wait([counting])
 
 
 async def test_a_body_that_is_declared_too_large_is_not_read(serving: Serving) -> None:
@@ -129,25 +147,16 @@ async def test_decompression_is_in_slices_and_ends_at_the_limit(monkeypatch: pyt
         error = zlib.error
         MAX_WBITS = zlib.MAX_WBITS
 
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     packer = zlib.compressobj()
     bomb = b"".join([packer.compress(bytes(1 << 20)) for _ in range(64)]) + packer.flush()
     monkeypatch.setattr(parsing, "zlib", Zlib)
-    counting = asyncio.create_task(count())
-    with pytest.raises(Refused) as refused:
-        await decompress(bomb, 4 << 20, "deflate")
-    counting.cancel()
+    async with counting_turns() as turns:
+        with pytest.raises(Refused) as refused:
+            await decompress(bomb, 4 << 20, "deflate")
     assert refused.value.failure.status == 413
     assert max(parts) <= 1 << 18
     assert sum(parts) <= (4 << 20) + (1 << 18)
-    assert turns >= len(parts) - 1
+    assert turns() >= len(parts) - 1
     # Text that does not shrink takes one pass.
     parts.clear()
     text = bytes(range(256)) * 16384
@@ -309,18 +318,9 @@ async def test_a_whole_answer_is_written_in_slices_and_decodes_each_token_once(
         decoded.append(token)
         return f"t{token}\u00e9"
 
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    raw = b"".join(await whole_answer(call_for(shape), shape, results(500), ["", ""], Speller(spell)))
-    counting.cancel()
-    assert turns >= 2 * 500
+    async with counting_turns() as turns:
+        raw = b"".join(await whole_answer(call_for(shape), shape, results(500), ["", ""], Speller(spell)))
+    assert turns() >= 2 * 500
     assert sorted(decoded) == list(range(50))
     choices = json.loads(raw)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
@@ -335,22 +335,6 @@ async def test_a_whole_answer_is_written_in_slices_and_decodes_each_token_once(
         assert logprobs["top_logprobs"][49]["t3é"] == -3.0
 
 
-async def turns_of(work: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
-    """The result, and how often another task had a turn meanwhile."""
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    result = await work()
-    counting.cancel()
-    return result, turns
-
-
 @pytest.mark.parametrize("shape", [CHAT, COMPLETION], ids=["chat", "completion"])
 async def test_a_whole_answer_is_never_in_one_piece(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long texts, with and without escapes, many tokens and their rounds."""
@@ -363,9 +347,10 @@ async def test_a_whole_answer_is_never_in_one_piece(shape: Shape, monkeypatch: p
         replace(result, text=text, step_map=[7] * length)
         for text, result in zip(texts, results(300), strict=True)
     ]
-    written, turns = await turns_of(lambda: whole_answer(call, shape, answers, ["", "echo"], Speller(str)))
+    async with counting_turns() as turns:
+        written = await whole_answer(call, shape, answers, ["", "echo"], Speller(str))
     assert max(map(len, written)) < 16_384
-    assert turns > sum(map(len, written)) / 4096
+    assert turns() > sum(map(len, written)) / 4096
     choices = json.loads(b"".join(written))["choices"]
     found = [each["message"]["content"] if shape is CHAT else each["text"] for each in choices]
     assert found == [texts[0], "echo" + texts[1]]
