@@ -20,7 +20,7 @@ from aioinfer.text.reasoning import REASONING_PARSERS
 from aioinfer.text.tool_calls import Hermes, hermes
 from tests.server.chats import ROME
 from tests.server.test_answers import PIECES
-from tests.server.test_large import turns_of
+from tests.server.test_large import counting_turns
 
 ALL = [AnswerFormat(Hermes, each) for each in (None, *REASONING_PARSERS.values())]
 
@@ -97,14 +97,12 @@ async def test_long_text_is_parsed_in_many_turns(
     text = "<think>" + "hm " * 20_000 + "</think>" + ROME * 500 + "x" * 50_000
     reader = answer.reader()
 
-    async def read() -> None:
-        between = Pace()
+    between = Pace()
+    async with counting_turns() as turns:
         for _ in reader.read(text, ended=True):
             await between()
-
-    _, turns = await turns_of(read)
     assert max(pushed) <= 4096
-    assert turns >= len(text) // 4096
+    assert turns() >= len(text) // 4096
     assert sum(1 for _ in reader.deltas()) >= 500
 
 
