@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar
-from urllib.parse import unquote
+
+from aioinfer.text.schema_references import inner, targets_of
 
 __all__ = ["MOST_DEEP", "check_gbnf", "check_lark", "check_schema"]
 
@@ -70,8 +71,8 @@ def check_gbnf(text: str) -> None:
 
 def check_schema(schema: Any) -> None:
     """Raises ValueError for references that are too deep in a JSON schema, whose brackets are bounded."""
-    targets, elsewhere = _targets(schema)
-    units = {id(unit): unit for unit in (schema, *targets.values())}
+    targets, elsewhere = targets_of(schema)
+    units = {id(unit): unit for unit in (schema, *targets.values()) if not isinstance(unit, bool)}
     # A schema is compiled once for each way to spell a reference to it.
     spellings = Counter(map(id, targets.values()))
     sizes: dict[int, int] = {}
@@ -123,40 +124,6 @@ def _check_rules(text: str, syntax: re.Pattern[str], json_begins: Callable[[int]
     _check(_deepest(sizes, edges))
 
 
-def _targets(schema: Any) -> tuple[dict[str, Any], int]:
-    """What the references of a schema refer to, by their text; and the number of those not understood."""
-    found: set[str] = set()
-    based = False
-    level = [schema]
-    while level:
-        for value in level:
-            if isinstance(value, dict):
-                if isinstance(reference := value.get("$ref"), str):
-                    found.add(reference)
-                if value is not schema and any(isinstance(value.get(name), str) for name in ("$id", "id")):
-                    based = True  # references within are relative to it
-        level = [child for value in level for _, child in _inner(value)]
-    targets = {reference: None if based else _pointed(schema, reference) for reference in found}
-    within = {reference: target for reference, target in targets.items() if isinstance(target, (dict, list))}
-    return within, sum(target is None for target in targets.values())
-
-
-def _pointed(schema: Any, reference: str) -> Any:
-    """What a JSON pointer within the document points to; None for other references."""
-    root, *names = unquote(reference).split("/")
-    if root != "#":
-        return None
-    value = schema
-    for name in names:
-        if isinstance(value, dict):
-            value = value.get(name.replace("~1", "/").replace("~0", "~"))
-        elif isinstance(value, list) and re.fullmatch(r"[0-9]{1,9}", name) and int(name) < len(value):
-            value = value[int(name)]
-        else:
-            return None
-    return value
-
-
 def _extent(
     unit: Any, apart: Container[str], units: Mapping[int, Any], targets: Mapping[str, Any]
 ) -> tuple[int, set[int]]:
@@ -165,23 +132,17 @@ def _extent(
     depth, level = 0, [unit]
     while level:
         depth += 1
-        inner = []
+        below = []
         for value in level:
             if isinstance(value, dict) and isinstance(reference := value.get("$ref"), str):
                 leads.update([id(targets[reference])] if reference in targets else [])
-            for name, child in _inner(value):
+            for name, child in inner(value):
                 if id(child) in units:
                     leads.add(id(child))
                 elif value is not unit or name not in apart:
-                    inner.append(child)
-        level = inner
+                    below.append(child)
+        level = below
     return depth, leads
-
-
-def _inner(value: Any) -> Iterator[tuple[str, Any]]:
-    """The objects and lists directly within one, with their names."""
-    items = value.items() if isinstance(value, dict) else (("", child) for child in value)
-    return ((name, child) for name, child in items if isinstance(child, (dict, list)))
 
 
 def _deepest(sizes: Mapping[_Key, int], edges: Mapping[_Key, set[_Key]]) -> int:

@@ -15,6 +15,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar import Matcher
 from aioinfer.text.grammar_depth import check_gbnf, check_lark, check_schema
 from aioinfer.text.grammar_spec import Grammar
+from aioinfer.text.schema_merges import Merges
 
 __all__ = ["ADDED_TO_SCHEMAS", "JSON_OPTIONS", "GuidanceBackend", "load_library"]
 
@@ -98,10 +99,15 @@ class GuidanceBackend:
             case "json_schema":
                 _check_brackets(grammar.text, 0, self._max_depth)
                 schema = json.loads(grammar.text)
-                if not isinstance(schema, (dict, bool)):
+                if schema is False:
+                    raise ValueError("allows nothing")
+                if schema is not True and not isinstance(schema, dict):
                     raise ValueError("must be an object")
                 check_schema(schema)
-                text = library.grammar_from_json_schema(grammar.text, JSON_OPTIONS)
+                Merges().check(schema)
+                text = library.grammar_from_json_schema(
+                    "{}" if schema is True else grammar.text, JSON_OPTIONS
+                )
             case "json_object":
                 text = library.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
             case "regex":
@@ -118,11 +124,13 @@ class GuidanceBackend:
         return text
 
     def _checked(self, lark: str) -> str:
-        """The same. Raises ValueError where rules, references or JSON within it are too deep."""
+        """The same. Raises ValueError where rules, references or JSON within it are too deep or too large."""
+        merges = Merges()
 
         def json_begins(start: int) -> int:
             end = _check_brackets(lark, start, self._max_depth)
-            check_schema(json.loads(lark[start:end]))
+            check_schema(schema := json.loads(lark[start:end]))
+            merges.check(schema)
             return end
 
         check_lark(lark, json_begins)

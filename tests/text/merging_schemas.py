@@ -1,0 +1,138 @@
+"""JSON schemas that become large when they are merged.
+
+``python -m tests.text.merging_schemas SEED COUNT`` compiles random ones, and prints how many were refused
+for their merges and how many not, and by how many MB the process grew.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.text.grammar_spec import Grammar
+from tests.text.grammar_shapes import backend
+
+__all__ = ["BOMBS", "JsonSchema", "random_schema"]
+
+JsonSchema = dict[str, Any]
+
+
+def chain(levels: int, link: Callable[[JsonSchema], JsonSchema]) -> JsonSchema:
+    """Definitions that each hold two of the next one, as ``link`` makes of a reference to it."""
+    definitions: JsonSchema = {f"d{levels}": {"type": "object"}}
+    for at in range(levels):
+        inner = link({"$ref": f"#/$defs/d{at + 1}"})
+        definitions[f"d{at}"] = {"type": "object", "properties": {"x": inner, "y": inner}}
+    return {"$defs": definitions, "$ref": "#/$defs/d0"}
+
+
+def wide(count: int) -> JsonSchema:
+    """One property that has many."""
+    names = {f"p{at}": True for at in range(count)}
+    return {"type": "object", "properties": {"x": {"type": "object", "properties": names}}}
+
+
+def by_pattern(reference: JsonSchema) -> JsonSchema:
+    patterns = {"^z": {"type": "object", "minProperties": 0}}
+    return {"type": "object", "properties": {"z": reference}, "patternProperties": patterns}
+
+
+#: what grows -> a schema of a size that grows with a number
+BOMBS: dict[str, Callable[[int], JsonSchema]] = {
+    "references in allOf": lambda size: chain(size, lambda ref: {"allOf": [ref, {"minItems": 1}]}),
+    "references with siblings": lambda size: chain(size, lambda ref: {**ref, "minProperties": 0}),
+    "references with alternatives": lambda size: chain(
+        size, lambda ref: {**ref, "anyOf": [{}, {"type": "object"}]}
+    ),
+    "references under patterns": lambda size: chain(size, by_pattern),
+    "alternatives": lambda size: {
+        "allOf": [wide(1 << size), {"anyOf": [{"minProperties": 0}] * (1 << size)}]
+    },
+    "products of alternatives": lambda size: {
+        "allOf": [{"anyOf": [{"type": "object", "required": [f"r{at}"]} for at in range(size)]}] * 4
+    },
+    "oneOf": lambda size: {"allOf": [wide(1 << size), {"oneOf": [{"minProperties": 0}] * (1 << size)}]},
+    "additional properties": lambda size: {
+        "allOf": [
+            {"type": "object", "properties": {f"p{at}": {"type": "object"} for at in range(1 << size)}},
+            {"type": "object", "additionalProperties": wide(1 << size)},
+        ]
+    },
+    "items": lambda size: {
+        "allOf": [
+            {"type": "array", "prefixItems": [True] * (1 << size)},
+            {"type": "array", "items": wide(1 << size)},
+        ]
+    },
+    "long texts": lambda size: {
+        "allOf": [
+            {"type": "string", "pattern": "a" * (16 << size)},
+            {"enum": [f"{at}" for at in range(1 << size)]},
+        ]
+    },
+}
+
+
+def random_schema(rng: random.Random) -> JsonSchema:
+    """Definitions that refer to later ones, with everything that merges."""
+    count = rng.randint(2, 14)
+    definitions: JsonSchema = {}
+
+    def some(at: int, depth: int) -> Any:
+        kinds = ["allOf", "anyOf", "object", "array", "sibling", "pattern", "rest", "ref", "enum", "leaf"]
+        kind = rng.choice(kinds[: 10 if depth else 0] or ["leaf", "ref"])
+        inner = (
+            [some(at, depth - 1) for _ in range(rng.randint(1, 3))]
+            if kind not in ("ref", "leaf", "enum")
+            else []
+        )
+        match kind:
+            case "allOf" | "anyOf":
+                return {kind: inner, **rng.choice([{}, {"minProperties": 0}, {"type": "object"}])}
+            case "object":
+                names = {rng.choice("abcd"): each for each in inner}
+                return {"type": "object", "properties": names, "required": sorted(rng.sample([*names], 1))}
+            case "array":
+                return {"type": "array", "prefixItems": inner, "items": inner[0]}
+            case "sibling":
+                return {
+                    "$ref": f"#/$defs/d{rng.randint(at + 1, count)}",
+                    "properties": {rng.choice("abcd"): inner[0]},
+                }
+            case "pattern":
+                names = {rng.choice("abcd"): each for each in inner}
+                return {"type": "object", "properties": names, "patternProperties": {"^[ab]": inner[0]}}
+            case "rest":
+                return {"type": "object", "additionalProperties": inner[0]}
+            case "ref":
+                return {"$ref": f"#/$defs/d{rng.randint(at + 1, min(count, at + 2))}"}
+            case "enum":
+                return {"enum": ["x", 1, {"a": [1]}]}
+        return rng.choice(
+            [{"type": "object"}, {"type": "string"}, True, {"minItems": 1}, {"minProperties": 1}]
+        )
+
+    for at in range(count):
+        definitions[f"d{at}"] = some(at, rng.randint(1, 3))
+    definitions[f"d{count}"] = {"type": "object", "properties": {"a": {"type": "null"}}}
+    return {"$defs": definitions, "$ref": "#/$defs/d0"}
+
+
+if __name__ == "__main__":
+    seed, schemas = map(int, sys.argv[1:])
+    generator, guidance = random.Random(seed), backend()
+    grown = refused = 0
+    for _ in range(schemas):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        grammar = Grammar("json_schema", json.dumps(random_schema(generator)))
+        try:
+            guidance.compile(grammar)
+        except InvalidRequest as error:
+            refused += "merge" in str(error)
+        grown += resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    sys.stdout.write(f"{refused} {schemas - refused} {grown // 1024}\n")
