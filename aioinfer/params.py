@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -23,6 +24,7 @@ _MAX_STOP_PATTERN = 512
 _MAX_BIASES = 1024
 _MAX_BAD_WORDS = 256
 _MAX_BAD_WORD = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_ALLOWED_IDS = 1 << 17
 _SEED_LIMIT = 2**63
 _MAX_TOP_LOGPROBS = 20
@@ -90,7 +92,7 @@ class SamplingParams:
             text so far is searched after every token, a match has at most 512 characters, and a request
             fails if its patterns need more than 5 ms of CPU time per token.
         stop_token_ids: token ids that end the output, in addition to the model's end tokens.
-        ignore_eos: the model's end tokens do not end the output.
+        ignore_eos: the model's end tokens do not end the output. Not with a grammar, which says when to end.
         repetition_penalty: in [0.01, 100]; above 1 discourages tokens seen in prompt or output (CTRL, 2019).
         presence_penalty: subtracted once from tokens seen in the output, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
@@ -369,6 +371,8 @@ def _text(field: str, string: Any, longest: int) -> None:
         raise InvalidRequest(field, f"must be non-empty strings, got {shown(string)}")
     if len(string) > longest:
         raise InvalidRequest(field, f"strings may have at most {longest} characters, got {len(string)}")
+    if not string.isascii() and _SURROGATE.search(string):
+        raise InvalidRequest(field, "has an unpaired surrogate, which no text has")
 
 
 def _check_patterns(patterns: Sequence[str]) -> None:

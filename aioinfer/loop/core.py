@@ -254,8 +254,7 @@ class Core:
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         stop_ids = frozenset(params.stop_token_ids)
-        # Only an end token can follow a complete grammar.
-        if not params.ignore_eos or params.grammar is not None:
+        if not params.ignore_eos:
             stop_ids |= self.info.eos_token_ids
         return stop_ids
 
@@ -273,8 +272,9 @@ class Core:
         if self.tokenizer is None and (params.stop or params.stop_regex):
             field = "stop" if params.stop else "stop_regex"
             raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
-        if params.grammar is not None and params.min_tokens:
-            raise InvalidRequest("min_tokens", "cannot be combined with a grammar, which says when to end")
+        for field in ("min_tokens", "ignore_eos"):
+            if params.grammar is not None and getattr(params, field):
+                raise InvalidRequest(field, "cannot be combined with a grammar, which says when to end")
         self._generation.check(params)
         if params.structure is not None:
             self._check_size(params.structure)

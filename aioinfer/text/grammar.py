@@ -26,6 +26,9 @@ __all__ = ["Compiler", "GrammarBackend", "GrammarState", "Matcher", "TokenBounds
 _KNOWN_GRAMMARS = 256
 #: maximum forced tokens appended at once; the others follow after the next sampled token
 _MOST_FORCED = 256
+#: The maximum sum of tokens that the matcher works out for them: for each, it tokenizes the rest of the
+#: forced text. llguidance does so with the interpreter's lock held, 1000 tokens in a millisecond.
+_MOST_TOKENIZED = 16_384
 
 
 class Matcher(Protocol):
@@ -107,6 +110,7 @@ class GrammarState:
         "bounds",
         "broken",
         "failed",
+        "force_from",
         "forced",
         "least_forced",
         "mask",
@@ -146,6 +150,8 @@ class GrammarState:
         self.forced: list[int] = []
         #: a shorter run of forced tokens is sampled like other tokens; 0: every run is
         self.least_forced = least_forced
+        #: the position where a run that was too long to be forced is short enough
+        self.force_from = 0
         #: a token was sampled and the mask behind it is not computed yet
         self.at_work = False
         #: its masks take long: steps do not wait for them
@@ -222,9 +228,17 @@ class GrammarState:
 
     def follow(self) -> None:
         """Advance by the forced tokens, if the run has ``least_forced`` or more."""
-        forced: list[int] = []
-        if not self.least_forced or len(ahead := self.matcher.forced()) < self.least_forced:
+        if not self.least_forced or self.position < self.force_from:
             return
+        ahead = self.matcher.forced()
+        if len(ahead) < self.least_forced:
+            return
+        if (excess := len(ahead) - _MOST_TOKENIZED // self.least_forced) > 0:
+            # Masks of one token lead through it as well, and they are made without the interpreter's lock.
+            self.force_from = self.position + excess
+            return
+        forced: list[int] = []
+        left = _MOST_TOKENIZED - len(ahead)
         # One at a time: behind a token, the forced text can have another tokenization than before it.
         while ahead and len(forced) < _MOST_FORCED:
             token = ahead[0]
@@ -234,7 +248,10 @@ class GrammarState:
                 self._refused(token)
                 return
             forced.append(token)
+            if left < len(ahead):
+                break
             ahead = self.matcher.forced()
+            left -= len(ahead)
         self.forced = forced
         self.position += len(forced)
 

@@ -31,8 +31,13 @@ _ADDED = re.escape(json.dumps(ADDED_TO_SCHEMAS)[1:-1])
 _BRACKET = re.compile(rf'(?:[^"\[\]{{}}]++|{_ADDED}|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{{}}]|\Z)', re.DOTALL)
 
 #: In some Lark grammars the forced bytes are unbounded, and llguidance computes them without a limit and with
-#: the GIL held. Of several ``%llguidance`` lines the last one counts.
+#: the GIL held; for each token, it tokenizes them all. Of several ``%llguidance`` lines the last one counts.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+
+#: a text of this many characters takes a millisecond to tokenize
+_LONG = 4096
+_TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+', re.DOTALL)
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 def load_library() -> Any:
@@ -95,6 +100,7 @@ class GuidanceBackend:
         """The grammar as text for LLMatcher. Raises ValueError."""
         library = self._library.LLMatcher
         text: str
+        options = _NO_FORCING if _has_long_text(grammar) else ""
         match grammar.kind:
             case "json_schema":
                 _check_brackets(grammar.text, 0, self._max_depth)
@@ -105,22 +111,29 @@ class GuidanceBackend:
                     raise ValueError("must be an object")
                 check_schema(schema)
                 Merges().check(schema)
-                text = library.grammar_from_json_schema(
-                    "{}" if schema is True else grammar.text, JSON_OPTIONS
-                )
+                source = "{}" if schema is True else grammar.text
+                text = library.grammar_from_json_schema(source, JSON_OPTIONS)
+                if options and isinstance(schema, dict):
+                    lark = f"start: %json {json.dumps({**schema, **ADDED_TO_SCHEMAS})}"
+                    text = library.grammar_from_lark(lark + options)
             case "json_object":
                 text = library.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
             case "regex":
                 text = library.grammar_from_regex(grammar.text)
+                if options:
+                    regex = _SLASH.sub(lambda found: found[1] or r"\/", grammar.text)
+                    text = library.grammar_from_lark(f"start: /{regex}/{options}")
             case "choice":
                 choices = json.loads(grammar.text)
                 if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
                     raise ValueError("must be a non-empty list of non-empty texts")
-                text = library.grammar_from_lark("start: " + " | ".join(map(_lark_literal, choices)))
+                text = library.grammar_from_lark(
+                    "start: " + " | ".join(map(_lark_literal, choices)) + options
+                )
             case "lark":
                 text = library.grammar_from_lark(self._checked(_lark(grammar.text)) + _NO_FORCING)
             case "answer":
-                text = library.grammar_from_lark(self._checked(grammar.text))
+                text = library.grammar_from_lark(self._checked(grammar.text) + options)
         return text
 
     def _checked(self, lark: str) -> str:
@@ -193,6 +206,13 @@ def _lark(source: str) -> str:
     except Exception as error:  # it raises the bare Exception for rules that are missing
         raise ValueError(str(error)) from None
     return text
+
+
+def _has_long_text(grammar: Grammar) -> bool:
+    """It may force a text that takes long to tokenize."""
+    if grammar.kind == "regex":
+        return len(grammar.text) > _LONG
+    return any(found.end() - found.start() > _LONG for found in _TEXT.finditer(grammar.text))
 
 
 def _is_text(value: Any) -> bool:

@@ -121,7 +121,7 @@ async def test_every_kind_of_grammar_constrains(
 ) -> None:
     async with make_engine() as engine:
         for seed in range(10):
-            params = SamplingParams(seed=seed, max_tokens=20, grammar=grammar, ignore_eos=True)
+            params = SamplingParams(seed=seed, max_tokens=20, grammar=grammar)
             result = await engine.generate([1, 2, 3], params)
             assert result.text in wanted
             assert result.finish_reason == "stop"
@@ -274,9 +274,11 @@ async def test_a_grammar_that_runs_into_a_wall_fails_its_own_request(make_engine
 
 async def test_what_cannot_be_combined_is_refused(make_engine: MakeEngine) -> None:
     async with make_engine() as engine:
-        params = SamplingParams(max_tokens=5, min_tokens=2, grammar=Grammar("regex", "a*"))
-        with pytest.raises(errors.InvalidRequest, match="min_tokens"):
-            await engine.generate([1, 2], params)
+        for field, value in (("min_tokens", 2), ("ignore_eos", True)):
+            params = SamplingParams(max_tokens=5, grammar=Grammar("regex", "a*"), **{field: value})
+            with pytest.raises(errors.InvalidRequest, match="cannot be combined with a grammar") as refused:
+                await engine.generate([1, 2], params)
+            assert refused.value.field == field
     with pytest.raises(errors.InvalidRequest, match="grammar"):
         Grammar("xml", "")  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidRequest, match="grammar"):

@@ -21,10 +21,10 @@ from aioinfer.text.grammar import GrammarState
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 
-__all__ = ["SHAPES", "backend", "chain", "deepest"]
+__all__ = ["SHAPES", "VOCABULARY", "backend", "chain", "deepest"]
 
 #: of the bundled model
-_VOCABULARY = 839
+VOCABULARY = 839
 #: a number of levels -> a grammar of a depth that grows with it
 Shape = Callable[[int], Grammar]
 
@@ -130,7 +130,7 @@ SHAPES: dict[str, Shape] = {
 def backend() -> GuidanceBackend:
     tokenizer = Tokenizer.from_file(str(EngineConfig().model_path / "tokenizer.json"))
     ends = [tokenizer.token_to_id("<|end|>") or 0]
-    return GuidanceBackend(tokenizer.to_str(), _VOCABULARY, ends, max_depth=120)
+    return GuidanceBackend(tokenizer.to_str(), VOCABULARY, ends, max_depth=120)
 
 
 def deepest(shape: Shape, guidance: GuidanceBackend) -> int:
@@ -153,11 +153,11 @@ def _course(shape: Shape) -> str:
     levels = deepest(shape, guidance)
     try:
         matcher = guidance.compile(shape(levels))
-        state = GrammarState.start(guidance, matcher.copy(), 1, _VOCABULARY, 3)
+        state = GrammarState.start(guidance, matcher.copy(), 1, VOCABULARY, 3)
     except InvalidRequest as refused:
         return f"{levels} levels: {refused}"
     for _ in range(5):
-        allowed = [token for token in range(_VOCABULARY) if state.mask[token // 32] >> (token % 32) & 1]
+        allowed = [token for token in range(VOCABULARY) if state.mask[token // 32] >> (token % 32) & 1]
         if state.failed or state.matcher.stopped or not allowed:
             break
         state.accept([allowed[-1]])

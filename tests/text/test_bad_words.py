@@ -50,7 +50,9 @@ def test_without_a_tokenizer_words_are_ids() -> None:
         spell(["word"], None)
 
 
-@pytest.mark.parametrize("words", ["word", [""], [[]], [3], [None], {"a": 1}, [[-1]], [[1.5]], ["x" * 300]])
+@pytest.mark.parametrize(
+    "words", ["word", [""], [[]], [3], [None], {"a": 1}, [[-1]], [[1.5]], ["x" * 300], ["\ud83d"]]
+)
 def test_malformed_bad_words_are_refused(words: object) -> None:
     with pytest.raises(errors.InvalidRequest, match="bad_words"):
         SamplingParams(bad_words=words)  # type: ignore[arg-type]

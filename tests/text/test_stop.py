@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aioinfer.errors import InvalidRequest
+from aioinfer.params import SamplingParams
 from aioinfer.text.output import OutputText
 from aioinfer.text.stop import StopMatcher, StopStrings
 from tests.text.letters import Letters
@@ -98,6 +100,13 @@ def test_nothing_is_released_or_found_after_a_match() -> None:
     assert matcher.push("text") == ("", None)
     assert matcher.push("ab") == ("", None)
     assert matcher.flush() == ""
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_regex"])
+def test_an_unpaired_surrogate_is_refused_by_the_name_of_its_field(field: str) -> None:
+    with pytest.raises(InvalidRequest, match="unpaired surrogate") as refused:
+        SamplingParams(**{field: ["\U0001f600", "x\ud83d"]})  # type: ignore[arg-type]
+    assert refused.value.field == field
 
 
 def test_an_empty_stop_string_is_refused() -> None:
