@@ -18,7 +18,7 @@ from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.loop import factory
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
-from aioinfer.loop.options import Prompt, PromptSource, RequestOptions
+from aioinfer.loop.options import Prompt, PromptSource, RequestOptions, check_timeout
 from aioinfer.loop.runtime import EngineState, Runtime, require_loop
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
@@ -133,6 +133,10 @@ class Engine:
         ``config.drain_timeout``, 30); leaving an ``async with`` block without an exception does the same.
         Those left then end with :class:`~aioinfer.EngineClosed`. A second call without ``drain`` cuts the
         waiting short.
+
+        Raises:
+            InvalidRequest: ``timeout`` is not a number of seconds.
+            EngineError: the engine is still starting.
         """
         self._forget_dead_loop()
         if self._loop is None:
@@ -141,6 +145,8 @@ class Engine:
         require_loop(self._loop)
         if self._runtime is None:
             raise EngineError("the engine is still starting")
+        if timeout != 0:
+            check_timeout("timeout", timeout)
         seconds = self.config.drain_timeout if timeout is None else timeout
         await self._runtime.aclose(seconds if drain else None)
 

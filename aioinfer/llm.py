@@ -10,7 +10,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from aioinfer.config import EngineConfig
-from aioinfer.errors import Cancelled, EngineClosed, EngineError, InvalidRequest, Rejected, RequestError
+from aioinfer.errors import (
+    Cancelled,
+    EngineClosed,
+    EngineError,
+    InvalidRequest,
+    Rejected,
+    RequestError,
+    StepFailed,
+)
 from aioinfer.execution.device import Device, Flight, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.core import Core
@@ -304,7 +312,7 @@ class LLM:
         self._changing = True
         try:
             self._core.submit(request, prepared)
-        except RequestError:
+        except (RequestError, StepFailed):
             self._changing = False  # refused before anything was changed
             raise
         cell = self._open[request.key] = StreamCell(request, options.running_timeout)

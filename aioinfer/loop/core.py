@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import InvalidRequest, Rejected
+from aioinfer.errors import InvalidRequest, Rejected, StepFailed
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.copies import check_range
@@ -23,6 +23,7 @@ from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
 from aioinfer.loop.texts import Texts
 from aioinfer.params import Grammar, SamplingParams
+from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
@@ -212,7 +213,8 @@ class Core:
             return self._compiler
 
     def submit(self, request: Request, prepared: Prepared) -> None:
-        """Queue a request that is PREPARING and passed :meth:`check`. Raises InvalidRequest, Rejected."""
+        """Queue a request that is PREPARING and passed :meth:`check`. Raises InvalidRequest, Rejected, and
+        StepFailed if the queue's policy raises; nothing is changed then."""
         prompt_ids, params = prepared.prompt_ids, request.params
         self.check_queue(tokens=len(prompt_ids))
         cursor = self._generation.cursor(params)
@@ -238,7 +240,10 @@ class Core:
             cursor=cursor,
         )
         request.state = RequestState.WAITING
-        self.scheduler.submit(request)
+        try:
+            self.scheduler.submit(request)
+        except PolicyFailed as cause:
+            raise StepFailed(f"the request could not be queued: {cause}") from cause
 
     def _check_stops(self, params: SamplingParams) -> None:
         """Raise InvalidRequest for more stops than the config allows."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Prepared", "Prompt", "PromptSource", "RequestOptions"]
+__all__ = ["Prepared", "Prompt", "PromptSource", "RequestOptions", "check_timeout"]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
 #: data), or what ``Engine.prompt`` made of one of these
@@ -54,8 +54,8 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         keep_plain(self)
-        _check_timeout("waiting_timeout", self.waiting_timeout)
-        _check_timeout("running_timeout", self.running_timeout)
+        check_timeout("waiting_timeout", self.waiting_timeout)
+        check_timeout("running_timeout", self.running_timeout)
         if self.max_lag is not None and (type(self.max_lag) is not int or self.max_lag < 1):
             raise InvalidRequest("max_lag", f"must be a positive number of tokens, got {shown(self.max_lag)}")
         if type(self.priority) is not int or not -(2**31) <= self.priority < 2**31:
@@ -256,7 +256,8 @@ def _is_mapping(value: Any) -> bool:
     return type(value) is dict or isinstance(value, Mapping)
 
 
-def _check_timeout(field: str, value: float | None) -> None:
+def check_timeout(field: str, value: float | None) -> None:
+    """Raises InvalidRequest unless it is None or a positive number of seconds."""
     # This form also refuses NaN, and integers that no float can hold.
     if value is not None and not (type(value) in (int, float) and 0 < value <= sys.float_info.max):
         raise InvalidRequest(field, f"must be a positive number of seconds, got {shown(value)}")

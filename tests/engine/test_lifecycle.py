@@ -146,6 +146,18 @@ async def test_a_second_close_cuts_the_drain_short(make_engine: MakeEngine, gate
         await stream
 
 
+@pytest.mark.parametrize("timeout", [-1, 10**400, float("nan"), float("inf"), "3", True])
+async def test_closing_within_a_time_that_is_none_is_refused_and_closes_nothing(
+    make_engine: MakeEngine, timeout: Any
+) -> None:
+    async with make_engine() as engine:
+        with pytest.raises(errors.InvalidRequest, match="timeout"):
+            await engine.aclose(drain=True, timeout=timeout)
+        assert engine.ready
+        await engine.aclose(drain=True, timeout=0)
+        assert not engine.ready
+
+
 async def test_leaving_with_an_exception_does_not_drain(make_engine: MakeEngine) -> None:
     with pytest.raises(KeyError):
         async with make_engine() as engine:
