@@ -191,6 +191,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         routing_key: str | None = None,
+        queue_behind: int = 0,
         max_lag: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
@@ -208,6 +209,8 @@ class Engine:
             priority: larger goes first, with the policy ``priority``.
             cache_salt: prefixes are shared only between requests with the same salt.
             routing_key: what the policy ``routing-key`` groups by.
+            queue_behind: so many requests that arrive later queue before this one. With 0, 1, 2 ... for the
+                parts of one job, a large job does not keep others waiting: others get their turn between.
             max_lag: when the consumer has left more than this many tokens unread, nothing more is
                 computed until it reads (tokens in flight still arrive); default from the config.
             chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
@@ -224,6 +227,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             routing_key=routing_key,
+            queue_behind=queue_behind,
             waiting_timeout=self.config.waiting_timeout if waiting_timeout is None else waiting_timeout,
             running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
             max_lag=self.config.max_lag if max_lag is None else max_lag,

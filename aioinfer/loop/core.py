@@ -46,6 +46,7 @@ class Core:
     """Owns all scheduling state. Only :meth:`prepare` may be called on another thread than the rest."""
 
     __slots__ = (
+        "_arrivals",
         "_compiler",
         "_compiler_lock",
         "_config",
@@ -84,6 +85,7 @@ class Core:
         self.texts = self._new_texts()
         self._seeds = random.Random(config.seed)
         self._next_key = 0
+        self._arrivals = 0
         self._compiler: Compiler | None = None
         self._compiler_lock = threading.Lock()
 
@@ -122,6 +124,7 @@ class Core:
             priority=options.priority,
             namespace=options.cache_salt or "",
             routing_key=options.routing_key,
+            queue_behind=options.queue_behind,
         )
 
     def source(self, prompt: Prompt, template_kwargs: Mapping[str, Any] | None = None) -> PromptSource:
@@ -229,6 +232,7 @@ class Core:
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
         self._next_key += 1
+        self._arrivals += not request.queue_behind
         request.set_prompt(
             self._next_key,
             prompt_ids,
@@ -238,6 +242,7 @@ class Core:
             text=self._output_text(prompt_ids, params),
             grammar=prepared.grammar,
             cursor=cursor,
+            arrivals=self._arrivals,
         )
         request.state = RequestState.WAITING
         try:

@@ -46,6 +46,8 @@ class RequestOptions:
     cache_salt: str = ""
     #: what the policy ``routing-key`` groups by
     routing_key: str | None = None
+    #: so many requests that arrive later go first; the choices of one prompt count as arriving one by one
+    queue_behind: int = 0
     #: seconds until the first step, and from there on; None for no limit
     waiting_timeout: float | None = None
     running_timeout: float | None = None
@@ -60,6 +62,10 @@ class RequestOptions:
             raise InvalidRequest("max_lag", f"must be a positive number of tokens, got {shown(self.max_lag)}")
         if type(self.priority) is not int or not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest("priority", f"must be an integer of 32 bits, got {shown(self.priority)}")
+        if type(self.queue_behind) is not int or not 0 <= self.queue_behind < 2**31:
+            raise InvalidRequest(
+                "queue_behind", f"must be a number of requests, got {shown(self.queue_behind)}"
+            )
         _check_label("cache_salt", self.cache_salt)
         _check_label("routing_key", self.routing_key)
 

@@ -32,7 +32,8 @@ def policy_class(name: str) -> type[Policy]:
 
 
 class Policy:
-    """The queue itself, in the order of arrival. Subclasses change :meth:`order`.
+    """The queue itself, in the order of arrival: of :attr:`Request.place`, where a request that queues behind
+    others is as if it had arrived after them. Subclasses change :meth:`order`.
 
     The scheduler tells of arrivals, departures and admissions; a retracted request arrives again and
     keeps its age.
@@ -51,11 +52,11 @@ class Policy:
 
     def add(self, request: Request) -> None:
         """A new request, or a retracted one that waits again."""
-        self._arrivals[request.key] = request
+        self._arrivals[request.place] = request
 
     def remove(self, request: Request) -> None:
         """It was admitted or has ended."""
-        del self._arrivals[request.key]
+        del self._arrivals[request.place]
 
     def started(self, request: Request) -> None:
         """It holds a slot now."""
@@ -77,7 +78,7 @@ class Policy:
         return self._arrivals.peekitem(0)[1] if self._arrivals else None
 
     def __contains__(self, request: Request) -> bool:
-        return request.key in self._arrivals
+        return request.place in self._arrivals
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -102,7 +103,7 @@ class Ranked(Policy):
 
     def add(self, request: Request) -> None:
         # What may raise comes first: a rank that cannot be computed or compared leaves the queue as it was.
-        rank = (self.rank(request), request.key)
+        rank = (self.rank(request), request.place)
         self._ranked[rank] = request
         self._ranks[request.key] = rank
         super().add(request)

@@ -134,9 +134,11 @@ class Request:
         "params",
         "parked_for",
         "passed",
+        "place",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
+        "queue_behind",
         "recovery",
         "routing_key",
         "seed",
@@ -163,6 +165,7 @@ class Request:
         priority: int = 0,
         namespace: str = "",
         routing_key: str | None = None,
+        queue_behind: int = 0,
         cursor: MakeCursor | None = None,
     ) -> None:
         """``cursor``: of a diffusion model; by default the sequence grows token by token."""
@@ -172,6 +175,8 @@ class Request:
         #: prefixes are shared within a namespace only
         self.namespace = namespace
         self.routing_key = routing_key
+        #: so many requests that arrive later go first
+        self.queue_behind = queue_behind
         self.state = RequestState.WAITING
         #: nothing is computed while something is in it; see RequestQueues.park
         self.parked_for: set[ParkedFor] = set()
@@ -220,6 +225,7 @@ class Request:
         priority: int = 0,
         namespace: str = "",
         routing_key: str | None = None,
+        queue_behind: int = 0,
     ) -> Self:
         """A request in state PREPARING, with key 0 until :meth:`set_prompt`."""
         request = cls(
@@ -233,6 +239,7 @@ class Request:
             priority=priority,
             namespace=namespace,
             routing_key=routing_key,
+            queue_behind=queue_behind,
         )
         request.state = RequestState.PREPARING
         return request
@@ -248,10 +255,16 @@ class Request:
         text: OutputText | None = None,
         grammar: GrammarState | None = None,
         cursor: MakeCursor | None = None,
+        arrivals: int | None = None,
     ) -> None:
-        """Everything that is known once the prompt is tokenized. The state stays as it is."""
+        """Everything that is known once the prompt is tokenized. The state stays as it is.
+
+        ``arrivals``: the requests so far that queue behind none; by default as many as ``key``.
+        """
         #: minted by the engine, increasing with submission; a client's own id is only a label
         self.key = key
+        #: where it queues: in the order of arrival, but for ``queue_behind``
+        self.place = ((key if arrivals is None else arrivals) + self.queue_behind, key)
         self.prompt_ids = prompt_ids
         self.seed = seed
         self.stop_ids = stop_ids

@@ -169,7 +169,9 @@ class Routes:
             # The stack closes every stream, on errors and cancellation too.
             pace, streams = Pace(), []
             for index, (_, params) in enumerate(call.choices()):
-                stream = self._engine.generate(prompts[index // call.n], params, **call.scheduling)
+                # A request of many choices gets its turns among other requests, not before them.
+                prompt = prompts[index // call.n]
+                stream = self._engine.generate(prompt, params, queue_behind=index, **call.scheduling)
                 streams.append(await stack.enter_async_context(stream))
                 await pace()
             if call.stream:

@@ -248,7 +248,7 @@ def test_the_recipe_for_a_policy_works() -> None:
     exec(text, namespace)
     queue = namespace["ShortestPrompt"](None)
     for key, length in enumerate((9, 5, 7, 5)):
-        queue.add(SimpleNamespace(key=key, prompt_ids=[0] * length))
+        queue.add(SimpleNamespace(key=key, place=(key, key), prompt_ids=[0] * length))
     assert [request.key for request in queue.order()] == [1, 3, 2, 0]
 
 

@@ -204,3 +204,19 @@ def test_every_policy_orders_exactly_those_that_wait(policy: str) -> None:
         queue.policy.remove(request)
     assert queue.keys == []
     assert queue.policy.eldest() is None
+
+
+@pytest.mark.parametrize("policy", [name for name in policy_names() if name != "random"])
+def test_what_queues_behind_later_requests_is_as_if_it_had_come_after_them(policy: str) -> None:
+    queue = Queue(policy)
+    for key in (1, 2, 3, 4):
+        queue.add(key, queue_behind=2 * (key - 1))
+    assert queue.keys == [1, 2, 3, 4]
+    later = [queue.add(key) for key in (5, 6, 7, 8, 9, 10, 11)]
+    # Places 1, 4, 7 and 10; among equal places the first that came.
+    assert queue.keys == [1, 2, 5, 6, 3, 7, 8, 9, 4, 10, 11]
+    assert queue.policy.eldest() is next(queue.policy.order())
+    for request in later:
+        queue.policy.remove(request)
+        assert request not in queue.policy
+    assert queue.keys == [1, 2, 3, 4]

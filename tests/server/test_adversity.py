@@ -436,3 +436,18 @@ def _served_url(process: subprocess.Popen[bytes]) -> str:
         if line.startswith(b"Serving on"):
             return line.split()[2].decode()
     raise AssertionError("the server ended before it served")
+
+
+async def test_a_request_of_many_choices_lets_others_go_between(serving: Serving) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    async with serving(max_running_requests=1) as served, aiohttp.ClientSession() as session:
+        url = f"{served.url}/v1/completions"
+        many = asyncio.create_task(session.post(url, json={**body, "n": 64}))
+        while served.engine.stats().waiting < 32:
+            await asyncio.sleep(0)
+        async with session.post(url, json=body) as response:
+            assert response.status == 200
+            alone = (await response.json())["choices"][0]["text"]
+        assert not many.done()
+        async with await many as response:
+            assert [choice["text"] for choice in (await response.json())["choices"]] == [alone] * 64

@@ -12,7 +12,7 @@ class Lpm(CacheAware):
     """Longest prefix match first: the request that needs least computing, before its prefix is evicted."""
 
     def arrange(self) -> list[Request]:
-        return sorted(self, key=lambda request: (-self.match(request), request.key))
+        return sorted(self, key=lambda request: (-self.match(request), request.place))
 
     def match(self, request: Request) -> int:
         return self._memory.lookup(request)[0]

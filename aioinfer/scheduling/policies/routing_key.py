@@ -26,13 +26,13 @@ class RoutingKey(Policy):
     def add(self, request: Request) -> None:
         super().add(request)
         if request.routing_key is not None:
-            self._groups.setdefault(request.routing_key, SortedDict())[request.key] = request
+            self._groups.setdefault(request.routing_key, SortedDict())[request.place] = request
 
     def remove(self, request: Request) -> None:
         super().remove(request)
         if request.routing_key is not None:
             group = self._groups[request.routing_key]
-            del group[request.key]
+            del group[request.place]
             if not group:
                 del self._groups[request.routing_key]
 
