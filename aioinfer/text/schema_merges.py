@@ -69,14 +69,16 @@ class Merges:
         self._targets: Mapping[str, Any] = {}
         #: the shape of a target by its id; None: it is being worked out
         self._known: dict[int, _Shape | None] = {}
+        #: the shape of a schema by its id
+        self._shapes: dict[int, _Shape] = {}
 
     def check(self, schema: Any) -> None:
         """Raises ValueError for a JSON schema that would become too large, or merges too deep.
 
         A schema that merges a reference which is no JSON pointer into the schema is refused as well.
         """
-        self._targets, _ = targets_of(schema)
-        self._known = {}
+        self._targets, elsewhere = targets_of(schema)
+        self._known, self._shapes = {}, {}
         try:
             for reference in _innermost_first(self._targets):
                 self._resolve(reference)
@@ -84,6 +86,9 @@ class Merges:
             for shape in (self._compile(schema), *map(self._resolve, self._targets)):
                 self._parts += shape.size
                 self._check_size(self._parts)
+            if elsewhere:  # what is not understood may refer to any of them
+                for value in _objects(schema):
+                    self._compile(value)
         except RecursionError:
             raise ValueError("merges schemas within each other too deeply") from None
 
@@ -196,7 +201,9 @@ class Merges:
 
     def _compile(self, schema: Any) -> _Shape:
         """The shape of a schema. What is malformed is left to llguidance."""
-        return self._normal(self._compiled(schema))
+        if (shape := self._shapes.get(id(schema))) is None:
+            shape = self._shapes[id(schema)] = self._normal(self._compiled(schema))
+        return shape
 
     def _compiled(self, schema: Any) -> _Shape:
         if not isinstance(schema, dict):
@@ -283,11 +290,16 @@ def _innermost_first(targets: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _references(schema: Any) -> Iterator[str]:
+    for value in _objects(schema):
+        if isinstance(reference := value.get("$ref"), str):
+            yield reference
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and every object within it."""
     level = [schema]
     while level:
-        for value in level:
-            if isinstance(value, dict) and isinstance(reference := value.get("$ref"), str):
-                yield reference
+        yield from (value for value in level if isinstance(value, dict))
         level = [child for value in level for _, child in inner(value)]
 
 

@@ -193,6 +193,17 @@ def test_a_merged_reference_that_is_not_understood_is_refused_by_name(spelled: s
     Merges().check(schema)
 
 
+@pytest.mark.parametrize("spelled", ["https://x.test/s#/$defs/d{}", "s#/$defs/d{}", "#d{}"])
+def test_no_way_to_spell_a_reference_hides_what_it_merges(guidance: GuidanceBackend, spelled: str) -> None:
+    schema = json.loads(json.dumps(BOMBS["references in allOf"](20)))
+    for name, definition in schema["$defs"].items():
+        definition["$anchor"] = name
+        for each in definition.get("properties", {}).values():
+            each["allOf"][0]["$ref"] = spelled.format(each["allOf"][0]["$ref"].removeprefix("#/$defs/d"))
+    with pytest.raises(InvalidRequest, match="which is not a JSON pointer"):
+        compiled(guidance, {"$id": "https://x.test/s", **schema, "$ref": spelled.format(0)})
+
+
 @battery("compiles hundreds of schemas, some of them as large as may be")
 def test_what_is_accepted_takes_little_memory() -> None:
     seed = random.randrange(1 << 32)
