@@ -157,8 +157,12 @@ class Floor:
 
 async def stream_all(engine: Engine, options: argparse.Namespace, batch: int, *, grammar: bool) -> float:
     """Seconds from the first request to the last token, with a reader for every stream."""
+    # The grammar does not end within this many tokens.
     params = SamplingParams(
-        temperature=0, max_tokens=options.output, ignore_eos=True, grammar=GRAMMAR if grammar else None
+        temperature=0,
+        max_tokens=options.output,
+        ignore_eos=not grammar,
+        grammar=GRAMMAR if grammar else None,
     )
 
     async def read(prompt: list[int]) -> int:
