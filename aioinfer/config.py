@@ -117,10 +117,10 @@ class EngineConfig:
     load_format: Literal["auto", "random"] = _option(
         "auto", "model", "auto reads the checkpoint's weights; random needs a config.json only"
     )
-    #: int8: one scale per output channel. Halves the weights' memory; faster for small batches and slower for
-    #: large ones.
-    quantization: Literal["none", "int8"] = _option(
-        "none", "model", "int8 quantises linear layers at load; native CPU kernels only"
+    #: int8: groups of up to 128 with a scale. int4: groups of up to 64 with scale and offset; the head and
+    #: the embedding have 8 bits. Both multiply integers, with activations rounded to 8 bits.
+    quantization: Literal["none", "int8", "int4"] = _option(
+        "none", "model", "bits to which linear layers are rounded at load; native CPU kernels only"
     )
     max_model_len: int | None = _option(None, "model", "maximum prompt plus output in tokens", _AT_LEAST_ONE)
     transformers_fallback: bool = _option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,11 +18,11 @@ from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
+from aioinfer.model.quantization import Quantization
 from aioinfer.model.spec import CausalLM, ModelSpec
 
 __all__ = [
     "LayerKernels",
-    "Quantization",
     "TorchLayers",
     "check_quantization",
     "choose_layers",
@@ -30,8 +30,6 @@ __all__ = [
     "why_variant",
 ]
 
-#: how the weights of linear layers are stored
-Quantization = Literal["none", "int8"]
 #: native kernels multiply this many inner dimensions at a time
 _NATIVE_MULTIPLE = 16
 
@@ -49,6 +47,9 @@ class LayerKernels(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """A linear layer from a weight [outputs, inner] and a bias [outputs] or None."""
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        """The linear layer to logits, from a weight [vocab_size, hidden]."""
 
     def swiglu(
         self,
@@ -72,8 +73,16 @@ class LayerKernels(Protocol):
             backend: the backend of the experts.
         """
 
-    def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
-        """The model; ``parts`` are the other arguments of :class:`~aioinfer.model.decoder.Decoder`."""
+    def decoder(
+        self, spec: ModelSpec, layers: Sequence[Layer], *, embedding: torch.Tensor, tied: bool, **parts: Any
+    ) -> CausalLM:
+        """The model.
+
+        Args:
+            embedding: [vocab_size, hidden].
+            tied: it also is the weight of the head.
+            parts: the other arguments of :class:`~aioinfer.model.decoder.Decoder`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,9 @@ class TorchLayers:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self.make_linear(weight, bias)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        return self.make_linear(weight, None)
 
     def swiglu(
         self,
@@ -101,8 +113,10 @@ class TorchLayers:
     ) -> FeedForward:
         return make_sparse(rule, stored, shared, backend)
 
-    def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
-        return Decoder(spec, layers, operations=self.operations, **parts)
+    def decoder(
+        self, spec: ModelSpec, layers: Sequence[Layer], *, embedding: torch.Tensor, tied: bool, **parts: Any
+    ) -> CausalLM:
+        return Decoder(spec, layers, embedding=embedding, operations=self.operations, **parts)
 
 
 def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:

@@ -17,8 +17,9 @@ from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
-from aioinfer.model.layers import Quantization, check_quantization, choose_layers, make_layers
+from aioinfer.model.layers import check_quantization, choose_layers, make_layers
 from aioinfer.model.moe.backend import MoEBackend
+from aioinfer.model.quantization import Quantization, rounding_of
 from aioinfer.model.registry import own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress, read_json_object
 from aioinfer.model.weights import RandomWeights, Weights, checkpoint_bytes, weight_files
@@ -94,7 +95,7 @@ def load_model(
     if load_format == "random":
         random_weights = RandomWeights(dtype=chosen, device=device, check_size=check_size)
     elif check_size is not None:
-        check_size(checkpoint_bytes(path, chosen, narrow=quantization == "int8"))
+        check_size(checkpoint_bytes(path, chosen, rounding_of(quantization)))
     else:
         weight_files(path)
     family = _family(config, force_transformers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,51 +24,16 @@ from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
+from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.operations.torch_operations import TorchOperations
+from aioinfer.model.quantization import Quantization, Rounding, rounding_of
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.native.arguments import DecoderArguments, ForwardArguments, LayerArguments
-from aioinfer.native.bindings import PARTS, PackedExperts, PackedRouter, PackedWeights, Stack, ThreadPool
+from aioinfer.native.bindings import PARTS, PackedExperts, PackedRouter, Stack, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
-__all__ = ["NativeDecoder", "NativeLayers", "NativeLinear", "NativeSwiGLU"]
-
-
-class NativeLinear:
-    """See :class:`~aioinfer.model.linear.Linear`."""
-
-    __slots__ = ("dtype", "packed")
-
-    def __init__(
-        self,
-        pool: ThreadPool,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        quantization: Literal["none", "int8"] = "none",
-        *,
-        gated: bool = False,
-    ) -> None:
-        """``weight`` [outputs, inner]; gated [2 * outputs, inner], and it computes ``silu(gate) * up``."""
-        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-        rows, inner = weight.shape
-        self.dtype = weight.dtype
-        self.packed = PackedWeights(
-            pool,
-            NUMBERS[weight.dtype],
-            address(weight, weight.dtype, rows * inner),
-            None if bias is None else address(bias, weight.dtype, rows),
-            rows // 2 if gated else rows,
-            inner,
-            gated=gated,
-            int8=quantization == "int8",
-        )
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.linear.Linear`."""
-        values, count, packed = values.contiguous(), len(values), self.packed
-        out = values.new_empty((count, packed.outputs))
-        packed.apply(address(values, self.dtype, count * packed.inner), count, out.data_ptr())
-        return out
+__all__ = ["NativeDecoder", "NativeLayers", "NativeSwiGLU"]
 
 
 class NativeSwiGLU:
@@ -101,21 +66,29 @@ class NativeDecoder:
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
-        embedding: torch.Tensor,
+        embedding: torch.Tensor | NativeLinear,
         norm: torch.Tensor,
         head: NativeLinear,
         eps: float,
         rope: Rope,
     ) -> None:
-        """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native."""
+        """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native. ``embedding`` may
+        be a layer of rounded weights, the head's for example: its weights are the vectors."""
         if head.packed.outputs != spec.vocab_size:
             raise ValueError(f"the head has {head.packed.outputs} outputs for {spec.vocab_size} tokens")
         self.spec = spec
         cos, sin = rope.table
-        embedding, norm = _own(embedding), _own(norm)
-        dtype, rotary_dim = spec.dtype, cos.shape[-1]
+        norm, dtype, rotary_dim = _own(norm), spec.dtype, cos.shape[-1]
+        vectors = words = None
+        if isinstance(embedding, NativeLinear):
+            words = embedding.packed
+        else:
+            vectors = _own(embedding)
         constants = DecoderArguments(
-            embedding=address(embedding, dtype, spec.vocab_size * spec.hidden_size),
+            embedding=None
+            if vectors is None
+            else address(vectors, dtype, spec.vocab_size * spec.hidden_size),
+            words=None if words is None else words.handle,
             norm=address(norm, dtype, spec.hidden_size),
             head=head.packed.handle,
             cos=address(cos, dtype, len(cos) * rotary_dim),
@@ -126,11 +99,10 @@ class NativeDecoder:
             head_dim=spec.head_dim,
             rotary_dim=rotary_dim,
             hidden=spec.hidden_size,
-            middle=max(_middle(layer) for layer in layers),
             head_norm_eps=next((layer.qk_norm.eps for layer in layers if layer.qk_norm is not None), 0.0),
             norm_eps=eps,
         )
-        self._stack = Stack(pool, NUMBERS[dtype], constants, (embedding, norm, head.packed, cos, sin))
+        self._stack = Stack(pool, NUMBERS[dtype], constants, (vectors, words, norm, head.packed, cos, sin))
         for layer in layers:
             self._add(layer)
         self._seconds = (ctypes.c_double * len(PARTS))()
@@ -205,12 +177,16 @@ class NativeLayers:
 
     native = True
 
-    def __init__(self, pool: ThreadPool, quantization: Literal["none", "int8"] = "none") -> None:
-        self._pool, self._quantization = pool, quantization
+    def __init__(self, pool: ThreadPool, quantization: Quantization = "none") -> None:
+        self._pool = pool
+        self._rounding, self._head_rounding = rounding_of(quantization), rounding_of(quantization, head=True)
         self.operations = TorchOperations()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return NativeLinear(self._pool, weight, bias, self._quantization)
+        return self._packed(weight, bias, self._rounding)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        return self._packed(weight, None, self._head_rounding)
 
     def swiglu(
         self,
@@ -220,8 +196,8 @@ class NativeLayers:
         down_bias: torch.Tensor | None,
     ) -> FeedForward:
         return NativeSwiGLU(
-            NativeLinear(self._pool, gate_up, gate_up_bias, self._quantization, gated=True),
-            NativeLinear(self._pool, down, down_bias, self._quantization),
+            self._packed(gate_up, gate_up_bias, self._rounding, gated=True),
+            self._packed(down, down_bias, self._rounding),
         )
 
     def sparse(
@@ -230,14 +206,29 @@ class NativeLayers:
         if backend.name != "native":
             return make_sparse(rule, stored, shared, backend)
         dtype, sizes = stored.weights.dtype, (stored.num_experts, stored.hidden, stored.middle)
-        int8 = self._quantization == "int8"
-        experts = NativeExperts(self._pool, dtype, sizes, stored.each(), int8=int8)
+        experts = NativeExperts(self._pool, dtype, sizes, stored.each(), self._rounding)
         return SparseMLP(NativeRouter(self._pool, rule, dtype), experts, shared)
 
-    def decoder(self, spec: ModelSpec, layers: Sequence[Layer], **parts: Any) -> CausalLM:
-        if all(_parts(layer.mlp) for layer in layers):
-            return NativeDecoder(self._pool, spec, layers, **parts)
-        return Decoder(spec, layers, operations=self.operations, **parts)
+    def decoder(
+        self, spec: ModelSpec, layers: Sequence[Layer], *, embedding: torch.Tensor, tied: bool, **parts: Any
+    ) -> CausalLM:
+        if not all(_parts(layer.mlp) for layer in layers):
+            return Decoder(spec, layers, embedding=embedding, operations=self.operations, **parts)
+        words: torch.Tensor | NativeLinear = embedding
+        if self._rounding is not None:
+            words = parts["head"] if tied else self._packed(embedding, None, self._head_rounding)
+        return NativeDecoder(self._pool, spec, layers, embedding=words, **parts)
+
+    def _packed(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rounding: Rounding | None,
+        *,
+        gated: bool = False,
+    ) -> NativeLinear:
+        own = None if rounding is None else rounding.for_size(weight.shape[1])
+        return NativeLinear(self._pool, weight, bias, own, gated=gated)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,9 +253,3 @@ def _parts(mlp: FeedForward) -> _Parts | None:
     if not (isinstance(mlp.experts, NativeExperts) and isinstance(mlp.shared, NativeSwiGLU | None)):
         return None
     return _Parts(mlp.shared, (mlp.router.packed, mlp.experts.packed))
-
-
-def _middle(layer: Layer) -> int:
-    """The inner dimension of a layer's dense part; 0 without one."""
-    parts = _parts(layer.mlp)
-    return parts.dense.down.packed.inner if parts and parts.dense else 0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.quantization import Rounding
 from aioinfer.model.spec import Progress, read_json_object
 
 __all__ = ["RandomWeights", "Weights", "checkpoint_bytes", "weight_files"]
@@ -167,9 +168,10 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def checkpoint_bytes(path: Path, dtype: torch.dtype, *, narrow: bool = False) -> int:
-    """Bytes that the tensors of a checkpoint take in ``dtype``, from the headers of its files; at least one
-    byte for each number where matrices are stored in ``narrow`` types. Raises ConfigError."""
+def checkpoint_bytes(path: Path, dtype: torch.dtype, rounding: Rounding | None = None) -> int:
+    """Bytes that the tensors of a checkpoint take in ``dtype``, or at least as if all of them were rounded.
+
+    Reads the headers of its files. Raises ConfigError."""
     from safetensors import SafetensorError, safe_open
 
     numbers = 0
@@ -181,7 +183,7 @@ def checkpoint_bytes(path: Path, dtype: torch.dtype, *, narrow: bool = False) ->
                 numbers += sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
-    return numbers * (1 if narrow else dtype.itemsize)
+    return numbers * (8 * dtype.itemsize if rounding is None else rounding.bits) // 8
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:

@@ -11,10 +11,10 @@ import ctypes
 from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 __all__ = [
-    "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "ExpertsArguments",
-    "ForwardArguments", "LayerArguments", "LinearArguments", "LogprobsArguments", "MasksArguments",
-    "MixArguments", "PenaliseArguments", "RouteArguments", "RouterArguments", "SampleArguments",
-    "SetExpertArguments", "WeightsArguments", "describe",
+    "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DequantiseArguments",
+    "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments", "LogprobsArguments",
+    "MasksArguments", "MixArguments", "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments",
+    "RouterArguments", "SampleArguments", "SetExpertArguments", "WeightsArguments", "describe",
 ]  # fmt: skip
 
 #: of memory, or of an object that the library made; None is null
@@ -65,7 +65,7 @@ def describe(structure: type[Arguments]) -> str:
 
 @_structure
 class WeightsArguments(Arguments):
-    """Pack weights."""
+    """Make a layer: round its weights or not, and pack them."""
 
     __slots__ = ()
 
@@ -74,8 +74,38 @@ class WeightsArguments(Arguments):
     bias: Address
     outputs: int
     inner: int
+    bits: int
+    group: int
     gated: bool
-    int8: bool
+
+
+@_structure
+class QuantisedWeightsArguments(Arguments):
+    """Make a layer of weights that are quantised already."""
+
+    __slots__ = ()
+
+    pool: Address
+    values: Address
+    scales: Address
+    offsets: Address
+    bias: Address
+    outputs: int
+    inner: int
+    bits: int
+    group: int
+    gated: bool
+
+
+@_structure
+class DequantiseArguments(Arguments):
+    """The weights of a layer as they were rounded, or given."""
+
+    __slots__ = ()
+
+    pool: Address
+    weights: Address
+    out: Address
 
 
 @_structure
@@ -132,7 +162,9 @@ class ExpertsArguments(Arguments):
     count: int
     hidden: int
     middle: int
-    int8: bool
+    bits: int
+    hidden_group: int
+    middle_group: int
 
 
 @_structure
@@ -208,6 +240,7 @@ class DecoderArguments(Arguments):
     __slots__ = ()
 
     embedding: Address
+    words: Address
     norm: Address
     head: Address
     cos: Address
@@ -218,7 +251,6 @@ class DecoderArguments(Arguments):
     head_dim: int
     rotary_dim: int
     hidden: int
-    middle: int
     head_norm_eps: float
     norm_eps: float
 

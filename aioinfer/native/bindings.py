@@ -22,6 +22,7 @@ from aioinfer.native.arguments import (
     Arguments,
     AttendArguments,
     DecoderArguments,
+    DequantiseArguments,
     ExpertsArguments,
     ForwardArguments,
     LayerArguments,
@@ -30,6 +31,7 @@ from aioinfer.native.arguments import (
     MasksArguments,
     MixArguments,
     PenaliseArguments,
+    QuantisedWeightsArguments,
     RouteArguments,
     RouterArguments,
     SampleArguments,
@@ -72,7 +74,9 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
 #: Those that exist for every type of model, which follows in their names.
 _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "weights": (_handle, [WeightsArguments]),
+    "quantised_weights": (_handle, [QuantisedWeightsArguments]),
     "free_weights": (None, [_handle]),
+    "dequantise": (_done, [DequantiseArguments]),
     "linear": (_done, [LinearArguments]),
     "router": (_handle, [RouterArguments]),
     "free_router": (None, [_handle]),
@@ -303,31 +307,14 @@ def shared_thread_pool(threads: int) -> ThreadPool:
 class PackedWeights:
     """Weights of a linear layer in the layout of the kernels; the original can be dropped."""
 
-    __slots__ = ("__weakref__", "gated", "handle", "inner", "number", "outputs", "pool")
+    __slots__ = ("__weakref__", "handle", "inner", "number", "outputs", "pool")
 
     def __init__(
-        self,
-        pool: ThreadPool,
-        number: Number,
-        rows: int,
-        bias: Address,
-        outputs: int,
-        inner: int,
-        *,
-        gated: bool = False,
-        int8: bool = False,
+        self, pool: ThreadPool, number: Number, arguments: WeightsArguments | QuantisedWeightsArguments
     ) -> None:
-        """
-        Args:
-            rows: address of [outputs, inner], or, gated, of [2 * outputs, inner], gates first.
-            bias: address of one element per row, or None.
-            gated: the layer computes ``silu(gate) * up``.
-            int8: round to 8 bits, with one factor per output.
-        """
-        self.pool, self.number, self.outputs, self.inner, self.gated = pool, number, outputs, inner, gated
-        arguments = WeightsArguments(
-            pool=pool.handle, rows=rows, bias=bias, outputs=outputs, inner=inner, gated=gated, int8=int8
-        )
+        """``number``: the type of activations and results, and of weights that are not quantised already."""
+        self.pool, self.number = pool, number
+        self.outputs, self.inner = arguments.outputs, arguments.inner
         self.handle: int = pool.kernels.call(arguments, number)
         _release(self, pool.kernels, f"free_weights_{number}", self.handle)
 
@@ -338,6 +325,13 @@ class PackedWeights:
             pool=pool.handle, weights=self.handle, values=values, count=count, inner=self.inner, out=out
         )
         pool.kernels.call(arguments, self.number)
+
+    def dequantise(self, out: int) -> None:
+        """The weights to float32 [outputs, inner]; gated [2 * outputs, inner], gates first.
+
+        Raises InvalidArguments: they are not quantised."""
+        arguments = DequantiseArguments(pool=self.pool.handle, weights=self.handle, out=out)
+        self.pool.kernels.call(arguments, self.number)
 
 
 class PackedRouter:
@@ -399,12 +393,10 @@ class PackedExperts:
 
     __slots__ = ("__weakref__", "count", "handle", "hidden", "middle", "number", "pool")
 
-    def __init__(
-        self, pool: ThreadPool, number: Number, count: int, hidden: int, middle: int, *, int8: bool = False
-    ) -> None:
-        """Allocates them; :meth:`pack` fills them. ``int8``: round to 8 bits."""
-        self.pool, self.number, self.count, self.hidden, self.middle = pool, number, count, hidden, middle
-        arguments = ExpertsArguments(count=count, hidden=hidden, middle=middle, int8=int8)
+    def __init__(self, pool: ThreadPool, number: Number, arguments: ExpertsArguments) -> None:
+        """Allocates them; :meth:`pack` fills them."""
+        self.pool, self.number, self.count = pool, number, arguments.count
+        self.hidden, self.middle = arguments.hidden, arguments.middle
         self.handle: int = pool.kernels.call(arguments, number)
         _release(self, pool.kernels, f"free_experts_{number}", self.handle)
 

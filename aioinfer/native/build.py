@@ -42,6 +42,7 @@ _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
 _UNITS = (
     ("models.cpp", ("-DNUMBER=bfloat16", "-DNAME=bfloat16")),
     ("models.cpp", ("-DNUMBER=float", "-DNAME=float32")),
+    ("quantised.cpp", ("-ffp-contract=off",)),
     ("sampling.cpp", ("-ffp-contract=off",)),
     ("common.cpp", ()),
 )

@@ -1,4 +1,4 @@
-"""``python -m bench cpu --accuracy``: what 8-bit weights cost the bundled model.
+"""``python -m bench cpu --accuracy``: what weights of 8 and 4 bits cost the bundled model.
 
 Held-out questions of each of its tasks, answered greedily, and how far logprobs of prompt tokens are from
 those that bfloat16 gives.
@@ -23,6 +23,7 @@ __all__ = ["measure_accuracy"]
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "float32": {"dtype": "float32"},
 }
 

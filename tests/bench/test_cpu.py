@@ -267,6 +267,6 @@ def test_rounded_weights_are_compared_with_others_on_the_same_questions(tmp_path
     line = tmp_path / "line.json"
     assert main(["cpu", "--accuracy", "--requests", "2", "--json", str(line)]) == 0
     found = {row["weights"]: row for row in json.loads(line.read_text())["rows"]}
-    assert set(found) == {"bfloat16", "int8", "float32"}
+    assert set(found) == {"bfloat16", "int8", "int4", "float32"}
     assert found["bfloat16"]["logprobs_apart"] == 0 < found["float32"]["logprobs_apart"]
     assert found["int8"]["copy"] == 1.0

@@ -19,6 +19,7 @@ from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.attention.backend import make_attention
 from aioinfer.model.attention.pool import pool_zeros
 from aioinfer.model.backend import Backend
+from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights import Weights, checkpoint_bytes
 from tests.model.harness import require
 
@@ -125,7 +126,7 @@ def test_weights_beyond_the_memory_are_refused_before_they_are_read(
     config = EngineConfig(device="cpu", threads=1, num_pages=64, dtype=dtype, transformers_fallback=fallback)
     numbers = checkpoint_bytes(config.model_path, torch.float32) // 4
     assert checkpoint_bytes(config.model_path, torch.bfloat16) == 2 * numbers
-    assert checkpoint_bytes(config.model_path, torch.bfloat16, narrow=True) == numbers
+    assert checkpoint_bytes(config.model_path, torch.bfloat16, Rounding(4, 64)) == numbers // 2
 
     def limited_to(limit: int) -> None:
         files = {"memory.max": f"{limit}", "memory.current": "0"}

@@ -26,6 +26,7 @@ _UNDEFINED = "-fsanitize=undefined -fno-sanitize=null,object-size -fno-sanitize-
 FLAGS = {
     "avx2": "-march=x86-64-v3",
     "baseline": "-march=x86-64-v2",
+    "vnni model": "-march=native -DAIOINFER_PLAIN_DOT=16",
     "address": f"-march=native {_ADDRESS}",
     "undefined": f"-march=x86-64-v3 {_ADDRESS} {_UNDEFINED}",
     "tiles": "-march=native",
@@ -70,16 +71,21 @@ def _tests(name: str) -> bool:
 def _races() -> bool:
     """The race detector does not support Python and torch, so a program in C++ runs the kernels."""
     results = []
-    for number, name, tiles in (
-        ("float", "float32", ()),
-        ("bfloat16", "bfloat16", ()),
-        ("bfloat16", "bfloat16", MODELLED.flags),
+    for number, bits, tiles in (
+        ("float", 0, ()),
+        ("bfloat16", 0, ()),
+        ("bfloat16", 0, MODELLED.flags),
+        ("float", 8, ()),
+        ("bfloat16", 4, ()),
     ):
         with tempfile.TemporaryDirectory() as directory:
             program = str(Path(directory) / "races")
-            sources = [Path(__file__).with_name("races.cpp"), _SOURCE / "common.cpp"]
+            sources = [
+                Path(__file__).with_name("races.cpp"),
+                *(_SOURCE / name for name in ("common.cpp", "quantised.cpp")),
+            ]
             flags = f"-std=c++20 -O1 -g -march=native -pthread -fsanitize=thread -I{_SOURCE}".split()
-            flags += [f"-DNUMBER={number}", f"-DNAME={name}", *tiles]
+            flags += [f"-DNUMBER={number}", f"-DBITS={bits}", *tiles]
             subprocess.run(["g++", *flags, *map(str, sources), "-o", program], check=True)
             env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
             results.append(subprocess.run([program], env=env).returncode == 0)

@@ -1,7 +1,7 @@
 // Programs of thread pools for the race detector: decoders, attention and linear layers, by several callers at once.
 //
-// Compiled by tests.native.builds together with the kernels of one type (NUMBER, NAME). Returns 1 if results depend on
-// the pool.
+// Compiled by tests.native.builds together with the kernels of one type (NUMBER), for weights of BITS bits, or for
+// weights that are not rounded (0). Returns 1 if results depend on the pool.
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -32,13 +32,15 @@ struct Model {
   explicit Model(ThreadPool& pool) {
     auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
       const auto rows = noise((gated ? 2 : 1) * outputs * inner, seed);
-      weights.push_back(std::make_unique<Weights<T>>(pool, rows.data(), nullptr, outputs, inner, gated));
+      const Format format{BITS, BITS ? 32 : 0};
+      weights.push_back(
+          std::make_unique<Linear<T>>(Linear<T>::of(pool, rows.data(), nullptr, outputs, inner, gated, format)));
       return weights.back().get();
     };
     const HeadShape<T> shape{HEADS, KV_HEADS, HEAD_DIM, nullptr, 1e-6f};
-    decoder = std::make_unique<Decoder<T>>(embedding.data(), norm.data(), pack(VOCABULARY, HIDDEN, false, 9), shape,
-                                           Rotary<T>{cos.data(), sin.data(), HEAD_DIM, POSITIONS}, HIDDEN, MIDDLE,
-                                           1e-6f);
+    decoder = std::make_unique<Decoder<T>>(Embedding<T>{embedding.data(), nullptr}, norm.data(),
+                                           pack(VOCABULARY, HIDDEN, false, 9), shape,
+                                           Rotary<T>{cos.data(), sin.data(), HEAD_DIM, POSITIONS}, HIDDEN, 1e-6f);
     for (int layer = 0; layer < LAYERS; layer++)
       decoder->add({norm.data(), pack(shape.width(), HIDDEN, false, 10 + layer), head_norm.data(),
                     pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer), norm.data(),
@@ -76,7 +78,7 @@ struct Model {
   std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), norm = noise(HIDDEN, 2, 1.0f);
   std::vector<T> head_norm = noise((HEADS + KV_HEADS) * HEAD_DIM, 3, 1.0f);
   std::vector<T> cos = noise(POSITIONS * HEAD_DIM, 4), sin = noise(POSITIONS * HEAD_DIM, 5);
-  std::vector<std::unique_ptr<Weights<T>>> weights;
+  std::vector<std::unique_ptr<Linear<T>>> weights;
   std::unique_ptr<Decoder<T>> decoder;
 };
 

@@ -11,7 +11,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.native import NativeLinear
+from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native import bindings
 from aioinfer.native.arguments import STRUCTURES, Arguments, ExpertsArguments, describe
 from aioinfer.native.bindings import Kernels, LayoutMismatch, ThreadPool, kernels, shared_thread_pool
@@ -31,7 +31,8 @@ def test_the_library_and_the_bindings_agree_on_every_structure() -> None:
     text = kernels().function("layout").decode()
     assert text.splitlines() == [describe(structure) for structure in STRUCTURES]
     assert describe(ExpertsArguments) == (
-        "ExpertsArguments count:int@0 hidden:int@8 middle:int@16 int8:bool@24 size:32"
+        "ExpertsArguments count:int@0 hidden:int@8 middle:int@16 bits:int@24"
+        " hidden_group:int@32 middle_group:int@40 size:48"
     )
 
 
@@ -40,7 +41,7 @@ def test_the_library_and_the_bindings_agree_on_every_structure() -> None:
     [
         (
             structure({**FIELDS, "more": ctypes.c_int64}),
-            "ExpertsArguments: the library has size:32 where the bindings have more:int@32",
+            "ExpertsArguments: the library has size:48 where the bindings have more:int@48",
         ),
         (
             structure({**FIELDS, "middle": ctypes.c_float}),
@@ -51,7 +52,7 @@ def test_the_library_and_the_bindings_agree_on_every_structure() -> None:
             "ExpertsArguments: the library has middle:int@16 where the bindings have middle:address@16",
         ),
         (
-            structure({name: FIELDS[name] for name in ("hidden", "count", "middle", "int8")}),
+            structure({name: FIELDS[name] for name in ("hidden", "count", *list(FIELDS)[2:])}),
             "ExpertsArguments: the library has count:int@0 where the bindings have hidden:int@0",
         ),
         (
@@ -91,11 +92,11 @@ def test_a_field_that_does_not_exist_is_an_error() -> None:
         arguments.cuont = 1  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         arguments.count = 1.5  # type: ignore[assignment]
-    assert (arguments.count, arguments.int8) == (0, False)
+    assert (arguments.count, arguments.bits) == (0, 0)
 
 
 def test_an_entry_point_takes_no_other_structure() -> None:
-    arguments = ExpertsArguments(count=1, hidden=16, middle=16, int8=False)
+    arguments = ExpertsArguments(count=1, hidden=16, middle=16, bits=0, hidden_group=0, middle_group=0)
     with pytest.raises(ctypes.ArgumentError):
         kernels().function("sample", arguments)
     with pytest.raises(KeyError):

@@ -311,8 +311,9 @@ def test_a_failure_in_the_library_is_an_error_with_its_reason() -> None:
                 bias=None,
                 outputs=1 << 40,
                 inner=1 << 20,
+                bits=0,
+                group=0,
                 gated=False,
-                int8=False,
             ),
             "float32",
         )

@@ -18,11 +18,10 @@ from aioinfer.model.decoder import Layer
 from aioinfer.model.loader import load_model
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import SoftmaxRouter
-from aioinfer.model.native import NativeDecoder, NativeLinear
+from aioinfer.model.native import NativeDecoder
+from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native.bindings import (
     InvalidArguments,
-    PackedExperts,
-    PackedWeights,
     ThreadPool,
     shared_thread_pool,
 )
@@ -163,7 +162,7 @@ def test_experts_that_do_not_exist_are_refused() -> None:
         with pytest.raises(InvalidArguments, match="expert"):
             experts.packed.pack(bad, each[0][0].data_ptr(), each[0][1].data_ptr())
     with pytest.raises(InvalidArguments, match="experts need"):
-        PackedExperts(pool, "float32", 0, 32, 32)
+        NativeExperts(pool, torch.float32, (0, 32, 32), [])
     for top_k in (0, 5, -1):
         with pytest.raises(InvalidArguments, match="top_k"):
             NativeRouter(pool, SoftmaxRouter(normal(4, 32, seed=0), top_k, normalize=True), torch.float32)
@@ -182,7 +181,7 @@ def test_matrix_products_of_sizes_that_vectors_do_not_divide_are_refused() -> No
     with pytest.raises(InvalidArguments, match="not that of the weights"):
         layer.packed.apply(values.data_ptr(), 3, out.data_ptr())
     with pytest.raises(InvalidArguments):
-        PackedWeights(pool, "float32", values.data_ptr(), None, -1, 16)
+        NativeLinear(pool, values[:0], None)
 
 
 def sampling(rows: int, **changes: Any) -> SamplingBatch:
@@ -262,46 +261,12 @@ def run(code: str) -> str:
 
 
 @battery(PROGRAM)
-def test_memory_that_a_worker_lacks_is_an_error_of_the_call() -> None:
-    """Layers with 8-bit weights expand a panel on each thread. What the others have got, they give back."""
-    said = run("""if True:
-        import resource
-        import torch
-        from aioinfer.model.native import NativeLinear
-        from aioinfer.native.bindings import shared_thread_pool
-
-        inner = 1 << 19
-        weight = torch.ones(32, inner, dtype=torch.bfloat16)
-        values = torch.ones(20, inner, dtype=torch.bfloat16)
-        layer = NativeLinear(shared_thread_pool(1), weight, None, "int8")
-        wanted, out = layer(values), torch.empty(20, 32, dtype=torch.bfloat16)
-        layer.packed.pool = shared_thread_pool(3)
-        pages = int(open("/proc/self/statm").read().split()[0])
-        # Enough for the activations, 20 MiB, and not for a panel more, 32 MiB.
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (40 << 20), hard))
-        refused = 0
-        # The thread of the caller has its panel already: if it is quick, no other needs one.
-        while not refused:
-            try:
-                layer.packed.apply(values.data_ptr(), 20, out.data_ptr())
-            except MemoryError as error:
-                refused += 1
-                print(error)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        layer.packed.apply(values.data_ptr(), 20, out.data_ptr())
-        print(torch.equal(out, wanted))
-    """)
-    assert said.splitlines() == ["aioinfer_linear_bfloat16: std::bad_alloc", "True"]
-
-
-@battery(PROGRAM)
 def test_a_forked_process_computes_with_threads_of_its_own() -> None:
     """Also where a thread of the parent is computing at that moment, and where it ends the parent's pools."""
     said = run("""if True:
         import os, signal, threading
         import torch
-        from aioinfer.model.native import NativeLinear
+        from aioinfer.model.native_linear import NativeLinear
         from aioinfer.native.bindings import ThreadPool, shared_thread_pool
 
         weight, values = torch.randn(200, 64), torch.randn(9, 64)

@@ -13,7 +13,9 @@ import torch
 
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.loader import load_model
-from aioinfer.model.native import NativeDecoder, NativeLinear
+from aioinfer.model.native import NativeDecoder
+from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.quantization import Quantization
 from aioinfer.native.bindings import shared_thread_pool
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import attention_for, build_batch, fill
@@ -21,7 +23,7 @@ from tests.native.support import DTYPES, Bench, Heads, Row, draw_rows, normal
 from tests.tiers import grid
 
 CPU = torch.device("cpu")
-KINDS = ["llama-biases", "mistral-window", "qwen2-window", "qwen3-wide-untied", "sdar"]
+KINDS = ["llama-biases", "mistral-window", "qwen2-window", "qwen3-moe-mixed", "qwen3-wide-untied", "sdar"]
 
 
 def chunked(bench: Bench, row: Row, rng: random.Random) -> torch.Tensor:
@@ -107,7 +109,9 @@ class Runs:
         return logits
 
 
-def models(path: Path, kind: str, dtype: str, get: Callable[[str], Any]) -> dict[int, Any]:
+def models(
+    path: Path, kind: str, dtype: str, quantization: Quantization, get: Callable[[str], Any]
+) -> dict[int, Any]:
     """The same model for pools of 1, 2 and 3 threads."""
     made, before = {}, torch.get_num_threads()
     if kind == "sdar":
@@ -117,19 +121,22 @@ def models(path: Path, kind: str, dtype: str, get: Callable[[str], Any]) -> dict
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         size = 4 if kind == "sdar" else None
-        made[threads] = load_model(path, dtype=dtype, device=CPU, kernels="native", block_size=size)
+        made[threads] = load_model(
+            path, dtype=dtype, device=CPU, kernels="native", block_size=size, quantization=quantization
+        )
         assert isinstance(made[threads], NativeDecoder)
     torch.set_num_threads(before)
     return made
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("kind", grid(KINDS[3:], KINDS[:3]))
 def test_a_decoder_gives_a_row_the_same_bits_everywhere(
-    tmp_path: Path, checkpoint: Callable[[str], Any], kind: str, dtype: str
+    tmp_path: Path, checkpoint: Callable[[str], Any], kind: str, quantization: Quantization, dtype: str
 ) -> None:
     rng, block = random.Random(3), 4 if kind == "sdar" else 1
-    by_threads = models(tmp_path, kind, dtype, checkpoint)
+    by_threads = models(tmp_path, kind, dtype, quantization, checkpoint)
     prompts = [[rng.randrange(100) for _ in range(block * length)] for length in (1, 9, 17, 33)]
     first = Runs(by_threads[1], 16, 0)
     wanted = [first.step([(ids, 0, first.pages(len(ids)))]) for ids in prompts]

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.native import NativeLayers, NativeLinear
+from aioinfer.model.native import NativeLayers
+from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native.bindings import shared_thread_pool
 from tests.native.support import DTYPES, UNIT, normal
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from aioinfer.model.native import NativeLinear
+from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native.bindings import ThreadPool, shared_thread_pool
 from tests.native.support import normal
 from tests.tiers import RACES, battery

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.native import NativeLinear
+from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.quantization import Rounding
 from aioinfer.native import build as building
 from aioinfer.native.bindings import Kernels, instructions, shared_thread_pool
 from aioinfer.native.build import find_compiler
@@ -31,7 +32,7 @@ Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
 _ROOT = Path(__file__).parents[2]
 #: tests of kernels that depend on how products are computed
-KERNELS = ["native/test_attention", "native/test_decoder", "native/test_int8", "native/test_laws"]
+KERNELS = ["native/test_attention", "native/test_decoder", "native/test_quantization", "native/test_laws"]
 KERNELS += ["native/test_linear", "native/test_thread_pool", "native/test_invalid_arguments"]
 KERNELS += ["model/test_native_experts", "engine/test_deterministic"]
 TINY = np.float32(2.0**-126)
@@ -237,15 +238,15 @@ def test_a_linear_layer_sums_up_as_tiles_do(modelled: Kernels, inner: int, outpu
 
 
 def test_rows_of_many_panels_have_the_bits_of_one_row(modelled: Kernels) -> None:
-    """More weights than a task has, with a bias and with gates, in both formats."""
+    """More weights than a task has, with a bias and with gates, rounded and not."""
     values, weight = cancelling(150, 1312, 512)
     bias = normal(1312, seed=4, dtype=torch.bfloat16) * 1e-6
     for gated in (False, True):
-        for format in ("none", "int8"):
-            linear = NativeLinear(shared_thread_pool(2), weight, bias, format, gated=gated)  # type: ignore[arg-type]
+        for rounding in (None, Rounding(8, 128), Rounding(4, 64)):
+            linear = NativeLinear(shared_thread_pool(2), weight, bias, rounding, gated=gated)
             whole = linear(values)
             for rows in (1, 16, 31, 97):
-                assert torch.equal(linear(values[-rows:]), whole[-rows:]), (rows, gated, format)
+                assert torch.equal(linear(values[-rows:]), whole[-rows:]), (rows, gated, rounding)
 
 
 @pytest.mark.parametrize(

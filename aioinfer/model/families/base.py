@@ -140,8 +140,9 @@ def build_decoder(
         spec,
         layers,
         embedding=embedding,
+        tied=tied,
         norm=norm,
-        head=kernels.linear(head, None),
+        head=kernels.head(head),
         eps=config.rms_norm_eps,
         rope=Rope(config, size, positions, dtype, device),
     )

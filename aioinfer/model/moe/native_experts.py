@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
+from aioinfer.model.quantization import Rounding
+from aioinfer.native.arguments import ExpertsArguments, WeightsArguments
 from aioinfer.native.bindings import PackedExperts, PackedRouter, PackedWeights, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
@@ -29,9 +31,17 @@ class NativeRouter:
         """``dtype``: that of the tokens."""
         weight = rule.weight.float().contiguous()
         experts, hidden = weight.shape
-        packed = PackedWeights(
-            pool, "float32", address(weight, torch.float32, experts * hidden), None, experts, hidden
+        arguments = WeightsArguments(
+            pool=pool.handle,
+            rows=address(weight, torch.float32, experts * hidden),
+            bias=None,
+            outputs=experts,
+            inner=hidden,
+            bits=0,
+            group=0,
+            gated=False,
         )
+        packed = PackedWeights(pool, "float32", arguments)
         bias, scale, groups, top_groups = None, 1.0, 1, 1
         if isinstance(rule, GroupedSigmoidRouter):
             bias, scale, groups, top_groups = rule.bias, rule.scale, rule.num_groups, rule.top_groups
@@ -70,18 +80,25 @@ class NativeExperts:
         dtype: torch.dtype,
         sizes: tuple[int, int, int],
         experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        int8: bool = False,
+        rounding: Rounding | None = None,
     ) -> None:
         """
         Args:
             sizes: number of experts, hidden, middle.
             experts: [2 * middle, hidden] and [hidden, middle] of each; it is packed before the next is taken.
-            int8: round to 8 bits.
+            rounding: of their weights; None: not rounded.
         """
         self.dtype = dtype
-        self.packed = PackedExperts(pool, NUMBERS[dtype], *sizes, int8=int8)
-        _, hidden, middle = sizes
+        count, hidden, middle = sizes
+        arguments = ExpertsArguments(
+            count=count,
+            hidden=hidden,
+            middle=middle,
+            bits=0 if rounding is None else rounding.bits,
+            hidden_group=0 if rounding is None else rounding.for_size(hidden).group,
+            middle_group=0 if rounding is None else rounding.for_size(middle).group,
+        )
+        self.packed = PackedExperts(pool, NUMBERS[dtype], arguments)
         for index, (gate_up, down) in enumerate(experts):
             gate_up, down = gate_up.contiguous(), down.contiguous()
             both = address(gate_up, dtype, 2 * middle * hidden)

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kv_pool.hpp"
-#include "linear.hpp"
+#include "weights.hpp"
 #include "softmax.hpp"
 
 namespace aioinfer {

@@ -13,7 +13,7 @@
 #include "checks.hpp"
 #include "heads.hpp"
 #include "kv_pool.hpp"
-#include "linear.hpp"
+#include "weights.hpp"
 #include "tiled_attending.hpp"
 
 namespace aioinfer {

@@ -11,7 +11,6 @@
 
 #include <chrono>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "attention.hpp"
@@ -23,19 +22,33 @@ namespace aioinfer {
 template <class T>
 struct Layer {
   const T* attention_norm;
-  const Weights<T>* qkv;
+  const Linear<T>* qkv;
   const T* head_norm;
-  const Weights<T>* out;
+  const Linear<T>* out;
   const T* mlp_norm;
   // The dense part or the shared expert; null in a layer without.
-  const Weights<T>* gate_up;
-  const Weights<T>* down;
+  const Linear<T>* gate_up;
+  const Linear<T>* down;
   // Null in a layer without experts.
   const Router<T>* router;
   const Experts<T>* experts;
   AttentionParams params;
 
   Shared<T> shared() const { return {gate_up, down}; }
+};
+
+// The vectors of tokens: one of the two is null.
+template <class T>
+struct Embedding {
+  const T* vectors;        // [vocabulary, hidden]
+  const Linear<T>* words;  // the same as quantised weights
+
+  void read(int64_t id, int64_t hidden, T* to) const {
+    if (vectors != nullptr)
+      std::memcpy(to, vectors + id * hidden, sizeof(T) * hidden);
+    else
+      words->quantised()->read(id, to);
+  }
 };
 
 // The inputs and the output of a step; see aioinfer.model.batch.Batch.
@@ -72,13 +85,16 @@ class Stopwatch {
 template <class T>
 class Decoder {
  public:
-  Decoder(const T* embedding, const T* norm, const Weights<T>* head, HeadShape<T> shape, Rotary<T> rotary,
-          int64_t hidden, int64_t middle, float eps)
-      : embedding_(embedding), norm_(norm), head_(head), shape_(shape), rotary_(rotary), hidden_(hidden),
-        middle_(middle), eps_(eps) {
+  Decoder(const Embedding<T>& embedding, const T* norm, const Linear<T>* head, HeadShape<T> shape, Rotary<T> rotary,
+          int64_t hidden, float eps)
+      : embedding_(embedding), norm_(norm), head_(head), shape_(shape), rotary_(rotary), hidden_(hidden), eps_(eps) {
     shape.check(rotary.size);
     require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
     require(head->inner == hidden, "the head's inner dimension is not the hidden size");
+    const Linear<T>* words = embedding.words;
+    require((embedding.vectors == nullptr) != (words == nullptr), "a decoder has an embedding or words");
+    require(words == nullptr || (words->quantised() && !words->gated), "words are not quantised, or are gated");
+    if (words != nullptr) fits(*words, head->outputs, hidden);
   }
 
   // Throws InvalidArguments unless the layer's parts fit each other.
@@ -89,7 +105,6 @@ class Decoder {
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
       require(layer.gate_up->gated && layer.down != nullptr, "a feed-forward part without gate or down");
-      require(middle <= middle_, "the decoder was made for smaller feed-forward parts");
       fits(*layer.gate_up, middle, hidden_);
       fits(*layer.down, hidden_, middle);
     }
@@ -98,6 +113,8 @@ class Decoder {
     if (layer.experts != nullptr) {
       require(layer.experts->hidden == hidden_ && layer.router->weight->inner == hidden_, "experts of another size");
       require(layer.router->rule.experts == layer.experts->count, "the router chooses among other experts");
+      require(layer.gate_up == nullptr || layer.gate_up->shares_inputs_with(layer.experts->gate_up(0)),
+              "experts and the shared one have weights of other formats");
     }
     layers_.push_back(layer);
   }
@@ -112,7 +129,7 @@ class Decoder {
       double unused[PARTS] = {};
       Stopwatch watch(worker.index() == 0 ? seconds : unused);
       worker.parallel_in_runs(tokens, [&](int64_t t) {
-        std::memcpy(residual(t), embedding_ + step.ids[t] * hidden_, sizeof(T) * hidden_);
+        embedding_.read(step.ids[t], hidden_, residual(t));
       });
       for (size_t index = 0; index < layers_.size(); index++) {
         attention_part(worker, index, step, tasks, watch);
@@ -126,7 +143,7 @@ class Decoder {
   }
 
  private:
-  static void fits(const Weights<T>& weights, int64_t outputs, int64_t inner) {
+  static void fits(const Linear<T>& weights, int64_t outputs, int64_t inner) {
     require(weights.outputs == outputs && weights.inner == inner, "weights of another size");
   }
 
@@ -150,42 +167,41 @@ class Decoder {
     const int64_t tokens = step.attention.tokens, width = shape_.width();
     HeadShape<T> shape = shape_;
     shape.norm = layer.head_norm;
-    const Activations<T> normed = norm_rows(worker, layer.attention_norm, tokens, nullptr);
+    const Inputs<T> normed = norm_rows(worker, layer.attention_norm, *layer.qkv, tokens, nullptr);
     watch.add(REST);
     multiply(worker, normed, *layer.qkv, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       put_pair(projected_.data() + place.row * width, panel, width, one, other);
     });
     watch.add(LINEAR);
-    const Activations<T> mixed(wide_.data(), tokens, shape_.heads * shape_.head_dim);
+    const Inputs<T> mixed = wide_.inputs(*layer.out, tokens);
     attend(worker, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, rotary_, kv,
            layer.params, *scratch_[worker.index()],
            [&](int64_t token) {
              return [&mixed, to = mixed.row(token)](int64_t at, Floats values) { mixed.put(to, at, values); };
            });
+    mixed.finish(worker);
     watch.add(ATTENTION);
     multiply(worker, mixed, *layer.out, add_to_residual());
     watch.add(LINEAR);
   }
 
   void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
-    const Activations<T> normed = norm_rows(worker, layer.mlp_norm, tokens, nullptr);
+    const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, *layer.gate_up, tokens, nullptr);
     watch.add(REST);
-    const Activations<T> gated(wide_.data(), tokens, layer.down->inner);
+    const Inputs<T> gated = wide_.inputs(*layer.down, tokens);
     multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
       gated.put(gated.row(place), panel * LANES, silu(gate) * up);
     });
+    gated.finish(worker);
     multiply(worker, gated, *layer.down, add_to_residual());
     watch.add(LINEAR);
   }
 
   void sparse_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Activations<float> floats = routing_.floats(tokens, hidden_);
-    const Activations<T> normed = norm_rows(worker, layer.mlp_norm, tokens, nullptr, &floats);
+    const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, layer.experts->gate_up(0), tokens, nullptr, &floats);
     watch.add(REST);
-    if constexpr (std::is_same_v<T, float>)
-      routing_.route(worker, *layer.router, normed);
-    else
-      routing_.route(worker, *layer.router, floats);
+    routing_.route(worker, *layer.router, floats);
     mixing_.mix(worker, *layer.experts, layer.shared(), normed, layer.router->rule.top_k, routing_.experts(),
                 routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
                   T* to = residual(token) + at;
@@ -196,7 +212,7 @@ class Decoder {
 
   void logits(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {
     const int64_t vocabulary = head_->outputs;
-    const Activations<T> normed = norm_rows(worker, norm_, step.num_logits, step.logits_rows);
+    const Inputs<T> normed = norm_rows(worker, norm_, *head_, step.num_logits, step.logits_rows);
     watch.add(REST);
     multiply(worker, normed, *head_, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       put_pair(step.logits + place.row * vocabulary, panel, vocabulary, one, other);
@@ -204,21 +220,21 @@ class Decoder {
     watch.add(LINEAR);
   }
 
-  // Root mean square norm of the residual of all tokens, or of the tokens ``chosen``. Where T is not float, the
-  // result is also written to ``floats`` if it is given.
-  Activations<T> norm_rows(Worker& worker, const T* weight, int64_t count, const int64_t* chosen,
-                           const Activations<float>* floats = nullptr) {
-    const Activations<T> normed(narrow_.data(), count, hidden_);
+  // Root mean square norm of the residual of all tokens, or of the tokens ``chosen``, as inputs of a layer. The result
+  // is also written to ``floats`` if it is given.
+  Inputs<T> norm_rows(Worker& worker, const T* weight, const Linear<T>& layer, int64_t count, const int64_t* chosen,
+                      const Activations<float>* floats = nullptr) {
+    const Inputs<T> normed = narrow_.inputs(layer, count);
     worker.parallel_in_runs(count, [&](int64_t row) {
       const T* from = residual(chosen == nullptr ? row : chosen[row]);
       const float factor = inverse_rms(from, hidden_, eps_);
-      uint32_t* to = normed.row(row);
+      const auto to = normed.row(row);
       for (int64_t i = 0; i < hidden_; i += LANES) {
         const Floats value = Number<T>::load_lanes(from + i) * factor * Number<T>::load_lanes(weight + i);
         normed.put(to, i, value);
-        if constexpr (!std::is_same_v<T, float>)
-          if (floats != nullptr) floats->put(floats->row(row), i, rounded<T>(value));
+        if (floats != nullptr) floats->put(floats->row(row), i, rounded<T>(value));
       }
+      normed.finish(row);
     });
     return normed;
   }
@@ -232,14 +248,19 @@ class Decoder {
   }
 
   void reserve(const StepInput<T>& step, int workers) {
-    const int64_t tokens = step.attention.tokens, wide = std::max(shape_.heads * shape_.head_dim, middle_);
-    const int64_t rows = std::max(tokens, step.num_logits);
+    const int64_t tokens = step.attention.tokens;
     grow(residual_, tokens * hidden_);
     grow(projected_, tokens * shape_.width());
-    grow(narrow_, Activations<T>::units(rows, hidden_));
-    grow(wide_, Activations<T>::units(tokens, wide));
+    narrow_.reserve(*head_, step.num_logits);
     for (const Layer<T>& layer : layers_) {
-      if (layer.experts == nullptr) continue;
+      narrow_.reserve(*layer.qkv, tokens);
+      wide_.reserve(*layer.out, tokens);
+      if (layer.experts == nullptr) {
+        narrow_.reserve(*layer.gate_up, tokens);
+        wide_.reserve(*layer.down, tokens);
+        continue;
+      }
+      narrow_.reserve(layer.experts->gate_up(0), tokens);
       routing_.reserve(workers, tokens, *layer.router);
       mixing_.reserve(workers, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
     }
@@ -247,16 +268,16 @@ class Decoder {
       scratch_.push_back(std::make_unique<AttentionScratch<T>>(shape_.head_dim));
   }
 
-  const T* embedding_;
+  Embedding<T> embedding_;
   const T* norm_;
-  const Weights<T>* head_;
+  const Linear<T>* head_;
   HeadShape<T> shape_;
   Rotary<T> rotary_;
-  int64_t hidden_, middle_;
+  int64_t hidden_;
   float eps_;
   std::vector<Layer<T>> layers_;
   std::vector<T> residual_, projected_;
-  Buffer<uint32_t> narrow_, wide_;
+  InputBuffer<T> narrow_, wide_;
   std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
   Routing<T> routing_;
   Mixing<T> mixing_;

@@ -14,6 +14,7 @@
 #include <memory>
 #include <vector>
 
+#include "linear.hpp"
 #include "routing.hpp"
 
 namespace aioinfer {
@@ -22,15 +23,15 @@ namespace aioinfer {
 template <class T>
 class Experts {
  public:
-  Experts(int64_t count, int64_t hidden, int64_t middle, Format format)
+  Experts(int64_t count, int64_t hidden, int64_t middle, Format gate_up, Format down)
       : count(count), hidden(hidden), middle(middle) {
-    const Weights<T> one(nullptr, middle, hidden, true, format), other(nullptr, hidden, middle, false, format);
-    const int64_t each = one.bytes() + other.bytes();
+    const int64_t one = Linear<T>::bytes(middle, hidden, true, gate_up);
+    const int64_t each = one + Linear<T>::bytes(hidden, middle, false, down);
     memory_ = Memory(each * count);
     for (int64_t e = 0; e < count; e++) {
       char* place = memory_.as<char>() + e * each;
-      gate_up_.emplace_back(place, middle, hidden, true, format);
-      down_.emplace_back(place + one.bytes(), hidden, middle, false, format);
+      gate_up_.push_back(Linear<T>::placed(place, middle, hidden, true, gate_up));
+      down_.push_back(Linear<T>::placed(place + one, hidden, middle, false, down));
     }
   }
 
@@ -40,14 +41,14 @@ class Experts {
     down_[expert].set(pool, down);
   }
 
-  const Weights<T>& gate_up(int64_t expert) const { return gate_up_[expert]; }
-  const Weights<T>& down(int64_t expert) const { return down_[expert]; }
+  const Linear<T>& gate_up(int64_t expert) const { return gate_up_[expert]; }
+  const Linear<T>& down(int64_t expert) const { return down_[expert]; }
 
   int64_t count, hidden, middle;
 
  private:
   Memory memory_;
-  std::vector<Weights<T>> gate_up_, down_;
+  std::vector<Linear<T>> gate_up_, down_;
 };
 
 // Pairs in the order of their experts, tokens ascending. Every worker computes its own: that takes less time than
@@ -105,10 +106,8 @@ class Dispatch {
 // The shared expert.
 template <class T>
 struct Shared {
-  const Weights<T>* gate_up;  // null: none
-  const Weights<T>* down;
-
-  int64_t middle() const { return gate_up == nullptr ? 0 : gate_up->outputs; }
+  const Linear<T>* gate_up;  // null: none
+  const Linear<T>* down;
 };
 
 // Computes the experts of a step's tokens. Holds the intermediate values of one layer at a time.
@@ -117,10 +116,10 @@ class Mixing {
  public:
   // Allocate for ``tokens`` with ``top_k`` experts each. The only function here that throws.
   void reserve(int workers, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
-    const int64_t pairs = tokens * top_k, rows = Dispatch::padded<T>(pairs, experts.count);
-    grow(rows_, rows * units_of<T>(experts.hidden));
-    grow(gated_, rows * units_of<T>(experts.middle));
-    grow(shared_gated_, shared.gate_up == nullptr ? 0 : Activations<T>::units(tokens, shared.middle()));
+    const int64_t pairs = tokens * top_k, padded = Dispatch::padded<T>(pairs, experts.count);
+    rows_.reserve(experts.gate_up(0), pairs, padded);
+    gated_.reserve(experts.down(0), pairs, padded);
+    if (shared.gate_up != nullptr) shared_gated_.reserve(*shared.down, tokens);
     grow(outputs_, (pairs + (shared.gate_up == nullptr ? 0 : tokens)) * experts.hidden);
     while (static_cast<int>(dispatches_.size()) < workers) dispatches_.push_back(std::make_unique<Dispatch>());
     for (auto& dispatch : dispatches_) dispatch->reserve(pairs, experts.count);
@@ -128,27 +127,28 @@ class Mixing {
 
   // add(token, index, LANES results): the sum over a token's pairs and the shared expert.
   template <class Add>
-  void mix(Worker& worker, const Experts<T>& experts, const Shared<T>& shared, const Activations<T>& tokens,
-           int64_t top_k, const int64_t* chosen, const float* weights, Add&& add) {
-    const int64_t count = tokens.blocks.rows, pairs = count * top_k, hidden = experts.hidden;
+  void mix(Worker& worker, const Experts<T>& experts, const Shared<T>& shared, const Inputs<T>& tokens, int64_t top_k,
+           const int64_t* chosen, const float* weights, Add&& add) {
+    const int64_t count = tokens.rows(), pairs = count * top_k, hidden = experts.hidden;
     Dispatch& dispatch = *dispatches_[worker.index()];
     dispatch.sort<T>(chosen, pairs, experts.count);
-    gather(worker, dispatch, tokens, top_k, hidden);
+    gather(worker, dispatch, tokens, top_k, experts.gate_up(0));
     const bool all = shared.gate_up != nullptr && count > 0;
-    const Activations<T> shared_gated(shared_gated_.data(), all ? count : 0, shared.middle());
+    const Linear<T>&first = experts.gate_up(0), &second = experts.down(0);
+    const Inputs<T> shared_gated = shared_gated_.inputs(all ? *shared.down : second, all ? count : 0);
     share_out(
-        worker, dispatch, experts.gate_up(0), all ? shared.gate_up : nullptr,
+        worker, dispatch, first, all ? shared.gate_up : nullptr,
         [&](int64_t from, int64_t to) { gate(tokens, *shared.gate_up, from, to, shared_gated); },
         [&](const Dispatch::Group& group, int64_t from, int64_t to) {
-          gate(rows(group, hidden), experts.gate_up(group.expert), from, to, gated(group, experts.middle));
+          gate(part(rows_, first, group), experts.gate_up(group.expert), from, to, part(gated_, second, group));
         });
+    gated_.inputs(second, pairs).finish(worker);
+    shared_gated.finish(worker);
     share_out(
-        worker, dispatch, experts.down(0), all ? shared.down : nullptr,
-        [&](int64_t from, int64_t to) {
-          put(shared_gated, *shared.down, from, to, nullptr, pairs);
-        },
+        worker, dispatch, second, all ? shared.down : nullptr,
+        [&](int64_t from, int64_t to) { put(shared_gated, *shared.down, from, to, nullptr, pairs); },
         [&](const Dispatch::Group& group, int64_t from, int64_t to) {
-          put(gated(group, experts.middle), experts.down(group.expert), from, to, &dispatch.placed(group.first), 0);
+          put(part(gated_, second, group), experts.down(group.expert), from, to, &dispatch.placed(group.first), 0);
         });
     worker.parallel_in_runs(count, [&](int64_t token) {
       const T* outputs = outputs_.data() + token * top_k * hidden;
@@ -162,57 +162,51 @@ class Mixing {
   }
 
  private:
-  Activations<T> rows(const Dispatch::Group& group, int64_t hidden) {
-    return {rows_.data() + group.padded_first * units_of<T>(hidden), group.rows, hidden};
-  }
-
-  Activations<T> gated(const Dispatch::Group& group, int64_t middle) {
-    return {gated_.data() + group.padded_first * units_of<T>(middle), group.rows, middle};
+  static Inputs<T> part(InputBuffer<T>& buffer, const Linear<T>& layer, const Dispatch::Group& group) {
+    return buffer.inputs(layer, group.rows, group.first, group.padded_first);
   }
 
   // Copy the row of each pair's token to its place among the rows of its expert.
-  void gather(Worker& worker, const Dispatch& dispatch, const Activations<T>& tokens, int64_t top_k, int64_t hidden) {
-    worker.parallel_in_runs(tokens.blocks.rows * top_k, [&](int64_t place) {
+  void gather(Worker& worker, const Dispatch& dispatch, const Inputs<T>& tokens, int64_t top_k, const Linear<T>& layer) {
+    worker.parallel_in_runs(tokens.rows() * top_k, [&](int64_t place) {
       const Dispatch::Placed& placed = dispatch.placed(place);
       const Dispatch::Group& group = dispatch.group(placed.group);
-      const Activations<T> mine = rows(group, hidden);
-      mine.copy(mine.row(place - group.first), tokens, tokens.row(placed.pair / top_k));
+      part(rows_, layer, group).copy(place - group.first, tokens, placed.pair / top_k);
     });
   }
 
   // Divide the products with the weights of ``all``, which may be null, and of every group, which have the shape of
   // ``one``, into tasks over runs of panels: whole(from, to) and part(group, from, to).
   template <class Whole, class Part>
-  static void share_out(Worker& worker, const Dispatch& dispatch, const Weights<T>& one, const Weights<T>* all,
+  static void share_out(Worker& worker, const Dispatch& dispatch, const Linear<T>& one, const Linear<T>* all,
                         Whole&& whole, Part&& part) {
-    const int64_t panels = dispatch.used() * one.panels + (all == nullptr ? 0 : all->panels);
-    const int64_t run = run_of(one, panels, worker), runs = (one.panels + run - 1) / run;
+    const int64_t each = one.panels(), shared = all == nullptr ? 0 : all->panels();
+    const int64_t panels = dispatch.used() * each + shared;
+    const int64_t run = run_of(one, panels, worker), runs = (each + run - 1) / run;
     const int64_t shared_run = all == nullptr ? 1 : run_of(*all, panels, worker);
-    const int64_t first = all == nullptr ? 0 : (all->panels + shared_run - 1) / shared_run;
+    const int64_t first = (shared + shared_run - 1) / shared_run;
     worker.parallel(first + dispatch.used() * runs, [&](int64_t task) {
-      if (task < first) return whole(task * shared_run, std::min(all->panels, (task + 1) * shared_run));
+      if (task < first) return whole(task * shared_run, std::min(shared, (task + 1) * shared_run));
       const int64_t from = (task - first) % runs * run;
-      part(dispatch.group((task - first) / runs), from, std::min(one.panels, from + run));
+      part(dispatch.group((task - first) / runs), from, std::min(each, from + run));
     });
   }
 
   // The panels of a task: at most what fits a cache, and few enough that there are tasks for every worker.
-  static int64_t run_of(const Weights<T>& w, int64_t panels, const Worker& worker) {
+  static int64_t run_of(const Linear<T>& w, int64_t panels, const Worker& worker) {
     constexpr int64_t RUN = 256 << 10, AT_ONCE = BY_TILES<T> ? 2 : panels_at_once(1);
-    const int64_t fitting = RUN / (w.depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)));
-    const int64_t wanted = std::max<int64_t>(1, std::min(fitting, panels / (4 * worker.workers())));
+    const int64_t wanted = std::max<int64_t>(1, std::min(RUN / w.panel_bytes(), panels / (4 * worker.workers())));
     return (wanted + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
   }
 
-  static void gate(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to,
-                   const Activations<T>& gated) {
+  static void gate(const Inputs<T>& a, const Linear<T>& w, int64_t from, int64_t to, const Inputs<T>& gated) {
     multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
       gated.put(gated.row(place), panel * LANES, silu(gate) * up);
     });
   }
 
   // Row i to the outputs of pair ``placed[i]``, or, where that is null, to the i-th behind ``first``.
-  void put(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, const Dispatch::Placed* placed,
+  void put(const Inputs<T>& a, const Linear<T>& w, int64_t from, int64_t to, const Dispatch::Placed* placed,
            int64_t first) {
     multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       const int64_t row = placed == nullptr ? first + place.row : placed[place.row].pair;
@@ -220,7 +214,7 @@ class Mixing {
     });
   }
 
-  Buffer<uint32_t> rows_, gated_, shared_gated_;
+  InputBuffer<T> rows_, gated_, shared_gated_;
   std::vector<T> outputs_;
   std::vector<std::unique_ptr<Dispatch>> dispatches_;
 };

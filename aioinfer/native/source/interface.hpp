@@ -22,7 +22,7 @@ namespace aioinfer {
 
 class ThreadPool;
 template <class T>
-class Weights;
+class Linear;
 template <class T>
 class Router;
 template <class T>
@@ -32,22 +32,42 @@ class Decoder;
 
 // -- linear layers ------------------------------------------------------------------------------------------------
 
-// Pack weights.
+// Make a layer: round its weights or not, and pack them.
 template <class T>
 struct WeightsArguments {
   ThreadPool* pool;
   const T* rows;  // [outputs, inner]; gated: [2 * outputs, inner], gates first
   const T* bias;  // one element per row, or null
   int64_t outputs, inner;
+  int64_t bits;   // 4 or 8; 0: not rounded
+  int64_t group;  // rounded: numbers of the inner dimension that share a scale; 0: all
   bool gated;
-  bool int8;  // round to 8 bits, with one factor per output
+};
+
+// Make a layer of weights that are quantised already: scale * value + offset.
+struct QuantisedWeightsArguments {
+  ThreadPool* pool;
+  const uint8_t* values;  // as the rows above, one a byte; of 8 bits, signed
+  const float* scales;    // [rows, groups]
+  const float* offsets;   // [rows, groups], or null: 0, and for 4 bits -8 * scale
+  const float* bias;      // one element per row, or null
+  int64_t outputs, inner, bits, group;
+  bool gated;
+};
+
+// The weights of a layer as they were rounded, or given.
+template <class T>
+struct DequantiseArguments {
+  ThreadPool* pool;
+  const Linear<T>* weights;
+  float* out;  // as the rows above
 };
 
 // ``out`` = ``values`` times the weights; gated: silu(gate) * up.
 template <class T>
 struct LinearArguments {
   ThreadPool* pool;
-  const Weights<T>* weights;
+  const Linear<T>* weights;
   const T* values;  // [count, inner]
   int64_t count, inner;
   T* out;  // [count, outputs]
@@ -57,7 +77,7 @@ struct LinearArguments {
 
 // Make a router.
 struct RouterArguments {
-  const Weights<float>* weight;  // one output per expert; kept
+  const Linear<float>* weight;  // one output per expert, not rounded; kept
   const float* bias;             // [experts], or null
   int64_t top_k, groups, top_groups;
   float scale;
@@ -79,7 +99,7 @@ struct RouteArguments {
 // Allocate the experts of a layer.
 struct ExpertsArguments {
   int64_t count, hidden, middle;
-  bool int8;
+  int64_t bits, hidden_group, middle_group;  // of weights whose inner dimension that is; as above
 };
 
 // Pack one expert.
@@ -139,15 +159,15 @@ struct AttendArguments {
 // Make a decoder without layers. All pointers are kept.
 template <class T>
 struct DecoderArguments {
-  const T* embedding;      // [vocabulary, hidden]
+  const T* embedding;      // [vocabulary, hidden], or null
+  const Linear<T>* words;  // the same as rounded weights, the head's as a rule; null with an embedding
   const T* norm;           // [hidden]
-  const Weights<T>* head;  // one output per token of the vocabulary
+  const Linear<T>* head;  // one output per token of the vocabulary
   const T* cos;            // [positions, rotary_dim]
   const T* sin;            // [positions, rotary_dim], the first half negated
   int64_t positions;
   int64_t heads, kv_heads, head_dim, rotary_dim;
   int64_t hidden;
-  int64_t middle;  // the largest inner dimension of the dense parts
   float head_norm_eps, norm_eps;
 };
 
@@ -156,12 +176,12 @@ template <class T>
 struct LayerArguments {
   Decoder<T>* decoder;
   const T* attention_norm;  // [hidden]
-  const Weights<T>* qkv;
+  const Linear<T>* qkv;
   const T* head_norm;  // [heads + kv_heads, head_dim], or null
-  const Weights<T>* out;
+  const Linear<T>* out;
   const T* mlp_norm;          // [hidden]
-  const Weights<T>* gate_up;  // of the dense part or the shared expert; null in a layer without
-  const Weights<T>* down;     // null with gate_up
+  const Linear<T>* gate_up;  // of the dense part or the shared expert; null in a layer without
+  const Linear<T>* down;     // null with gate_up
   const Router<T>* router;    // null in a layer without experts
   const Experts<T>* experts;  // null with router
   int64_t window;             // 0: none

@@ -48,18 +48,20 @@ const char* kind_of() {
 
 inline std::string layout() {
   std::string text;
-  AIOINFER_TEMPLATE(WeightsArguments, pool, rows, bias, outputs, inner, gated, int8)
+  AIOINFER_TEMPLATE(WeightsArguments, pool, rows, bias, outputs, inner, bits, group, gated)
+  AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, bits, group, gated)
+  AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)
   AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, out)
   AIOINFER_PLAIN(RouterArguments, weight, bias, top_k, groups, top_groups, scale, sigmoid, normalize)
   AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
-  AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, int8)
+  AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, bits, hidden_group, middle_group)
   AIOINFER_TEMPLATE(SetExpertArguments, pool, experts, index, gate_up, down)
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
                     norm, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows, slot_mapping, cu_q,
                     kv_len, block_table, table_width, window, block, scale, soft_cap, norm_eps, out)
-  AIOINFER_TEMPLATE(DecoderArguments, embedding, norm, head, cos, sin, positions, heads, kv_heads, head_dim, rotary_dim,
-                    hidden, middle, head_norm_eps, norm_eps)
+  AIOINFER_TEMPLATE(DecoderArguments, embedding, words, norm, head, cos, sin, positions, heads, kv_heads, head_dim, rotary_dim,
+                    hidden, head_norm_eps, norm_eps)
   AIOINFER_TEMPLATE(LayerArguments, decoder, attention_norm, qkv, head_norm, out, mlp_norm, gate_up, down, router,
                     experts, window, block, scale, soft_cap)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, page_size, num_pages, tokens, rows, num_logits,

@@ -12,33 +12,26 @@ using T = NUMBER;
 
 namespace {
 
-// Packs rows [count, inner] into activations of the type V, as the first phase of a program.
-template <class From, class V = From>
-class Packing {
+// Rows [count, inner] in memory of their own, as the inputs of a layer; set() is the first phase of a program.
+class LayerRows {
  public:
-  Packing(const From* in, int64_t count, int64_t inner)
-      : in_(in), inner_(checked(count, inner)), units_(Activations<V>::units(count, inner)),
-        to_(units_.data(), count, inner) {}
+  LayerRows(const T* in, int64_t count, const Linear<T>& layer) : in_(in), inner_(layer.inner), to_(buffer_.inputs(layer, 0)) {
+    require(count >= 0, "count is negative");
+    require(layer.quantised() || inner_ % LANES == 0, "the inner dimension is no multiple of a vector");
+    buffer_.reserve(layer, count);
+    to_ = buffer_.inputs(layer, count);
+  }
 
-  const Activations<V>& pack(Worker& worker) const {
-    worker.parallel_in_runs(to_.blocks.rows, [&](int64_t row) {
-      uint32_t* to = to_.row(row);
-      for (int64_t i = 0; i < inner_; i += LANES) to_.put(to, i, Number<From>::load_lanes(in_ + row * inner_ + i));
-    });
+  const Inputs<T>& set(Worker& worker) const {
+    worker.parallel_in_runs(to_.rows(), [&](int64_t row) { to_.set(row, in_ + row * inner_); });
     return to_;
   }
 
  private:
-  static int64_t checked(int64_t count, int64_t inner) {
-    require(count >= 0, "count is negative");
-    require(inner > 0 && inner % LANES == 0, "the inner dimension is no multiple of a vector");
-    return inner;
-  }
-
-  const From* in_;
+  const T* in_;
   int64_t inner_;
-  Buffer<uint32_t> units_;
-  Activations<V> to_;
+  InputBuffer<T> buffer_;
+  Inputs<T> to_;
 };
 
 }  // namespace
@@ -47,22 +40,36 @@ extern "C" {
 
 void* NAMED(weights)(const WeightsArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
-    const Format format = a->int8 ? Format::INT8 : Format::PLAIN;
     require(a->outputs > 0 && a->inner > 0, "weights need outputs and an inner dimension");
-    require(!a->gated || a->outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
-    return new Weights<T>(*a->pool, a->rows, a->bias, a->outputs, a->inner, a->gated, format);
+    require(a->bits || !a->gated || a->outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
+    return new Linear<T>(Linear<T>::of(*a->pool, a->rows, a->bias, a->outputs, a->inner, a->gated, {a->bits, a->group}));
   });
 }
 
-void NAMED(free_weights)(void* weights) { delete static_cast<Weights<T>*>(weights); }
+void* NAMED(quantised_weights)(const QuantisedWeightsArguments* a) {
+  return guarded<void*>(nullptr, [&] {
+    const QuantisedShape shape(a->outputs, a->inner, a->group, a->bits, a->gated);
+    return new Linear<T>(QuantisedWeights(*a->pool, shape, a->values, a->scales, a->offsets, a->bias));
+  });
+}
+
+void NAMED(free_weights)(void* weights) { delete static_cast<Linear<T>*>(weights); }
+
+bool NAMED(dequantise)(const DequantiseArguments<T>* a) {
+  return guarded(false, [&] {
+    require(a->weights->quantised() != nullptr, "the weights are not quantised");
+    a->weights->quantised()->dequantise(*a->pool, a->out);
+    return true;
+  });
+}
 
 bool NAMED(linear)(const LinearArguments<T>* a) {
   return guarded(false, [&] {
-    const Weights<T>& w = *a->weights;
+    const Linear<T>& w = *a->weights;
     require(w.inner == a->inner, "the inner dimension is not that of the weights");
-    const Packing<T> activations(a->values, a->count, a->inner);
+    const LayerRows rows(a->values, a->count, w);
     a->pool->run_model([&, out = a->out](Worker& worker) {
-      multiply(worker, activations.pack(worker), w, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      multiply(worker, rows.set(worker), w, [&](const Place& place, int64_t panel, Floats one, Floats other) {
         T* to = out + place.row * w.outputs;
         if (w.gated)
           Number<T>::store_lanes(to + panel * LANES, silu(one) * other);
@@ -107,7 +114,8 @@ void* NAMED(router)(const RouterArguments* a) {
     require(a->groups > 0 && experts % a->groups == 0, "the experts do not divide into so many groups");
     require(a->top_groups > 0 && a->top_groups <= a->groups, "top_groups is not in [1, groups]");
     require(a->top_k > 0 && a->top_k <= experts / a->groups * a->top_groups, "top_k is not in [1, experts of top_groups]");
-    return new Router<T>(a->weight, a->bias, rule);
+    require(a->weight->packed() != nullptr, "the weights of a router are rounded");
+    return new Router<T>(a->weight->packed(), a->bias, rule);
   });
 }
 
@@ -117,10 +125,18 @@ bool NAMED(route)(const RouteArguments<T>* a) {
   return guarded(false, [&] {
     const Router<T>& router = *a->router;
     require(router.weight->inner == a->hidden, "the hidden size is not that of the router");
-    const Packing<T, float> tokens(a->values, a->count, a->hidden);
+    require(a->count >= 0, "count is negative");
+    require(a->hidden % LANES == 0, "the hidden size is no multiple of a vector");
     Routing<T> routing;
     routing.reserve(a->pool->size(), a->count, router);
-    a->pool->run_model([&](Worker& worker) { routing.route(worker, router, tokens.pack(worker)); });
+    const Activations<float> tokens = routing.floats(a->count, a->hidden);
+    a->pool->run_model([&](Worker& worker) {
+      worker.parallel_in_runs(a->count, [&](int64_t row) {
+        const T* from = a->values + row * a->hidden;
+        for (int64_t i = 0; i < a->hidden; i += LANES) tokens.put(tokens.row(row), i, Number<T>::load_lanes(from + i));
+      });
+      routing.route(worker, router, tokens);
+    });
     std::copy_n(routing.weights(), a->count * router.rule.top_k, a->weights);
     std::copy_n(routing.experts(), a->count * router.rule.top_k, a->experts);
     return true;
@@ -131,7 +147,8 @@ void* NAMED(experts)(const ExpertsArguments* a) {
   return guarded<void*>(nullptr, [&] {
     require(a->count > 0 && a->hidden > 0 && a->middle > 0, "experts need a number and sizes");
     require(a->hidden % LANES == 0 && a->middle % LANES == 0, "the sizes of experts are no multiples of a vector");
-    return new Experts<T>(a->count, a->hidden, a->middle, a->int8 ? Format::INT8 : Format::PLAIN);
+    return new Experts<T>(a->count, a->hidden, a->middle, Format{a->bits, a->hidden_group},
+                          Format{a->bits, a->middle_group});
   });
 }
 
@@ -150,11 +167,11 @@ bool NAMED(mix)(const MixArguments<T>* a) {
     const Experts<T>& experts = *a->experts;
     require(a->top_k > 0, "top_k is not positive");
     require_below("chosen", a->chosen, a->count * a->top_k, experts.count);
-    const Packing<T> tokens(a->values, a->count, experts.hidden);
+    const LayerRows tokens(a->values, a->count, experts.gate_up(0));
     Mixing<T> mixing;
     mixing.reserve(a->pool->size(), a->count, a->top_k, experts, {});
     a->pool->run_model([&, out = a->out](Worker& worker) {
-      mixing.mix(worker, experts, {}, tokens.pack(worker), a->top_k, a->chosen, a->weights,
+      mixing.mix(worker, experts, {}, tokens.set(worker), a->top_k, a->chosen, a->weights,
                  [&](int64_t token, int64_t at, Floats values) {
                    Number<T>::store_lanes(out + token * experts.hidden + at, values);
                  });
@@ -167,7 +184,7 @@ void* NAMED(decoder)(const DecoderArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
     const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, nullptr, a->head_norm_eps};
     const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim, a->positions};
-    return new Decoder<T>(a->embedding, a->norm, a->head, shape, rotary, a->hidden, a->middle, a->norm_eps);
+    return new Decoder<T>({a->embedding, a->words}, a->norm, a->head, shape, rotary, a->hidden, a->norm_eps);
   });
 }
 

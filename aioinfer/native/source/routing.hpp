@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "linear.hpp"
+#include "weights.hpp"
 
 namespace aioinfer {
 
@@ -154,7 +154,7 @@ class Routing {
   // The only function here that throws.
   void reserve(int workers, int64_t tokens, const Router<T>& router) {
     const int64_t experts = router.rule.experts;
-    if constexpr (!std::is_same_v<T, float>) grow(floats_, Activations<float>::units(tokens, router.weight->inner));
+    grow(floats_, Activations<float>::units(tokens, router.weight->inner));
     grow(scores_, tokens * router.stride());
     grow(weights_, tokens * router.rule.top_k);
     grow(experts_, tokens * router.rule.top_k);
@@ -164,7 +164,7 @@ class Routing {
         scratch = std::make_unique<RoutingScratch>(experts);
   }
 
-  // Room for tokens as float, where T is another type; for route().
+  // Room for tokens as float, for route().
   Activations<float> floats(int64_t tokens, int64_t inner) { return {floats_.data(), tokens, inner}; }
 
   void route(Worker& worker, const Router<T>& router, const Activations<float>& tokens) {

@@ -147,16 +147,6 @@ struct Number<float> {
   static AIOINFER_INLINE float make(float v) { return v; }
   static AIOINFER_INLINE Floats load_lanes(const float* from) { return load<Floats>(from); }
   static AIOINFER_INLINE void store_lanes(float* to, Floats v) { store(to, v); }
-  // Units of LANES numbers that are small integers.
-  static AIOINFER_INLINE Ints of_bytes(const int8_t* from) {
-#if defined(__AVX512F__)
-    const __m512i wide = _mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from));
-    return cast<Ints>(_mm512_maskz_cvtepi32_ps(0xffff, wide));
-#else
-    typedef int8_t Bytes __attribute__((vector_size(LANES)));
-    return cast<Ints>(__builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats));
-#endif
-  }
   // sum + a * b
   static AIOINFER_INLINE Floats multiply_add(Floats sum, Ints a, Ints b) {
 #if defined(__AVX512F__)
@@ -188,19 +178,6 @@ struct Number<bfloat16> {
 #else
     typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
     store(to, __builtin_convertvector(rounded_words(v), Halves));
-#endif
-  }
-  // Units of 2 * LANES numbers that are small integers.
-  static AIOINFER_INLINE Ints of_bytes(const int8_t* from) {
-    const Floats low = cast<Floats>(Number<float>::of_bytes(from));
-    const Floats high = cast<Floats>(Number<float>::of_bytes(from + LANES));
-#if defined(__AVX512BF16__)
-    return cast<Ints>(_mm512_cvtne2ps_pbh(high, low));
-#else
-    bfloat16 numbers[2 * LANES];
-    store_lanes(numbers, low);
-    store_lanes(numbers + LANES, high);
-    return load<Ints>(numbers);
 #endif
   }
   // sum + a.low * b.low + a.high * b.high

@@ -122,15 +122,15 @@ class TileSums {
   }
 };
 
-// One or two blocks of rows times one or two panels, which begin at ``from``. The first of them is panel ``panel``.
+// One or two blocks of rows times one or two panels from ``panel`` on.
 template <int ROWS, int PANELS, bool FETCH, class T, class Store>
-AIOINFER_INLINE void multiply_tiles(const Activations<T>& a, int64_t block, const Weights<T>& w, const uint32_t* from,
-                                    int64_t panel, Store& store) {
+AIOINFER_INLINE void multiply_tiles(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t panel,
+                                    Store& store) {
   constexpr int COLUMNS = 2 * PANELS, WIDTH = COLUMNS * tiles::SIDE, UNITS = 2 * tiles::SIDE;
   using Sums = TileSums<ROWS, COLUMNS>;
   alignas(64) float sums[ROWS * tiles::SIDE * WIDTH];
   TileColumns<COLUMNS> columns{{}, UNITS * tiles::ROW, UNITS * sizeof(uint32_t)};
-  for (int i = 0; i < COLUMNS; i++) columns.first[i] = from + i / 2 * w.depth * UNITS + i % 2 * tiles::SIDE;
+  for (int i = 0; i < COLUMNS; i++) columns.first[i] = w.panel(panel + i / 2) + i % 2 * tiles::SIDE;
   const int64_t row_bytes = w.depth * static_cast<int64_t>(sizeof(uint32_t));
   Sums::clear();
   Sums::template add<FETCH>({a.block(block), tiles::SIDE * row_bytes, tiles::BYTES, tiles::ROW}, columns,
@@ -146,29 +146,26 @@ AIOINFER_INLINE void multiply_tiles(const Activations<T>& a, int64_t block, cons
   }
 }
 
-// All blocks times panels [from, to), which begin at ``first``: two blocks at a time past all panels, which stay in the
-// core's cache; the first ones read them from memory.
+// All blocks times panels [from, to): two blocks at a time past all panels, which stay in the core's cache; the first
+// ones read them from memory.
 template <class T, class Store>
-void multiply_by_tiles(const Activations<T>& a, const Weights<T>& w, const uint32_t* first, int64_t from, int64_t to,
-                       Store& store) {
-  const int64_t step = w.depth * 2 * tiles::SIDE, blocks = a.blocks.count;
-  for (int64_t block = 0; block < blocks; block += 2) {
-    const uint32_t* at = first;
+void multiply_by_tiles(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
+  for (int64_t block = 0; block < a.blocks.count; block += 2) {
     int64_t panel = from;
-    if (block + 1 < blocks) {
-      for (; panel < to; panel++, at += step)
+    if (block + 1 < a.blocks.count) {
+      for (; panel < to; panel++)
         if (block == 0)
-          multiply_tiles<2, 1, true>(a, block, w, at, panel, store);
+          multiply_tiles<2, 1, true>(a, block, w, panel, store);
         else
-          multiply_tiles<2, 1, false>(a, block, w, at, panel, store);
+          multiply_tiles<2, 1, false>(a, block, w, panel, store);
       continue;
     }
-    for (; panel + 2 <= to; panel += 2, at += 2 * step)
+    for (; panel + 2 <= to; panel += 2)
       if (block == 0)
-        multiply_tiles<1, 2, true>(a, block, w, at, panel, store);
+        multiply_tiles<1, 2, true>(a, block, w, panel, store);
       else
-        multiply_tiles<1, 2, false>(a, block, w, at, panel, store);
-    if (panel < to) multiply_tiles<1, 1, false>(a, block, w, at, panel, store);
+        multiply_tiles<1, 2, false>(a, block, w, panel, store);
+    if (panel < to) multiply_tiles<1, 1, false>(a, block, w, panel, store);
   }
 }
 

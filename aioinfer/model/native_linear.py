@@ -1,0 +1,124 @@
+"""Linear layers over the kernels in C++ (:mod:`aioinfer.native`), on a CPU.
+
+Weights are packed when a layer is made, and rounded to 4 or 8 bits before if that is asked for. Activations
+for rounded weights are rounded to 8 bits, with a factor for each row and group, and the products are sums of
+integers; ``quantised.hpp`` has the arithmetic, operation by operation. Either way a row's results have the
+same bits in any company and with any number of threads, and those of rounded weights that are not gated on
+any processor.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+
+from aioinfer.model.quantization import Rounding
+from aioinfer.native.arguments import QuantisedWeightsArguments, WeightsArguments
+from aioinfer.native.bindings import PackedWeights, ThreadPool
+from aioinfer.native.tensors import NUMBERS, address
+
+__all__ = ["NativeLinear"]
+
+
+class NativeLinear:
+    """See :class:`~aioinfer.model.linear.Linear`."""
+
+    __slots__ = ("dtype", "packed", "rows")
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rounding: Rounding | None = None,
+        *,
+        gated: bool = False,
+    ) -> None:
+        """Pack a weight.
+
+        Args:
+            weight: [outputs, inner]; gated [2 * outputs, inner], gates first: ``silu(gate) * up``.
+            rounding: to 8 bits without offsets, the largest of a group 127 times its scale; to 4 bits with
+                scale and offset. None: not rounded.
+
+        Raises:
+            InvalidArguments: there are no kernels for this shape.
+        """
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+        rows, inner = weight.shape
+        bits, group = rounding or (0, 0)
+        arguments = WeightsArguments(
+            pool=pool.handle,
+            rows=address(weight, weight.dtype, rows * inner),
+            bias=None if bias is None else address(bias, weight.dtype, rows),
+            outputs=rows // 2 if gated else rows,
+            inner=inner,
+            bits=bits,
+            group=group,
+            gated=gated,
+        )
+        self._take(PackedWeights(pool, NUMBERS[weight.dtype], arguments), rows, weight.dtype)
+
+    def _take(self, packed: PackedWeights, rows: int, dtype: torch.dtype) -> None:
+        self.packed, self.rows, self.dtype = packed, rows, dtype
+
+    @classmethod
+    def given(
+        cls,
+        pool: ThreadPool,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        offsets: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        rounding: Rounding,
+        *,
+        dtype: torch.dtype,
+        gated: bool = False,
+    ) -> Self:
+        """Take a weight that is quantised already, without loss.
+
+        Args:
+            values: [rows, inner], one number a byte: uint8 0 to 15 for 4 bits, int8 for 8 bits.
+            scales: [rows, groups], float32.
+            offsets: as ``scales``; None: 0 for 8 bits, and ``-8 * scale`` for 4.
+            bias: [rows], float32, or None.
+            rounding: bits and size of groups; the last one may be shorter.
+            dtype: of activations and results.
+
+        Raises:
+            InvalidArguments: there are no kernels for this shape, or a number has more than 4 bits.
+        """
+        rows, inner = values.shape
+        bits, group = rounding
+        groups = -(-inner // group) if group else 1
+        values, scales = values.contiguous(), scales.contiguous()
+        arguments = QuantisedWeightsArguments(
+            pool=pool.handle,
+            values=address(values, torch.uint8 if bits == 4 else torch.int8, rows * inner),
+            scales=address(scales, torch.float32, rows * groups),
+            offsets=None if offsets is None else address(offsets, torch.float32, rows * groups),
+            bias=None if bias is None else address(bias, torch.float32, rows),
+            outputs=rows // 2 if gated else rows,
+            inner=inner,
+            bits=bits,
+            group=group,
+            gated=gated,
+        )
+        made = cls.__new__(cls)
+        made._take(PackedWeights(pool, NUMBERS[dtype], arguments), rows, dtype)
+        return made
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """See :class:`~aioinfer.model.linear.Linear`. With rounded weights, all results of a row that is not
+        finite are NaN."""
+        values, count, packed = values.contiguous(), len(values), self.packed
+        out = values.new_empty((count, packed.outputs))
+        packed.apply(address(values, self.dtype, count * packed.inner), count, out.data_ptr())
+        return out
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight as it was rounded, float32 [rows, inner]. Raises InvalidArguments: it was not."""
+        out = torch.empty(self.rows, self.packed.inner)
+        self.packed.dequantise(out.data_ptr())
+        return out

@@ -1,0 +1,182 @@
+// Quantised weights of 4 or 8 bits, and their products with activations of 8 bits, as integers.
+//
+//   activations, row by row              weights, in strips of 16 outputs
+//   ┌ row 0: group 0 | group 1 | .. ┐    ┌ strip 0: group 0: scales, offsets, units | group 1: .. ┐   a unit is 4
+//   │ row 1: group 0 | group 1 | .. │    │ strip 1: group 0: scales, offsets, units | group 1: .. │   neighbours along
+//   └                               ┘    └                                                        ┘   the inner dimension
+//
+// A group is a run of the inner dimension, at most all of it. Within a group, a weight of an output is
+// scale * q + offset, and an activation of a row is factor * a, with whole numbers q and a. With the exact 32-bit sums
+//   S = sum of q * a,   A = sum of a
+// a result is, over the groups in ascending order,
+//   total = fma(float(S) * factor, scale, fma(factor * float(A), offset, total))
+// from 0 on, or fma(float(S) * factor, scale, total) without offsets, and then its bias is added. Every operation is
+// one of float32 with its rounding, and the sums are exact: a result has the same bits alone and among other rows, on
+// any number of threads, and on every processor.
+//
+// Everything here is compiled once, by quantised.cpp, without contracting operations: others call it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "checks.hpp"
+#include "weights.hpp"
+
+namespace aioinfer {
+
+// Outputs that lie together: one vector of 32-bit sums, or two.
+constexpr int STRIP = 16;
+// Outputs of a panel, two strips; of gated weights, 16 gates and what they gate.
+constexpr int QUANTISED_PANEL = 2 * STRIP;
+// Numbers of the inner dimension that a product adds up at once.
+constexpr int UNIT = 4;
+// Groups are multiples of this.
+constexpr int LEAST_GROUP = 32;
+// The longest group whose sums fit 32 bits.
+constexpr int64_t LONGEST_GROUP = 1 << 17;
+
+// How scales and offsets are stored: in the shortest type that has all of them.
+enum class Precision { BFLOAT16, FLOAT16, FLOAT32 };
+
+// The shape of quantised weights.
+struct QuantisedShape {
+  // Throws InvalidArguments for what there are no kernels for. ``group``: 0 is one group for the whole inner dimension.
+  QuantisedShape(int64_t outputs, int64_t inner, int64_t group, int64_t bits, bool gated);
+
+  int64_t rows() const { return gated ? 2 * outputs : outputs; }
+  int64_t groups() const { return (inner + group - 1) / group; }
+  int64_t depth() const { return groups() * group; }  // the inner dimension with its padding
+
+  int64_t outputs, inner, group;
+  int bits;
+  bool gated;
+};
+
+// What a row's activations of one group have in common.
+struct RowGroup {
+  float factor;
+  float offset_factor;  // factor * float(sum)
+  int32_t sum;          // of the activations, without their factor
+};
+
+// Activations [rows, inner] rounded to 8 bits, in groups, without offsets: the largest of a group is 127 times its
+// factor. Padding is 0. A group with infinity or NaN has the factor NaN, and so have all results of its row. Does not own
+// its memory, which has ``shape.depth()`` values and ``shape.groups()`` groups for each row.
+class RoundedRows {
+ public:
+  RoundedRows() = default;
+  RoundedRows(int8_t* values, RowGroup* groups, int64_t rows, const QuantisedShape& shape)
+      : values_(values), row_groups_(groups), rows_(rows), inner_(shape.inner), group_(shape.group),
+        depth_(shape.depth()), groups_(shape.groups()) {}
+
+  // Round a row of ``inner`` numbers.
+  template <class T>
+  void set(int64_t row, const T* from) const;
+
+  // The same row of others for weights of the same inner dimension and group.
+  void copy(int64_t row, const RoundedRows& others, int64_t their_row) const {
+    std::memcpy(values_ + row * depth_, others.values(their_row), depth_);
+    std::copy_n(others.groups(their_row), groups_, row_groups_ + row * groups_);
+  }
+
+  int64_t rows() const { return rows_; }
+  int64_t depth() const { return depth_; }
+  const int8_t* values(int64_t row) const { return values_ + row * depth_; }
+  const RowGroup* groups(int64_t row) const { return row_groups_ + row * groups_; }
+
+ private:
+  int8_t* values_ = nullptr;
+  RowGroup* row_groups_ = nullptr;
+  int64_t rows_ = 0, inner_ = 0, group_ = 0, depth_ = 0, groups_ = 0;
+};
+
+// Weights in strips, with a bias or without. Those of 8 bits are signed. Those of 4 bits are unsigned, and without
+// offsets a weight is scale * (q - 8).
+class QuantisedWeights {
+ public:
+  // For weights that round() rounds, in memory of size bytes() that the caller owns, or in its own if that is null.
+  explicit QuantisedWeights(const QuantisedShape& shape, char* data = nullptr)
+      : QuantisedWeights(shape, shape.groups() == 1 ? Precision::FLOAT32 : Precision::BFLOAT16, shape.bits == 4, data) {}
+
+  // Pack numbers [shape.rows(), inner], one a byte, with scales and offsets [shape.rows(), groups], without loss.
+  // ``offsets`` and ``bias`` may be null. Throws InvalidArguments for a number beyond 4 bits.
+  QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape, const uint8_t* values, const float* scales,
+                   const float* offsets, const float* bias);
+
+  // Round rows [shape.rows(), inner], with a bias of as many elements, or null.
+  //
+  // To 8 bits without offsets, the largest of a group 127 times its scale; to 4 bits with scale and offset, between
+  // about the least and the largest of a group. The results of a group with infinity or NaN are NaN.
+  template <class T>
+  void round(ThreadPool& pool, const T* rows, const T* bias);
+
+  // The weights as float, [shape.rows(), inner]: scale * q + offset, with two roundings.
+  void dequantise(ThreadPool& pool, float* out) const;
+
+  // One row of that, as T; ``row`` of weights that are not gated.
+  template <class T>
+  void read(int64_t row, T* out) const;
+
+  int64_t bytes() const { return panels() * panel_bytes(); }
+  int64_t panels() const { return (shape.outputs + panel_outputs() - 1) / panel_outputs(); }
+  int panel_outputs() const { return shape.gated ? STRIP : QUANTISED_PANEL; }
+  int64_t panel_bytes() const { return 2 * strip_bytes(); }
+  int64_t strip_bytes() const { return shape.groups() * group_bytes(); }
+  // Of a group in a strip: scales, offsets if there are any, padding to whole cache lines, and units.
+  int64_t group_bytes() const { return factors_bytes() + shape.group * STRIP * shape.bits / 8; }
+  int64_t factors_bytes() const { return ((offsets ? 2 : 1) * STRIP * factor_bytes() + 63) / 64 * 64; }
+  int64_t factor_bytes() const { return precision == Precision::FLOAT32 ? 4 : 2; }
+
+  const char* strip(int64_t index) const { return data_ + index * strip_bytes(); }
+  // Of the outputs of a panel; null if there is none.
+  const float* bias(int64_t panel) const { return bias_.empty() ? nullptr : &bias_[panel * QUANTISED_PANEL]; }
+
+  QuantisedShape shape;
+  Precision precision;
+  bool offsets;
+
+ private:
+  QuantisedWeights(const QuantisedShape& shape, Precision precision, bool offsets, char* data);
+
+  // All weights of an output of a strip: put(index, value).
+  template <class Put>
+  void each(int64_t strip, int lane, Put&& put) const;
+  // Row of the matrix that an output of a strip is; -1 for padding.
+  int64_t source(int64_t strip, int lane) const;
+  // Call put(strip, lane, row) for all outputs but padding.
+  template <class Put>
+  void fill(ThreadPool& pool, Put&& put);
+  void set_group(int64_t strip, int lane, int64_t group, float scale, float offset, const uint8_t* values);
+  void set_factor(char* to, float value) const;
+  float factor(const char* from) const;
+  template <class T>
+  void set_bias(const T* bias);
+
+  Memory memory_;
+  char* data_;
+  std::vector<float> bias_;
+};
+
+// Receives the results of ``rows`` rows from ``first`` on for a panel: rows of QUANTISED_PANEL sums, biases included.
+struct PanelSink {
+  template <class Take>
+  PanelSink(Take& take)
+      : self(&take), call([](void* self, int64_t first, int64_t rows, int64_t panel, const float* sums) {
+          (*static_cast<Take*>(self))(first, rows, panel, sums);
+        }) {}
+
+  void* self;
+  void (*call)(void*, int64_t first, int64_t rows, int64_t panel, const float* sums);
+};
+
+// Rows [first, last) times panels [from, to).
+void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t first, int64_t last, int64_t from,
+                     int64_t to, const PanelSink& sink);
+
+// All rows times all panels, as a phase of a program.
+void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const PanelSink& sink);
+
+}  // namespace aioinfer

@@ -1,0 +1,172 @@
+// Sums of products of a group, on the instructions that the processor has.
+//
+//   AVX-512 VNNI, AVX-VNNI    unsigned weights times signed activations, four products a lane
+//   AVX2                      the same in two steps by way of 16 bits, arranged so that nothing saturates
+//   others                    a model of the first in plain C++, which also is its test elsewhere
+//
+// All of them give the same sums, exactly.
+#pragma once
+
+#include "quantised.hpp"
+
+namespace aioinfer {
+
+// AIOINFER_PLAIN_DOT compiles the model on any processor: with so many lanes, 8 or 16.
+#if !defined(AIOINFER_PLAIN_DOT)
+#if defined(__AVX512VNNI__)
+#define AIOINFER_DOT_512
+#elif defined(__AVXVNNI__)
+#define AIOINFER_DOT_256
+#elif defined(__AVX2__)
+#define AIOINFER_DOT_AVX2
+#endif
+#endif
+
+#if defined(AIOINFER_DOT_512) || AIOINFER_PLAIN_DOT == 16
+constexpr int DOT_LANES = 16;
+#else
+constexpr int DOT_LANES = 8;
+#endif
+// The vectors that a block of rows multiplies at once: a strip or two.
+constexpr int DOT_VECTORS = 2;
+// The most rows of such a block: the sums of all fill about half of the registers.
+constexpr int DOT_ROWS = DOT_LANES == 16 ? 8 : 4;
+// Strips at once.
+constexpr int DOT_STRIPS = DOT_VECTORS * DOT_LANES / STRIP;
+constexpr int LINE = STRIP * UNIT;  // bytes of a unit of a strip
+
+typedef int32_t Whole __attribute__((vector_size(DOT_LANES * 4)));
+typedef uint32_t Quads __attribute__((vector_size(DOT_LANES * 4)));
+typedef float Reals __attribute__((vector_size(DOT_LANES * 4)));
+
+// a * b + c with one rounding.
+AIOINFER_INLINE Reals fused(Reals a, Reals b, Reals c) {
+#if defined(AIOINFER_DOT_512)
+  return cast<Reals>(_mm512_fmadd_ps(cast<__m512>(a), cast<__m512>(b), cast<__m512>(c)));
+#elif defined(__FMA__) && AIOINFER_PLAIN_DOT != 16
+  return cast<Reals>(_mm256_fmadd_ps(cast<__m256>(a), cast<__m256>(b), cast<__m256>(c)));
+#else
+  for (int i = 0; i < DOT_LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
+#if defined(AIOINFER_DOT_AVX2)
+
+// What the products of weights of 8 bits are taken of: the weight itself.
+constexpr int EIGHT_BIT_ZERO = 0;
+
+// sums[r][v] += products of ``units`` units of the rows with vector v of weights of 4 bits
+template <int BITS, int ROWS>
+  requires(BITS == 4)
+AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
+                                  const char* const (&w)[DOT_VECTORS], int64_t units) {
+  // 16 bits hold the sums of two products of 8 units, 16 * 15 * 127.
+  constexpr int AT_ONCE = 8;
+  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  for (int64_t unit = 0; unit < units; unit += AT_ONCE) {
+    __m256i halves[ROWS][DOT_VECTORS] = {};
+    AIOINFER_UNROLL
+    for (int i = 0; i < AT_ONCE; i++) {
+      __m256i weights[DOT_VECTORS];
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++) {
+        const __m256i pair = load<__m256i>(w[v] + (unit + i) / 2 * LINE);
+        weights[v] = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(pair, 4) : pair, low);
+      }
+      AIOINFER_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        const __m256i x = _mm256_set1_epi32(load<int32_t>(a[r] + (unit + i) * UNIT));
+        AIOINFER_UNROLL
+        for (int v = 0; v < DOT_VECTORS; v++) {
+          halves[r][v] = _mm256_add_epi16(halves[r][v], _mm256_maddubs_epi16(weights[v], x));
+          // Else the compiler takes all products before it adds them up, and keeps them in memory.
+          asm("" : "+x"(halves[r][v]));
+        }
+      }
+    }
+    AIOINFER_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] += cast<Whole>(_mm256_madd_epi16(halves[r][v], ones));
+  }
+}
+
+// The same with weights of 8 bits. The first factor must be unsigned: it is the weight without its sign, which the
+// activation gets; it may be 128, and two products with activations of at most 127 fit 16 bits.
+template <int BITS, int ROWS>
+  requires(BITS == 8)
+AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
+                                  const char* const (&w)[DOT_VECTORS], int64_t units) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int64_t unit = 0; unit < units; unit++) {
+    __m256i weights[DOT_VECTORS], sizes[DOT_VECTORS];
+    AIOINFER_UNROLL
+    for (int v = 0; v < DOT_VECTORS; v++) {
+      weights[v] = load<__m256i>(w[v] + unit * LINE);
+      sizes[v] = _mm256_abs_epi8(weights[v]);
+    }
+    AIOINFER_UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      const __m256i x = _mm256_set1_epi32(load<int32_t>(a[r] + unit * UNIT));
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++) {
+        const __m256i halves = _mm256_maddubs_epi16(sizes[v], _mm256_sign_epi8(x, weights[v]));
+        sums[r][v] += cast<Whole>(_mm256_madd_epi16(halves, ones));
+      }
+    }
+  }
+}
+
+#else
+
+// What the products of weights of 8 bits are taken of: the weight plus 128, which has no sign.
+constexpr int EIGHT_BIT_ZERO = 128;
+
+// sums + the products of four unsigned bytes of each lane with the four signed ones of ``a``; wraps at 32 bits.
+AIOINFER_INLINE Whole dot(Whole sums, Quads w, int32_t a) {
+#if defined(AIOINFER_DOT_512)
+  return cast<Whole>(_mm512_dpbusd_epi32(cast<__m512i>(sums), cast<__m512i>(w), _mm512_set1_epi32(a)));
+#elif defined(AIOINFER_DOT_256)
+  return cast<Whole>(_mm256_dpbusd_avx_epi32(cast<__m256i>(sums), cast<__m256i>(w), _mm256_set1_epi32(a)));
+#else
+  int8_t bytes[UNIT];
+  std::memcpy(bytes, &a, sizeof bytes);
+  Quads total = cast<Quads>(sums);
+  for (int i = 0; i < UNIT; i++) total += ((w >> (8 * i)) & 255u) * static_cast<uint32_t>(int32_t{bytes[i]});
+  return cast<Whole>(total);
+#endif
+}
+
+// The weights of a unit without signs, from the line that has them.
+template <int BITS>
+AIOINFER_INLINE Quads unsigned_weights(const char* line, bool upper) {
+  const Quads all = load<Quads>(line);
+  if constexpr (BITS == 8) return all ^ 0x80808080u;
+  return (upper ? all >> 4 : all) & 0x0f0f0f0fu;
+}
+
+// sums[r][v] += products of ``units`` units of the rows with vector v
+template <int BITS, int ROWS>
+AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
+                                  const char* const (&w)[DOT_VECTORS], int64_t units) {
+  constexpr int LINE_UNITS = 8 / BITS;
+  for (int64_t unit = 0; unit < units; unit += LINE_UNITS)
+    AIOINFER_UNROLL
+    for (int i = 0; i < LINE_UNITS; i++) {
+      Quads weights[DOT_VECTORS];
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++)
+        weights[v] = unsigned_weights<BITS>(w[v] + unit / LINE_UNITS * LINE, i == 1);
+      AIOINFER_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        const int32_t x = load<int32_t>(a[r] + (unit + i) * UNIT);
+        AIOINFER_UNROLL
+        for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = dot(sums[r][v], weights[v], x);
+      }
+    }
+}
+
+#endif
+
+}  // namespace aioinfer

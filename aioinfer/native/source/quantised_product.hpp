@@ -1,0 +1,122 @@
+// Rows of rounded activations times strips of quantised weights; see quantised.hpp for the arithmetic.
+#pragma once
+
+#include "quantised_dot.hpp"
+
+namespace aioinfer {
+
+// DOT_LANES scales or offsets.
+AIOINFER_INLINE Reals load_factors(const char* from, Precision precision) {
+  if (precision == Precision::FLOAT32) return load<Reals>(from);
+  typedef uint16_t Halves __attribute__((vector_size(DOT_LANES * 2)));
+  const Quads bits = __builtin_convertvector(load<Halves>(from), Quads);
+  if (precision == Precision::BFLOAT16) return cast<Reals>(bits << 16);
+  // An exponent of float16 is 112 less than one of float32; the product is exact, also for denormal numbers.
+  const Quads size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+  return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
+}
+
+// Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL.
+template <int BITS, int ROWS>
+__attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
+                                               int64_t strip, float* to) {
+  constexpr int64_t APART = DOT_LANES == STRIP ? 0 : DOT_LANES;  // lanes from vector to vector within a strip
+  const int64_t size = w.factor_bytes(), units = w.shape.group / UNIT, group_bytes = w.group_bytes();
+  const int64_t header = w.factors_bytes(), groups = w.shape.groups(), strip_bytes = APART ? 0 : w.strip_bytes();
+  const int32_t zero = BITS == 8 ? EIGHT_BIT_ZERO : w.offsets ? 0 : 8;
+  const char* group = w.strip(strip);
+  const int8_t* values[ROWS];
+  const RowGroup* row_groups[ROWS];
+  Reals totals[ROWS][DOT_VECTORS] = {};
+  AIOINFER_UNROLL
+  for (int r = 0; r < ROWS; r++) values[r] = a.values(row + r), row_groups[r] = a.groups(row + r);
+  for (int64_t g = 0; g < groups; g++, group += group_bytes) {
+    const char* vectors[DOT_VECTORS];
+    Whole sums[ROWS][DOT_VECTORS];
+    AIOINFER_UNROLL
+    for (int v = 0; v < DOT_VECTORS; v++) vectors[v] = group + v * strip_bytes + header + v * APART * UNIT;
+    AIOINFER_UNROLL
+    for (int r = 0; r < ROWS; r++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = Whole{} - zero * row_groups[r][g].sum;
+    add_products<BITS, ROWS>(sums, values, vectors, units);
+    AIOINFER_UNROLL
+    for (int v = 0; v < DOT_VECTORS; v++) {
+      const char* factors = group + v * strip_bytes + v * APART * size;
+      const Reals scales = load_factors(factors, w.precision);
+      if (w.offsets) {
+        const Reals offsets = load_factors(factors + STRIP * size, w.precision);
+        AIOINFER_UNROLL
+        for (int r = 0; r < ROWS; r++)
+          totals[r][v] = fused(Reals{} + row_groups[r][g].offset_factor, offsets, totals[r][v]);
+      }
+      AIOINFER_UNROLL
+      for (int r = 0; r < ROWS; r++)
+        totals[r][v] =
+            fused(__builtin_convertvector(sums[r][v], Reals) * row_groups[r][g].factor, scales, totals[r][v]);
+    }
+    AIOINFER_UNROLL
+    for (int r = 0; r < ROWS; r++) values[r] += w.shape.group;
+  }
+  AIOINFER_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    AIOINFER_UNROLL
+    for (int v = 0; v < DOT_VECTORS; v++) store(to + r * QUANTISED_PANEL + v * DOT_LANES, totals[r][v]);
+}
+
+// The kernel of a number of rows, at most DOT_ROWS.
+using StripKernel = void (*)(const RoundedRows&, int64_t, const QuantisedWeights&, int64_t, float*);
+
+template <int BITS, int... ROWS>
+StripKernel strip_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
+  static constexpr StripKernel KERNELS[] = {&multiply_strips<BITS, ROWS + 1>...};
+  return KERNELS[rows - 1];
+}
+
+inline StripKernel strip_kernel(int bits, int64_t rows) {
+  constexpr auto ALL = std::make_integer_sequence<int, DOT_ROWS>{};
+  return bits == 4 ? strip_kernel<4>(rows, ALL) : strip_kernel<8>(rows, ALL);
+}
+
+// Rows that go past a strip while it stays in the first cache, in blocks of equal height.
+constexpr int64_t BAND = 32;
+
+// Rows [first, first + rows), at most BAND, times a panel.
+inline void multiply_band(const RoundedRows& a, int64_t first, int64_t rows, const QuantisedWeights& w, int64_t panel,
+                          float* sums) {
+  const int64_t blocks = (rows + DOT_ROWS - 1) / DOT_ROWS, height = (rows + blocks - 1) / blocks;
+  for (int half = 0; half < 2; half += DOT_STRIPS)
+    for (int64_t row = 0; row < rows; row += height) {
+      const StripKernel kernel = strip_kernel(w.shape.bits, std::min(height, rows - row));
+      kernel(a, first + row, w, 2 * panel + half, sums + row * QUANTISED_PANEL + half * STRIP);
+    }
+  const float* bias = w.bias(panel);
+  if (bias == nullptr) return;
+  for (int64_t row = 0; row < rows; row++)
+    for (int i = 0; i < QUANTISED_PANEL; i++) sums[row * QUANTISED_PANEL + i] += bias[i];
+}
+
+void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t first, int64_t last, int64_t from,
+                      int64_t to, const PanelSink& sink) {
+  alignas(64) float sums[BAND * QUANTISED_PANEL];
+  for (int64_t panel = from; panel < to; panel++)
+    for (int64_t row = first; row < last; row += BAND) {
+      const int64_t rows = std::min(BAND, last - row);
+      multiply_band(a, row, rows, w, panel, sums);
+      sink.call(sink.self, row, rows, panel, sums);
+    }
+}
+
+void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const PanelSink& sink) {
+  // A task is a run of panels that stays in a core's cache, times rows that stay there with it.
+  constexpr int64_t WEIGHTS = 256 << 10, ROWS = 128 << 10, TASKS = 4;
+  const int64_t fitting = std::min(WEIGHTS / w.panel_bytes(), w.panels() / (TASKS * worker.workers()));
+  const int64_t run = std::max<int64_t>(1, fitting), runs = (w.panels() + run - 1) / run;
+  const int64_t chunk = std::max<int64_t>(1, ROWS / a.depth() / BAND) * BAND, chunks = (a.rows() + chunk - 1) / chunk;
+  worker.parallel(runs * chunks, [&](int64_t task) {
+    const int64_t from = task / chunks * run, first = task % chunks * chunk;
+    multiply_rounded(a, w, first, std::min(a.rows(), first + chunk), from, std::min(w.panels(), from + run), sink);
+  });
+}
+
+}  // namespace aioinfer

@@ -1,0 +1,195 @@
+// Quantised weights: packing and unpacking; see quantised.hpp for their layout.
+#pragma once
+
+#include <optional>
+
+#include "quantised_rounding.hpp"
+
+namespace aioinfer {
+
+// The bits of a number as float16, if it is one; infinity and NaN are not.
+inline std::optional<uint16_t> half_bits(float value) {
+  const uint32_t word = cast<uint32_t>(value), sign = word >> 16 & 0x8000u, size = word & 0x7fffffffu;
+  if (size == 0) return sign;
+  const int exponent = static_cast<int>(size >> 23) - 127;
+  if (exponent > 15 || exponent < -24) return {};
+  // The bits that float16 has not; of denormal numbers, more.
+  const int lost = exponent >= -14 ? 13 : -1 - exponent;
+  const uint32_t fraction = (size & 0x7fffffu) | 0x800000u;
+  if (fraction & ((1u << lost) - 1)) return {};
+  const uint32_t kept = fraction >> lost;
+  return sign | (exponent >= -14 ? static_cast<uint32_t>(exponent + 14) * 1024 + kept : kept);
+}
+
+inline float of_half_bits(uint16_t bits) {
+  const float size = cast<float>((bits & 0x7fffu) << 13) * 0x1p112f;
+  return bits & 0x8000u ? -size : size;
+}
+
+inline bool fits(float value, Precision precision) {
+  if (precision == Precision::BFLOAT16) return (cast<uint32_t>(value) & 0xffffu) == 0;
+  return precision == Precision::FLOAT32 || half_bits(value).has_value();
+}
+
+// The shortest type that has all scales and offsets, ``count`` each; offsets may be null.
+inline Precision precision_of(const float* scales, const float* offsets, int64_t count) {
+  for (const Precision precision : {Precision::BFLOAT16, Precision::FLOAT16}) {
+    auto all_fit = [&](const float* numbers) {
+      return numbers == nullptr || std::all_of(numbers, numbers + count, [&](float x) { return fits(x, precision); });
+    };
+    if (all_fit(scales) && all_fit(offsets)) return precision;
+  }
+  return Precision::FLOAT32;
+}
+
+QuantisedShape::QuantisedShape(int64_t outputs, int64_t inner, int64_t group, int64_t bits, bool gated)
+    : outputs(outputs), inner(inner), group(group), bits(static_cast<int>(bits)), gated(gated) {
+  require(outputs > 0 && inner > 0, "weights need outputs and an inner dimension");
+  require(bits == 4 || bits == 8, "weights have 4 or 8 bits");
+  require(!gated || outputs % STRIP == 0, "the outputs of gated weights are no multiple of a strip");
+  require(group >= 0 && group % LEAST_GROUP == 0, "a group is no multiple of 32");
+  require(inner <= LONGEST_GROUP || group > 0, "the inner dimension is too long for one group");
+  require(group <= LONGEST_GROUP, "a group is too long");
+  // All of it, padded to what a tile takes at once.
+  if (group == 0) this->group = (inner + 63) / 64 * 64;
+}
+
+QuantisedWeights::QuantisedWeights(const QuantisedShape& shape, Precision precision, bool offsets, char* data)
+    : shape(shape), precision(precision), offsets(offsets), data_(data) {
+  if (data != nullptr) return;
+  memory_ = Memory(bytes());
+  data_ = memory_.as<char>();
+}
+
+int64_t QuantisedWeights::source(int64_t strip, int lane) const {
+  const int64_t output = shape.gated ? strip / 2 * STRIP + lane : strip * STRIP + lane;
+  if (output >= shape.outputs) return -1;
+  return shape.gated && strip % 2 ? shape.outputs + output : output;
+}
+
+template <class Put>
+void QuantisedWeights::fill(ThreadPool& pool, Put&& put) {
+  pool.run([&](Worker& worker) {
+    worker.parallel(2 * panels(), [&](int64_t strip) {
+      std::memset(data_ + strip * strip_bytes(), 0, strip_bytes());
+      for (int lane = 0; lane < STRIP; lane++)
+        if (const int64_t row = source(strip, lane); row >= 0) put(strip, lane, row);
+    });
+  });
+}
+
+void QuantisedWeights::set_factor(char* to, float value) const {
+  if (precision == Precision::FLOAT32) return store(to, value);
+  store(to, precision == Precision::BFLOAT16 ? rounded_bits(value) : half_bits(value).value());
+}
+
+float QuantisedWeights::factor(const char* from) const {
+  if (precision == Precision::FLOAT32) return load<float>(from);
+  const auto bits = load<uint16_t>(from);
+  return precision == Precision::BFLOAT16 ? Number<bfloat16>::read({bits}) : of_half_bits(bits);
+}
+
+// The byte of an output's k-th number in a group's units, of weights of so many bits.
+inline int64_t place_of(int bits, int lane, int64_t k) {
+  const int64_t line = bits == 4 ? k / (2 * UNIT) : k / UNIT;
+  return (line * STRIP + lane) * UNIT + k % UNIT;
+}
+
+// Of weights of 4 bits: where it is in that byte.
+inline int shift_of(int64_t k) { return k / UNIT % 2 ? 4 : 0; }
+
+void QuantisedWeights::set_group(int64_t strip, int lane, int64_t group, float scale, float offset,
+                                 const uint8_t* values) {
+  char* at = data_ + strip * strip_bytes() + group * group_bytes();
+  set_factor(at + lane * factor_bytes(), scale);
+  if (offsets) set_factor(at + (STRIP + lane) * factor_bytes(), offset);
+  at += factors_bytes();
+  for (int64_t k = 0; k < shape.group; k++) {
+    char& to = at[place_of(shape.bits, lane, k)];
+    to = static_cast<char>(shape.bits == 4 ? to | values[k] << shift_of(k) : values[k]);
+  }
+}
+
+template <class T>
+void QuantisedWeights::set_bias(const T* bias) {
+  if (bias == nullptr) return;
+  bias_.resize(panels() * QUANTISED_PANEL);
+  for (int64_t strip = 0; strip < 2 * panels(); strip++)
+    for (int lane = 0; lane < STRIP; lane++)
+      if (const int64_t row = source(strip, lane); row >= 0) bias_[strip * STRIP + lane] = Number<T>::read(bias[row]);
+}
+
+template <class T>
+void QuantisedWeights::round(ThreadPool& pool, const T* rows, const T* bias) {
+  set_bias(bias);
+  fill(pool, [&](int64_t strip, int lane, int64_t row) {
+    thread_local std::vector<float> numbers;
+    thread_local std::vector<uint8_t> values;
+    grow(numbers, shape.group), grow(values, shape.group);
+    for (int64_t g = 0; g < shape.groups(); g++) {
+      const T* from = rows + row * shape.inner + g * shape.group;
+      const int64_t size = std::min(shape.group, shape.inner - g * shape.group);
+      for (int64_t i = 0; i < size; i++) numbers[i] = Number<T>::read(from[i]);
+      std::fill_n(&numbers[size], shape.group - size, 0.0f);
+      const auto rounding = shape.bits == 4 ? round_to_4_bits : round_to_8_bits;
+      const RoundedGroup group = rounding(numbers.data(), size, precision, values.data());
+      std::fill_n(&values[size], shape.group - size, 0);
+      set_group(strip, lane, g, group.scale, group.offset, values.data());
+    }
+  });
+}
+
+QuantisedWeights::QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape, const uint8_t* values,
+                                   const float* scales, const float* offsets, const float* bias)
+    : QuantisedWeights(shape, precision_of(scales, offsets, shape.rows() * shape.groups()), offsets != nullptr, nullptr) {
+  const int64_t groups = shape.groups();
+  set_bias(bias);
+  fill(pool, [&](int64_t strip, int lane, int64_t row) {
+    thread_local std::vector<uint8_t> padded;
+    grow(padded, shape.group);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t size = std::min(shape.group, shape.inner - g * shape.group);
+      std::copy_n(values + row * shape.inner + g * shape.group, size, padded.data());
+      std::fill_n(&padded[size], shape.group - size, 0);
+      if (shape.bits == 4)
+        require(*std::max_element(padded.data(), &padded[size]) < 16, "a weight of 4 bits is more than 15");
+      const int64_t at = row * groups + g;
+      set_group(strip, lane, g, scales[at], offsets == nullptr ? 0.0f : offsets[at], padded.data());
+    }
+  });
+}
+
+template <class Put>
+void QuantisedWeights::each(int64_t index, int lane, Put&& put) const {
+  const char* at = strip(index);
+  for (int64_t first = 0; first < shape.inner; first += shape.group, at += group_bytes()) {
+    const float scale = factor(at + lane * factor_bytes());
+    const float offset = offsets ? factor(at + (STRIP + lane) * factor_bytes()) : 0.0f;
+    const char* units = at + factors_bytes();
+    const int64_t size = std::min(shape.group, shape.inner - first);
+    for (int64_t k = 0; k < size; k++) {
+      const char byte = units[place_of(shape.bits, lane, k)];
+      int number = static_cast<int8_t>(byte);
+      if (shape.bits == 4) number = (static_cast<uint8_t>(byte) >> shift_of(k)) % 16 - (offsets ? 0 : 8);
+      const float value = scale * static_cast<float>(number);
+      put(first + k, offsets ? value + offset : value);
+    }
+  }
+}
+
+void QuantisedWeights::dequantise(ThreadPool& pool, float* out) const {
+  pool.run([&](Worker& worker) {
+    worker.parallel(2 * panels() * STRIP, [&](int64_t output) {
+      const int lane = static_cast<int>(output % STRIP);
+      const int64_t row = source(output / STRIP, lane);
+      if (row >= 0) each(output / STRIP, lane, [&](int64_t k, float value) { out[row * shape.inner + k] = value; });
+    });
+  });
+}
+
+template <class T>
+void QuantisedWeights::read(int64_t row, T* out) const {
+  each(row / STRIP, static_cast<int>(row % STRIP), [&](int64_t k, float value) { out[k] = Number<T>::make(value); });
+}
+
+}  // namespace aioinfer

@@ -1,0 +1,282 @@
+// Weights in panels, and the product of activations with them.
+//
+//   activations, in blocks of rows          weights, in panels of outputs
+//   ┌ block 0 ──────────┐                   ┌ panel 0 ─────────────────┐
+//   │ unit 0: r0 r1 r2  │                   │ unit 0: o0 o1 ... o31    │   a unit is 4 bytes: one float or
+//   │ unit 1: r0 r1 r2  │   each block      │ unit 1: o0 o1 ... o31    │   two bfloat16 that are neighbours
+//   │ ...               │   times each      │ ...                      │   along the inner dimension
+//   ├ block 1 ──────────┤   panel stays     ├ panel 1 ─────────────────┤
+//   │ ...               │   in registers    │ ...                      │
+//
+// Every output is one sum along the inner dimension, from the first unit to the last, in one lane: its bits
+// depend neither on the rest of the batch nor on the number of threads. (The blocking is Goto's and
+// van de Geijn's, 2008; weights are packed once, so only activations are copied.)
+//
+// Where the processor has tiles, those multiply bfloat16, one row as well as a thousand: see tile_product.hpp.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "activations.hpp"
+#include "simd.hpp"
+#include "thread_pool.hpp"
+#include "tile_product.hpp"
+
+namespace aioinfer {
+
+// Outputs of a panel: two vectors.
+constexpr int PANEL = 2 * LANES;
+static_assert(!tiles::ENABLED || LANES == tiles::SIDE);
+
+// Memory for weights: aligned, and on huge pages where the system has any.
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t bytes) {
+    constexpr size_t huge = size_t{1} << 21;
+    bytes = (bytes + huge - 1) / huge * huge;
+    data_ = std::aligned_alloc(huge, bytes);
+    if (data_ == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+  }
+  ~Memory() { std::free(data_); }
+  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  template <class V>
+  V* as() const {
+    return static_cast<V*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Weights [outputs, inner] in panels, with a bias or without.
+//
+// Gated weights are two matrices of ``outputs`` rows; each panel holds LANES rows of the first and the same of the
+// second, so that a gate and its value are in registers together.
+template <class T>
+class Weights {
+ public:
+  Weights(ThreadPool& pool, const T* rows, const T* bias, int64_t outputs, int64_t inner, bool gated)
+      : Weights(nullptr, outputs, inner, gated) {
+    memory_ = Memory(bytes());
+    data_ = memory_.as<char>();
+    set(pool, rows);
+    if (bias == nullptr) return;
+    bias_.resize(panels * PANEL);
+    for (int64_t panel = 0; panel < panels; panel++)
+      for (int lane = 0; lane < PANEL; lane++) {
+        const int64_t row = source(panel, lane);
+        bias_[panel * PANEL + lane] = row < 0 ? 0.0f : Number<T>::read(bias[row]);
+      }
+  }
+
+  // Without a bias, in memory of size bytes() that the caller owns; set() fills it.
+  Weights(char* data, int64_t outputs, int64_t inner, bool gated)
+      : outputs(outputs), inner(inner), depth(units_of<T>(inner)), gated(gated),
+        panel_outputs(gated ? LANES : PANEL), data_(data) {
+    panels = (outputs + panel_outputs - 1) / panel_outputs;
+  }
+
+  void set(ThreadPool& pool, const T* rows) {
+    pool.run([&](Worker& worker) { worker.parallel(panels, [&](int64_t panel) { pack(panel, rows); }); });
+  }
+
+  int64_t bytes() const { return panels * panel_bytes(); }
+  int64_t panel_bytes() const { return depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)); }
+  const uint32_t* panel(int64_t index) const { return reinterpret_cast<const uint32_t*>(data_) + index * depth * PANEL; }
+
+  // Add the biases of the outputs to half a panel's sums, its first or second vector.
+  AIOINFER_INLINE Floats finished(Floats sums, int64_t panel, int half) const {
+    return bias_.empty() ? sums : sums + load<Floats>(&bias_[panel * PANEL + half * LANES]);
+  }
+
+  int64_t outputs, inner, depth, panels;
+  bool gated;
+  int panel_outputs;
+
+ private:
+  // Row of the matrix that a lane of a panel holds; -1 for padding.
+  int64_t source(int64_t panel, int lane) const {
+    const int64_t at = panel * panel_outputs + (gated ? lane % LANES : lane);
+    if (at >= outputs) return -1;
+    return gated && lane >= LANES ? outputs + at : at;
+  }
+
+  void pack(int64_t index, const T* rows) {
+    constexpr int PER_UNIT = Number<T>::PER_UNIT;
+    T* panel = reinterpret_cast<T*>(data_ + index * panel_bytes());
+    for (int lane = 0; lane < PANEL; lane++) {
+      const int64_t row = source(index, lane);
+      auto weight = [&](int64_t k) { return row < 0 || k >= inner ? Number<T>::make(0.0f) : rows[row * inner + k]; };
+      auto place = [&](int64_t k) { return (k / PER_UNIT * PANEL + lane) * PER_UNIT + k % PER_UNIT; };
+      for (int64_t k = 0; k < depth * PER_UNIT; k++) panel[place(k)] = weight(k);
+    }
+  }
+
+  char* data_;
+  Memory memory_;
+  std::vector<float> bias_;
+};
+
+// sums[r][v] += sum over units k of a[k * ROWS + r] * vectors[v][k * step .. + LANES]
+//
+// FETCH prefetches the same offsets from ``ahead``, which are needed next.
+template <class T, bool FETCH, int ROWS, int VECTORS>
+AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a,
+                                const uint32_t* const (&vectors)[VECTORS], int64_t step, int64_t depth,
+                                const uint32_t* const (&ahead)[VECTORS]) {
+  for (int64_t k = 0; k < depth; k++) {
+    Ints b[VECTORS];
+    AIOINFER_UNROLL
+    for (int v = 0; v < VECTORS; v++) {
+      b[v] = load<Ints>(vectors[v] + k * step);
+      if constexpr (FETCH) __builtin_prefetch(ahead[v] + k * step, 0, 2);
+    }
+    AIOINFER_UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      const Ints unit = Ints{} + static_cast<int32_t>(a[k * ROWS + r]);
+      AIOINFER_UNROLL
+      for (int v = 0; v < VECTORS; v++) sums[r][v] = Number<T>::multiply_add(sums[r][v], unit, b[v]);
+    }
+  }
+}
+
+// The panels that a block of so many rows multiplies at once: enough sums to hide the latency of each.
+constexpr int panels_at_once(int rows) { return !MANY_REGISTERS ? 1 : rows <= 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1; }
+
+// Call call(std::integral_constant<int, height>) for a height known at run time.
+template <class Call, int... HEIGHTS>
+AIOINFER_INLINE void with_height(int height, Call&& call, std::integer_sequence<int, HEIGHTS...>) {
+  (void)((height == HEIGHTS + 1 && (call(std::integral_constant<int, HEIGHTS + 1>{}), true)) || ...);
+}
+template <int MOST = MAX_ROWS, class Call>
+AIOINFER_INLINE void with_height(int height, Call&& call) {
+  with_height(height, call, std::make_integer_sequence<int, MOST>{});
+}
+
+// ROWS rows times COUNT panels. ``next`` is a panel to prefetch, or -1.
+template <class T, int ROWS, int COUNT, class Store>
+AIOINFER_INLINE void multiply_tile(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t panel,
+                                   int64_t next, Store& store) {
+  const uint32_t *vectors[2 * COUNT], *ahead[2 * COUNT];
+  Floats sums[ROWS][2 * COUNT];
+  AIOINFER_UNROLL
+  for (int v = 0; v < 2 * COUNT; v++) {
+    vectors[v] = w.panel(panel + v / 2) + v % 2 * LANES;
+    ahead[v] = w.panel(next + v / 2) + v % 2 * LANES;
+  }
+  AIOINFER_UNROLL
+  for (int r = 0; r < ROWS; r++)
+    AIOINFER_UNROLL
+    for (int v = 0; v < 2 * COUNT; v++) sums[r][v] = Floats{};
+  if (next >= 0)
+    accumulate<T, true>(sums, a.block(block), vectors, PANEL, w.depth, ahead);
+  else
+    accumulate<T, false>(sums, a.block(block), vectors, PANEL, w.depth, vectors);
+  const int64_t left = a.blocks.rows - block * ROWS;
+  AIOINFER_UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    if (r >= left) break;
+    AIOINFER_UNROLL
+    for (int p = 0; p < COUNT; p++)
+      store(Place{block, r, block * ROWS + r}, panel + p, w.finished(sums[r][2 * p], panel + p, 0),
+            w.finished(sums[r][2 * p + 1], panel + p, 1));
+  }
+}
+
+// A block of rows times panels [from, to); ``next`` as above.
+template <class T, class Store>
+void multiply_block(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t from, int64_t to, int64_t next,
+                    Store& store) {
+  with_height(a.blocks.height, [&](auto height) {
+    constexpr int ROWS = decltype(height)::value, COUNT = panels_at_once(ROWS);
+    int64_t panel = from;
+    if constexpr (COUNT > 1)
+      for (; panel + COUNT <= to; panel += COUNT) multiply_tile<T, ROWS, COUNT>(a, block, w, panel, next, store);
+    for (; panel < to; panel++) multiply_tile<T, ROWS, 1>(a, block, w, panel, next, store);
+  });
+}
+
+// Bytes of panels or of activations that stay in a core's cache beside other data.
+constexpr int64_t CACHE = 512 << 10;
+
+// Whether the activations stay in the cache while all panels are read.
+template <class T>
+bool stays(const Activations<T>& a) {
+  return a.blocks.rows * a.depth * static_cast<int64_t>(sizeof(uint32_t)) <= CACHE;
+}
+
+// All blocks times panels [from, to): panel by panel if the activations stay in the cache, each prefetched during the
+// one before; else block by block, so that the panels stay.
+template <class T, class Store>
+void multiply_by_vectors(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
+  if (a.blocks.count == 1 || !stays(a)) {
+    for (int64_t b = 0; b < a.blocks.count; b++) multiply_block(a, b, w, from, to, -1, store);
+    return;
+  }
+  for (int64_t panel = from; panel < to; panel++)
+    for (int64_t b = 0; b < a.blocks.count; b++)
+      multiply_block(a, b, w, panel, panel + 1, b == 0 && panel + 1 < to ? panel + 1 : -1, store);
+}
+
+template <class T, class Store>
+void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store&& store) {
+  if constexpr (BY_TILES<T>)
+    multiply_by_tiles(a, w, from, to, store);
+  else
+    multiply_by_vectors(a, w, from, to, store);
+}
+
+// The panels of a task, of ``all`` that the workers divide.
+template <class T>
+int64_t panels_of_task(const Activations<T>& a, const Weights<T>& w, int64_t all, int workers) {
+  if (BY_TILES<T>) return panels_by_tiles(a.blocks.rows, all, w.depth * PANEL * sizeof(uint32_t), workers);
+  constexpr int64_t RUN = 256 << 10;
+  const int at_once = panels_at_once(a.blocks.height);
+  const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
+  return (wanted + at_once - 1) / at_once * at_once;
+}
+
+// store(place, panel, first vector, second vector) for all rows and panels of a * w. The workers divide it by runs
+// of panels.
+template <class T, class Store>
+void multiply(Worker& worker, const Activations<T>& a, const Weights<T>& w, Store&& store) {
+  const int64_t run = panels_of_task(a, w, w.panels, worker.workers());
+  // Without rows there is no task: a chunk of a prompt may want no logits.
+  const int64_t tasks = a.blocks.rows ? (w.panels + run - 1) / run : 0;
+  worker.parallel(tasks, [&](int64_t task) {
+    multiply_panels(a, w, task * run, std::min(w.panels, (task + 1) * run), store);
+  });
+}
+
+// Write the outputs of a panel into a row of ``width``, which may end within the panel.
+template <class V>
+AIOINFER_INLINE void put_pair(V* row, int64_t panel, int64_t width, Floats one, Floats other) {
+  V* to = row + panel * PANEL;
+  const int64_t left = width - panel * PANEL;
+  if (left >= PANEL) {
+    Number<V>::store_lanes(to, one);
+    Number<V>::store_lanes(to + LANES, other);
+    return;
+  }
+  V values[PANEL];
+  Number<V>::store_lanes(values, one);
+  Number<V>::store_lanes(values + LANES, other);
+  std::memcpy(to, values, sizeof(V) * left);
+}
+
+}  // namespace aioinfer

@@ -1,0 +1,386 @@
+"""Quantised linear layers: bit for bit what the stated arithmetic gives, in numpy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.quantization import Rounding
+from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
+from tests.native.quantised_reference import Quantised, fused, multiply
+from tests.native.support import DTYPES, UNIT, normal
+from tests.tiers import grid
+
+Bits = Literal[4, 8]
+ROWS = [1, 2, 3, 5, 8, 17, 33, 70]
+GROUPS = [0, 32, 64, 128]
+
+
+def draw(
+    rng: np.random.Generator, bits: Bits, group: int, shape: tuple[int, int], offsets: bool
+) -> Quantised:
+    """Any numbers, the extreme ones among them."""
+    outputs, inner = shape
+    groups = -(-inner // group) if group else 1
+    values = rng.integers(-128, 128, shape) if bits == 8 else rng.integers(0, 16, shape)
+    values[rng.integers(outputs)] = -128 if bits == 8 else 15
+    scales = rng.standard_normal((outputs, groups)).astype(np.float32)
+    if not offsets:
+        return Quantised(values - (8 if bits == 4 else 0), scales, None, group)
+    return Quantised(values, scales, rng.standard_normal((outputs, groups)).astype(np.float32), group)
+
+
+def packed(
+    weight: Quantised,
+    bias: NDArray[np.float32] | None,
+    bits: Bits,
+    *,
+    threads: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> NativeLinear:
+    stored = weight.values + (8 if bits == 4 and weight.offsets is None else 0)
+    return NativeLinear.given(
+        shared_thread_pool(threads),
+        torch.from_numpy(stored.astype(np.uint8 if bits == 4 else np.int8)),
+        torch.from_numpy(weight.scales),
+        None if weight.offsets is None else torch.from_numpy(weight.offsets),
+        None if bias is None else torch.from_numpy(bias),
+        Rounding(bits, weight.group),
+        dtype=dtype,
+    )
+
+
+def assert_bits(got: torch.Tensor, wanted: NDArray[np.float32]) -> None:
+    """Equal in every bit; any NaN is NaN."""
+    mine = got.numpy()
+    same = (mine.view(np.int32) == wanted.view(np.int32)) | (np.isnan(mine) & np.isnan(wanted))
+    assert same.all(), f"{(~same).sum()} of {same.size} differ"
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", grid([(33, 70), (70, 333)], [(1, 1), (64, 64), (129, 1000), (300, 2049)]))
+def test_results_have_the_bits_of_the_stated_arithmetic(
+    shape: tuple[int, int], bits: Bits, group: int, offsets: bool
+) -> None:
+    rng = np.random.default_rng([*shape, bits, group, offsets])
+    weight, bias = draw(rng, bits, group, shape, offsets), rng.standard_normal(shape[0]).astype(np.float32)
+    for own in (None, bias):
+        linear = packed(weight, own, bits)
+        assert_bits(linear.dequantised(), weight.dequantised())
+        for rows in ROWS:
+            values = rng.standard_normal((rows, shape[1])).astype(np.float32)
+            assert_bits(linear(torch.from_numpy(values)), multiply(values, weight, own))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [0, 64])
+def test_results_of_bfloat16_are_rounded_once(group: int, bits: Bits) -> None:
+    rng = np.random.default_rng(3)
+    weight = draw(rng, bits, group, (70, 200), offsets=True)
+    linear = packed(weight, None, bits, dtype=torch.bfloat16)
+    values = torch.from_numpy(rng.standard_normal((17, 200)).astype(np.float32)).bfloat16()
+    wanted = multiply(values.float().numpy(), weight, None)
+    assert torch.equal(linear(values), torch.from_numpy(wanted).bfloat16())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("inner", [1, 31, 32, 63, 64, 129, 1000])
+def test_sums_of_integers_are_exact(inner: int, bits: Bits) -> None:
+    """With scales of 1, and rows whose largest number is 127, nothing is rounded."""
+    rng = np.random.default_rng(inner)
+    weight = draw(rng, bits, 0, (50, inner), offsets=False)
+    weight.scales[:] = 1
+    linear = packed(weight, None, bits)
+    for rows in ROWS:
+        values = rng.integers(-127, 128, (rows, inner))
+        values[:, rng.integers(inner)] = rng.choice([-127, 127])
+        got = linear(torch.from_numpy(values.astype(np.float32)))
+        assert np.array_equal(got.numpy(), values @ weight.values.T)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("value", [-128, -127, 0, 127])
+def test_the_largest_numbers_do_not_saturate(value: int, sign: int, bits: Bits) -> None:
+    number = value if bits == 8 else {-128: -8, -127: -7, 0: 0, 127: 7}[value]
+    weight = Quantised(np.full((40, 1024), number), np.ones((40, 1), np.float32), None, 0)
+    linear, values = packed(weight, None, bits), torch.full((5, 1024), 3.0 * sign)
+    wanted = fused(np.float32([1024 * 127 * number * sign]) * np.float32(3 / 127), np.ones(1), np.zeros(1))
+    assert (linear(values) == wanted.item()).all()
+
+
+def test_the_longest_group_does_not_overflow() -> None:
+    inner = 1 << 17
+    for number, bits in ((-128, 8), (127, 8), (-8, 4)):
+        weight = Quantised(np.full((1, inner), number), np.ones((1, 1), np.float32), None, 0)
+        for sign in (-1, 1):
+            got = packed(weight, None, bits)(torch.full((2, inner), 127.0 * sign))  # type: ignore[arg-type]
+            assert got.tolist() == [[float(inner * 127 * sign * number)]] * 2
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [0, 32, 64])
+def test_rows_of_any_size_are_rounded_as_stated(group: int, bits: Bits) -> None:
+    """Zeros, numbers too small to have a factor, the smallest that have one, and large ones."""
+    rng = np.random.default_rng(5)
+    weight = draw(rng, bits, group, (40, 200), offsets=True)
+    values = rng.standard_normal((9, 200)).astype(np.float32)
+    values *= np.array([0, 1e-45, 1e-38, 1e-31, 1e-30, 1e-29, 1e-10, 1e20, 1e32], np.float32)[:, None]
+    values[1, :3] = [1e-30, -1e-30, 1e-40]
+    got = packed(weight, None, bits)(torch.from_numpy(values))
+    assert_bits(got, multiply(values, weight, None))
+    assert got.isfinite().all()
+    assert (got[0] == 0).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [0, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_with_infinity_or_nan_has_only_nan_and_others_do_not_notice(
+    dtype: torch.dtype, group: int, bits: Bits
+) -> None:
+    linear = NativeLinear(
+        shared_thread_pool(2), normal(70, 200, seed=1, dtype=dtype), None, Rounding(bits, group)
+    )
+    values = normal(15, 200, seed=2, dtype=dtype)
+    wanted = linear(values)
+    values[3], values[7, 199], values[14, 5] = float("nan"), float("nan"), float("-inf")
+    got = linear(values)
+    kept = [row for row in range(15) if row not in (3, 7, 14)]
+    assert torch.equal(got[kept], wanted[kept])
+    assert got[[3, 7, 14]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 0), (8, 128)])
+def test_a_row_has_the_same_bits_everywhere(bits: Bits, group: int, gated: bool, dtype: torch.dtype) -> None:
+    weight, bias = normal(160, 208, seed=0, dtype=dtype), normal(160, seed=1, dtype=dtype)
+    values = normal(90, 208, seed=2, dtype=dtype)
+
+    def layer(threads: int) -> NativeLinear:
+        pool = shared_thread_pool(threads)
+        return NativeLinear(pool, weight, bias, Rounding(bits, group), gated=gated)
+
+    wanted = torch.cat([layer(1)(row[None]) for row in values])
+    for threads in (1, 2, 3):
+        linear = layer(threads)
+        for rows in range(1, 91):
+            order = torch.randperm(90, generator=torch.Generator().manual_seed(rows))[:rows]
+            assert torch.equal(linear(values[order]), wanted[order]), (rows, threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_over_more_panels_than_fit_a_cache(bits: Bits, dtype: torch.dtype) -> None:
+    """Tasks are runs of panels times runs of rows."""
+    weight, values = normal(650, 1100, seed=0, dtype=dtype), normal(300, 1100, seed=2, dtype=dtype)
+    linear = NativeLinear(shared_thread_pool(2), weight, None, Rounding(bits, 64))
+    whole = linear(values)
+    for rows in (0, 1, 4, 31, 32, 33, 127, 129, 300):
+        assert torch.equal(linear(values[:rows]), whole[:rows]), rows
+    dequantised = linear.dequantised().double()
+    exact = values.double() @ dequantised.T
+    # Activations are off by half a step each: a thirtieth of the root of their squares, four times.
+    most = values.double().abs().amax(1, keepdim=True) / 254 / 3**0.5 * dequantised.norm(dim=1)
+    assert ((whole - exact).abs() <= 6 * most + 1.01 * UNIT[dtype] * exact.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("middle", [16, 48, 80])
+def test_gates_and_their_values(middle: int, bits: Bits, dtype: torch.dtype) -> None:
+    weight, bias = normal(2 * middle, 100, seed=0, dtype=dtype) * 0.3, normal(2 * middle, seed=1, dtype=dtype)
+    weight[middle:] *= 20
+    pool = shared_thread_pool(2)
+    gated = NativeLinear(pool, weight, bias, Rounding(bits, 32), gated=True)
+    # In float32, so that the gates themselves are not rounded.
+    plain = NativeLinear(pool, weight.float(), bias.float(), Rounding(bits, 32))
+    assert torch.equal(gated.dequantised(), plain.dequantised())
+    for rows in (0, 1, 13, 40):
+        values = normal(rows, 100, seed=rows, dtype=dtype)
+        gate, up = plain(values.float()).double().chunk(2, 1)
+        wanted = F.silu(gate) * up
+        bound = 1e-6 * (up.abs() + wanted.abs()) + 1.01 * UNIT[dtype] * wanted.abs()
+        assert ((gated(values) - wanted).abs() <= bound).all()
+
+
+# -- own rounding --------------------------------------------------------------------------------------
+
+
+def by_group(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """[outputs, groups, group]; the last one is filled with its first number."""
+    outputs, inner = weight.shape
+    size = group or inner
+    first = weight[:, inner // size * size :][:, :1]
+    return torch.cat((weight, first.expand(outputs, -inner % size)), 1).view(outputs, -1, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_weights_of_8_bits_are_off_by_half_a_step(group: int, dtype: torch.dtype) -> None:
+    weight = normal(60, 200, seed=1, dtype=dtype)
+    weight *= torch.logspace(-9, 9, 60)[:, None].to(dtype)
+    weight[30] = 0
+    linear = NativeLinear(shared_thread_pool(2), weight, None, Rounding(8, group))
+    wide = weight.double()
+    steps = by_group(wide, group).abs().amax(-1, keepdim=True) / 127
+    # The scale of a group has 8 bits itself.
+    off = (by_group(linear.dequantised().double(), group) - by_group(wide, group)).abs()
+    assert (off <= steps * (0.501 if group == 0 else 0.76)).all()
+    assert (linear.dequantised()[30] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_weights_of_4_bits_are_better_than_the_range_alone_makes_them(group: int, dtype: torch.dtype) -> None:
+    weight = normal(60, 200, seed=1, dtype=dtype) + 0.3
+    weight *= torch.logspace(-9, 9, 60)[:, None].to(dtype)
+    weight[30], weight[31] = 0, 1
+    linear = NativeLinear(shared_thread_pool(2), weight, None, Rounding(4, group))
+    wide, groups = weight.double(), by_group(weight.double(), group)
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (most - least) / 15
+    plain = (((groups - least) / step.where(step > 0, 1.0)).round() * step + least).flatten(1)[:, :200]
+    error, other = ((each.double() - wide).square().sum(1) for each in (linear.dequantised(), plain))
+    kept = [row for row in range(60) if row not in (30, 31)]
+    # Scales and offsets have 8 bits, which may cost a little.
+    assert (error[kept] <= 1.02 * other[kept]).all()
+    assert error[kept].sqrt().div(other[kept].sqrt()).mean() < 0.97
+    assert torch.equal(linear.dequantised()[30:32], weight[30:32].float())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [0, 32])
+def test_weights_that_are_not_finite_make_their_outputs_nan(group: int, bits: Bits) -> None:
+    weight = normal(40, 100, seed=1)
+    weight[7, 99], weight[8, 0], weight[9, 40] = float("nan"), float("inf"), float("-inf")
+    linear = NativeLinear(shared_thread_pool(1), weight, None, Rounding(bits, group))
+    got = linear(normal(3, 100, seed=2))
+    assert got[:, 7:10].isnan().all()
+    assert got[:, :7].isfinite().all()
+    assert got[:, 10:].isfinite().all()
+
+
+def test_small_differences_of_large_weights_and_the_largest_weights_are_numbers() -> None:
+    weight = torch.full((3, 64), 1.0)
+    weight[0, ::2] += 1e-6
+    weight[1, ::2], weight[1, 1::2] = 1e-38, -1e-38
+    weight[2, ::2], weight[2, 1::2] = 1.6e38, -1.6e38
+    for bits in (4, 8):
+        got = NativeLinear(shared_thread_pool(1), weight, None, Rounding(bits, 64)).dequantised()  # type: ignore[arg-type]
+        assert torch.allclose(got, weight, rtol=2**-7, atol=1e-30)
+
+
+# -- numbers of other formats --------------------------------------------------------------------------
+
+
+def half(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
+    """Numbers of float16, the denormal ones among them."""
+    return (
+        (rng.standard_normal(shape) * 10.0 ** rng.uniform(-8, 3, shape)).astype(np.float16).astype(np.float32)
+    )
+
+
+def brain(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
+    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16().float().numpy()
+
+
+def known_format(
+    name: str, rng: np.random.Generator
+) -> tuple[int, NDArray[np.float32], NDArray[np.float32] | None]:
+    """Group, scales and offsets as checkpoints of that format have them; [40, 4 groups]."""
+    if name == "Q4_0":
+        return 32, half(rng, 40, 4), None
+    if name == "Q4_1":
+        return 32, half(rng, 40, 4), half(rng, 40, 4)
+    if name == "Q4_K":  # a float16 times 6 bits
+        steps = rng.integers(0, 64, (2, 40, 4)).astype(np.float32)
+        return 32, half(rng, 40, 1) * steps[0], -half(rng, 40, 1) * steps[1]
+    if name == "AWQ":  # whole zero points
+        scales = half(rng, 40, 4)
+        return 128, scales, -scales * rng.integers(0, 16, (40, 4)).astype(np.float32)
+    return 64, brain(rng, 40, 4), brain(rng, 40, 4)  # W4A16 of a bfloat16 model
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "AWQ", "W4A16"])
+def test_4_bit_formats_are_held_without_loss(name: str) -> None:
+    rng = np.random.default_rng(7)
+    group, scales, offsets = known_format(name, rng)
+    values = rng.integers(0, 16, (40, 4 * group)) - (8 if offsets is None else 0)
+    weight = Quantised(values, scales, offsets, group)
+    linear = packed(weight, None, 4)
+    exact = np.repeat(scales.astype(np.float64), group, 1) * values
+    if offsets is not None:
+        exact += np.repeat(offsets.astype(np.float64), group, 1)
+    assert np.array_equal(linear.dequantised().numpy(), exact.astype(np.float32))
+    rows = rng.standard_normal((5, 4 * group)).astype(np.float32)
+    assert_bits(linear(torch.from_numpy(rows)), multiply(rows, weight, None))
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"bits": 5}, "4 or 8 bits"),
+        ({"group": 48}, "multiple of 32"),
+        ({"group": -32}, "multiple of 32"),
+        ({"group": 1 << 18}, "too long"),
+        ({"gated": True}, "gated"),
+    ],
+)
+def test_shapes_without_kernels_are_refused(changes: dict[str, Any], why: str) -> None:
+    options = {"bits": 4, "group": 32, "gated": False, **changes}
+    weight, rounding = normal(34, 64, seed=0), Rounding(options["bits"], options["group"])
+    with pytest.raises(InvalidArguments, match=why):
+        NativeLinear(shared_thread_pool(1), weight, None, rounding, gated=options["gated"])
+
+
+def test_numbers_beyond_4_bits_and_rows_too_long_for_one_group_are_refused() -> None:
+    values, scales = torch.zeros(3, 64, dtype=torch.uint8), torch.ones(3, 2)
+    values[2, 63] = 16
+    make = NativeLinear.given
+    pool = shared_thread_pool(2)
+    with pytest.raises(InvalidArguments, match="more than 15"):
+        make(pool, values, scales, None, None, Rounding(4, 32), dtype=torch.float32)
+    with pytest.raises(ValueError, match="kernel needs"):
+        make(pool, values, scales, None, None, Rounding(8, 32), dtype=torch.float32)
+    with pytest.raises(InvalidArguments, match="too long"):
+        NativeLinear(pool, torch.ones(1, (1 << 17) + 1), None, Rounding(8, 0))
+
+
+def test_values_of_another_size_are_refused() -> None:
+    linear = NativeLinear(shared_thread_pool(1), normal(20, 64, seed=0), None, Rounding(4, 32))
+    values, out = normal(3, 64, seed=1), torch.empty(3, 20)
+    with pytest.raises(InvalidArguments, match="negative"):
+        linear.packed.apply(values.data_ptr(), -1, out.data_ptr())
+    linear.packed.inner = 32
+    with pytest.raises(InvalidArguments, match="not that of the weights"):
+        linear.packed.apply(values.data_ptr(), 3, out.data_ptr())
+
+
+def test_the_reference_rounds_once() -> None:
+    """Against exact fractions: half of the cases lie on or beside the middle between two numbers."""
+    from fractions import Fraction
+
+    rng = random.Random(3)
+    for _ in range(3000):
+        a, b = (np.float32(rng.randrange(1 << 23, 1 << 24) * 2.0 ** rng.randrange(-30, 10)) for _ in "ab")
+        c = np.float32(rng.choice([-1, 1]) * rng.choice([float(a * b), 2.0 ** rng.randrange(-30, 30)]))
+        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+        got = fused(np.array([a]), np.array([b]), np.array([c]))[0]
+        below, above = (np.nextafter(got, np.float32(to), dtype=np.float32) for to in (-np.inf, np.inf))
+        off = abs(Fraction(float(got)) - exact)
+        assert off <= abs(Fraction(float(below)) - exact)
+        assert off <= abs(Fraction(float(above)) - exact)
