@@ -1,0 +1,1 @@
+"""``python -m bench kernels``; see :mod:`bench.kernels.command`."""
