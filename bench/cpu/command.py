@@ -30,7 +30,7 @@ import argparse
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from bench.command import BadOptions
 from bench.cpu.accuracy import measure_accuracy
@@ -42,13 +42,14 @@ from bench.cpu.tables import tell
 from bench.peers.checkpoint import find_model, prepared
 from bench.peers.command import add_place
 from bench.peers.install import installed
-from bench.peers.registry import PEERS, ROOT, Peer, python_of
+from bench.peers.registry import PEERS, ROOT, Peer, Precision, python_of
 from bench.report import Report
 
 __all__ = ["add_arguments", "run"]
 
-#: who is measured unless told otherwise, as far as installed
+#: who is measured unless told otherwise, as far as installed; with rounded weights, our bf16 beside them
 _DEFAULT = ["aioinfer", "openvino", "vllm", "llamacpp"]
+_ROUNDED = ["aioinfer-{}", "aioinfer", "openvino-{}", "llamacpp-{}"]
 _SERVERS = ["aioinfer", "vllm"]
 
 
@@ -57,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", nargs="+", choices=[*PEERS], metavar="NAME",
         help=f"who is measured, the one that is compared first: {', '.join(PEERS)}",
     )  # fmt: skip
+    parser.add_argument(
+        "--precision",
+        choices=get_args(Precision),
+        default="bf16",
+        help="of the weights, unless peers are named",
+    )
     parser.add_argument("--model", default="0.6b", help="a shape (0.6b, tiny, ...), or a model directory")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32])
@@ -78,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lock", type=Path, help="hold this file's lock (flock) during every turn")
     add_place(parser)
     parser.add_argument("--busy", action="store_true", help="this engine alone, beside a loop that is busy")
-    parser.add_argument("--accuracy", action="store_true", help="what 8-bit weights cost the bundled model")
+    parser.add_argument("--accuracy", action="store_true", help="what rounded weights cost the bundled model")
     served = parser.add_argument_group("with --serve")
     served.add_argument("--serve", action="store_true", help="measure the servers, not the engines")
     served.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="arrivals per second")
@@ -93,7 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def complete(options: argparse.Namespace) -> None:
     """Check options and derive others from them. Raises BadOptions."""
     options.max_batch = max([1, *options.concurrency])
-    options.peers = options.peers or (_SERVERS if options.serve else _DEFAULT)
+    rounded = [name.format(options.precision) for name in _ROUNDED]
+    default = _DEFAULT if options.precision == "bf16" else rounded
+    options.peers = options.peers or (_SERVERS if options.serve else default)
     if options.rounds < 1 or options.attempts < 1 or options.threads < 1 or options.output_tokens < 2:
         raise BadOptions("--rounds, --attempts and --threads must be at least 1, --output-tokens at least 2")
     try:

@@ -1,7 +1,7 @@
 """Checkpoints on disk: a model with random weights as every library can load it, and its other forms.
 
 Conversions lie beside the checkpoint and are made once: ``qwen3-0.6b``, ``qwen3-0.6b.openvino``,
-``qwen3-0.6b.gguf``. What is being made has another name until it is whole.
+``qwen3-0.6b.int4.gguf``. What is being made has another name until it is whole.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from pathlib import Path
 
 from bench.gpu.roofline import Shape
 from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
-from bench.peers.registry import ROOT, Peer, python_of
+from bench.peers.registry import ROOT, Peer, Precision, python_of
 
 __all__ = ["find_model", "make_checkpoint", "prepared", "tensor_shapes"]
 
+#: of matrices; other weights of int4 models have 8 bits
+_OPENVINO_WEIGHTS: dict[Precision, list[str]] = {
+    "bf16": ["--weight-format", "fp16"],
+    "int8": ["--weight-format", "int8"],
+    "int4": ["--weight-format", "int4", "--group-size", "64", "--ratio", "1.0"],
+}
+_GGUF_WEIGHTS: dict[Precision, str] = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 #: seconds that a conversion may take
 _PATIENCE = 900.0
 
@@ -82,7 +89,8 @@ def prepared(peer: Peer, model: Path, place: Path) -> Path:
     """
     if peer.checkpoint == "safetensors":
         return model
-    target = model.with_name(f"{model.name}.{peer.checkpoint}")
+    form = peer.checkpoint if peer.precision == "bf16" else f"{peer.precision}.{peer.checkpoint}"
+    target = model.with_name(f"{model.name}.{form}")
     if target.exists():
         return target
     python, made = python_of(peer.environment, place), _unfinished(target)
@@ -90,9 +98,12 @@ def prepared(peer: Peer, model: Path, place: Path) -> Path:
     commands = {
         "openvino": [
             str(python.with_name("optimum-cli")), "export", "openvino", "--model", str(model),
-            "--task", "text-generation-with-past", "--weight-format", "fp16", str(made),
+            "--task", "text-generation-with-past", *_OPENVINO_WEIGHTS[peer.precision], str(made),
         ],
-        "gguf": [str(python), "-m", "bench.peers.adapters.to_gguf", str(model), str(made)],
+        "gguf": [
+            str(python), "-m", "bench.peers.adapters.to_gguf", str(model), str(made),
+            _GGUF_WEIGHTS[peer.precision],
+        ],
     }  # fmt: skip
     command = commands[peer.checkpoint]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

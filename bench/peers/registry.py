@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["ENVIRONMENTS", "PEERS", "ROOT", "TORCH", "Environment", "Peer", "python_of"]
+__all__ = ["ENVIRONMENTS", "PEERS", "ROOT", "TORCH", "Environment", "Peer", "Precision", "python_of"]
 
 ROOT = Path(__file__).parents[2]
 #: one torch for all environments that have one; without the constraint some pull in another
@@ -30,6 +30,10 @@ class Environment:
     variables: dict[str, str] = field(default_factory=dict)
 
 
+#: of linear layers; int4 is in groups of 64, of 32 where the library has no others
+Precision = Literal["bf16", "int8", "int4"]
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """An engine to measure."""
@@ -42,6 +46,8 @@ class Peer:
     checkpoint: Literal["safetensors", "openvino", "gguf"] = "safetensors"
     #: memory besides the KV budget, in sizes of the checkpoint; for deciding who fits side by side
     copies: float = 1.5
+    #: to which the weights of linear layers are rounded
+    precision: Precision = "bf16"
     #: settings that differ from the library's defaults
     options: dict[str, str] = field(default_factory=dict)
 
@@ -76,6 +82,7 @@ ENVIRONMENTS = {
     )
 }
 
+_ROUNDED: tuple[Precision, ...] = ("int8", "int4")
 PEERS = {
     item.name: item
     for item in (
@@ -84,6 +91,24 @@ PEERS = {
         Peer("openvino", "openvino_batching", "openvino", "openvino"),
         Peer("vllm", "vllm_offline", "vllm", copies=3.5),
         Peer("llamacpp", "llamacpp_batches", "llamacpp", "gguf", copies=1.0),
+        *(
+            Peer(
+                f"aioinfer-{precision}",
+                "aioinfer_engine",
+                None,
+                precision=precision,
+                options={"quantization": precision},
+            )
+            for precision in _ROUNDED
+        ),
+        *(
+            Peer(f"openvino-{precision}", "openvino_batching", "openvino", "openvino", precision=precision)
+            for precision in _ROUNDED
+        ),
+        *(
+            Peer(f"llamacpp-{precision}", "llamacpp_batches", "llamacpp", "gguf", 1.0, precision)
+            for precision in _ROUNDED
+        ),
         Peer("hf-generate", "hf_generate", "hf"),
         Peer("hf-batching", "hf_batching", "hf", copies=2.5),
     )

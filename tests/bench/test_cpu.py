@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -16,11 +17,12 @@ import bench.cpu.serving
 from bench.client import summarise
 from bench.command import execute, main, parse
 from bench.cpu.cells import Cell, agreement, figures, prompts, ratio, schedule
-from bench.cpu.command import own_settings
+from bench.cpu.command import add_arguments, complete, own_settings
 from bench.cpu.contest import Contest, Contestant, Limits
 from bench.cpu.serving import Server, contest, free_port, measure, pooled
 from bench.cpu.tables import summary, tell
 from bench.load import make_load
+from bench.peers.registry import PEERS, Precision
 from bench.report import Report
 from tests.bench.fake_peer import SETTINGS, command_of
 from tests.server.conftest import Serving, serving
@@ -133,6 +135,18 @@ def test_agreement_counts_up_to_the_first_difference() -> None:
 
 
 # -- the command line ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_a_precision_chooses_engines_that_have_it(precision: Precision) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(["--precision", precision])
+    complete(options)
+    peers = [PEERS[name] for name in options.peers]
+    assert peers[0].adapter == "aioinfer_engine"
+    assert {peer.precision for peer in peers if peer.name != "aioinfer"} == {precision}
+    assert {peer.adapter for peer in peers} >= {"openvino_batching", "llamacpp_batches"}
 
 
 def test_settings_belong_to_a_peer() -> None:

@@ -36,9 +36,11 @@ __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row
     AIOINFER_UNROLL
     for (int v = 0; v < DOT_VECTORS; v++) vectors[v] = group + v * strip_bytes + header + v * APART * UNIT;
     AIOINFER_UNROLL
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++) {
+      const Whole start = zero == 0 ? Whole{} : Whole{} - zero * row_groups[r][g].sum;
       AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = Whole{} - zero * row_groups[r][g].sum;
+      for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
+    }
     add_products<BITS, ROWS>(sums, values, vectors, units);
     AIOINFER_UNROLL
     for (int v = 0; v < DOT_VECTORS; v++) {

@@ -1,4 +1,7 @@
-"""``python -m bench.peers.adapters.to_gguf DIR FILE``: a Qwen3 checkpoint as GGUF, matrices in bf16.
+"""``python -m bench.peers.adapters.to_gguf DIR FILE [TYPE]``: a Qwen3 checkpoint as GGUF.
+
+Matrices are BF16, or of another type that the package gguf can make: Q8_0, or Q4_0, with which the head and
+the embedding are Q8_0.
 
 Without a vocabulary: prompts are token ids, and nothing is turned into text. Reads bf16 by hand, so that
 numpy suffices.
@@ -37,7 +40,7 @@ def name_in_gguf(name: str) -> str:
     return f"blk.{layer}.{_LAYER[rest]}.weight"
 
 
-def convert(folder: Path, target: Path) -> None:
+def convert(folder: Path, target: Path, name_of_type: str = "BF16") -> None:
     import gguf
     import numpy
 
@@ -57,7 +60,9 @@ def convert(folder: Path, target: Path) -> None:
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{name_of_type}"))
+    kind = gguf.GGMLQuantizationType[name_of_type]
+    kind_of_words = kind if name_of_type == "BF16" else gguf.GGMLQuantizationType.Q8_0
     for file in sorted(folder.glob("*.safetensors")):
         raw = numpy.memmap(file, dtype=numpy.uint8, mode="r")
         size = int(raw[:8].view("<u8")[0])
@@ -72,7 +77,11 @@ def convert(folder: Path, target: Path) -> None:
                 writer.add_tensor(name_in_gguf(name), wide.view("<f4"))
             else:
                 rows = raw[begin:end].reshape(entry["shape"][0], -1)
-                writer.add_tensor(name_in_gguf(name), rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
+                own = kind if name_in_gguf(name).startswith("blk.") else kind_of_words
+                if own != gguf.GGMLQuantizationType.BF16:
+                    wide = (rows.view("<u2").astype("<u4") << 16).view("<f4")
+                    rows = gguf.quants.quantize(wide, own)
+                writer.add_tensor(name_in_gguf(name), rows, raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -80,4 +89,4 @@ def convert(folder: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4])
