@@ -1,24 +1,33 @@
-"""``python -m bench cpu --accuracy``: what weights of 8 and 4 bits cost the bundled model.
+"""``python -m bench cpu --accuracy``: what weights of 8 and 4 bits cost the bundled model, or another one.
 
-Held-out questions of each of its tasks, answered greedily, and how far logprobs of prompt tokens are from
-those that bfloat16 gives.
+Of the bundled model: held-out questions of each of its tasks, answered greedily, and how far logprobs of
+prompt tokens are from those that bfloat16 gives. Of a model directory (``--model``): the perplexity of this
+project's documentation, in windows of 512 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
+from bench.peers.registry import ROOT
 from bench.report import Report
 from examples.training.tasks import TASKS, held_out
 
-__all__ = ["measure_accuracy"]
+__all__ = ["measure_accuracy", "measure_perplexity"]
+
+#: tokens
+_WINDOW = 512
 
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -46,6 +55,32 @@ async def answers(settings: dict[str, Any], count: int, seed: int) -> tuple[dict
 
 def distance(some: Sequence[float], others: Sequence[float]) -> float:
     return statistics.mean(abs(one - other) for one, other in zip(some, others, strict=True))
+
+
+async def perplexity(settings: dict[str, Any], windows: Sequence[Sequence[int]]) -> float:
+    """Of all tokens but the first of each window."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    async with Engine(EngineConfig(device="cpu", **settings)) as engine:
+        results = await asyncio.gather(*(engine.generate(list(ids), params) for ids in windows))
+    entries = [entry for result in results for entry in result.prompt_logprobs or []]
+    return math.exp(-statistics.mean(entry.logprob for entry in entries if entry is not None))
+
+
+def windows_of(model: Path, count: int) -> list[list[int]]:
+    """The documentation by the model's tokenizer, at most so many windows."""
+    text = "\n".join(file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
+    return [ids[at : at + _WINDOW] for at in range(0, len(ids) - _WINDOW, _WINDOW)][:count]
+
+
+def measure_perplexity(options: argparse.Namespace, model: Path, report: Report) -> None:
+    """A row per kind of weights; ``more`` is the share by which the perplexity is above that of bfloat16."""
+    windows = windows_of(model, options.requests)
+    first: float | None = None
+    for name, settings in WAYS.items():
+        found = asyncio.run(perplexity({"model": str(model), **settings}, windows))
+        first = first or found
+        report.row(weights=name, perplexity=found, more=found / first - 1)
 
 
 def measure_accuracy(options: argparse.Namespace, report: Report) -> None:

@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bench.command import BadOptions
-from bench.cpu.accuracy import measure_accuracy
+from bench.cpu.accuracy import measure_accuracy, measure_perplexity
 from bench.cpu.busy import measure_busy
 from bench.cpu.cells import Cell
 from bench.cpu.contest import Contest, Contestant, Limits, needed_gib
 from bench.cpu.serving import measure_servers
 from bench.cpu.tables import tell
+from bench.gpu.shapes import SHAPES
 from bench.peers.checkpoint import find_model, prepared
 from bench.peers.command import add_place
 from bench.peers.install import installed
@@ -85,7 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lock", type=Path, help="hold this file's lock (flock) during every turn")
     add_place(parser)
     parser.add_argument("--busy", action="store_true", help="this engine alone, beside a loop that is busy")
-    parser.add_argument("--accuracy", action="store_true", help="what rounded weights cost the bundled model")
+    parser.add_argument(
+        "--accuracy", action="store_true", help="what rounded weights cost the bundled model, or --model"
+    )
     served = parser.add_argument_group("with --serve")
     served.add_argument("--serve", action="store_true", help="measure the servers, not the engines")
     served.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="arrivals per second")
@@ -93,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=int,
         default=48,
-        help="requests per rate and round; with --accuracy, questions per task",
+        help="requests per rate and round; with --accuracy, questions per task, or windows of text",
     )
 
 
@@ -174,13 +177,16 @@ def contestants(
 def run(options: argparse.Namespace, report: Report) -> None:
     """Measure what the options choose: engines, servers, a busy loop, or rounded weights."""
     complete(options)
-    if options.accuracy:
+    if options.accuracy and options.model in SHAPES:
         measure_accuracy(options, report)
         return
     try:
         model = find_model(options.model, options.place)
     except FileNotFoundError as error:
         raise BadOptions(str(error)) from None
+    if options.accuracy:
+        measure_perplexity(options, model, report)
+        return
     if options.busy:
         measure_busy(options, model, report)
         return

@@ -284,3 +284,13 @@ def test_rounded_weights_are_compared_with_others_on_the_same_questions(tmp_path
     assert set(found) == {"bfloat16", "int8", "int4", "float32"}
     assert found["bfloat16"]["logprobs_apart"] == 0 < found["float32"]["logprobs_apart"]
     assert found["int8"]["copy"] == 1.0
+
+
+@pytest.mark.native
+def test_the_perplexity_of_rounded_weights_is_compared_with_the_exact_one(tmp_path: Path) -> None:
+    line, model = tmp_path / "line.json", ROOT / "aioinfer" / "bundled" / "tiny-chat"
+    assert main(f"cpu --accuracy --model {model} --requests 2 --json {line}".split()) == 0
+    found = {row["weights"]: row for row in json.loads(line.read_text())["rows"]}
+    assert found["bfloat16"]["more"] == 0
+    assert all(1 < row["perplexity"] < 10_000 for row in found.values())
+    assert 0 < abs(found["int8"]["more"]) < 0.05

@@ -10,11 +10,12 @@ import asyncio
 import random
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from aioinfer import ConfigError, Engine, EngineConfig, Result, SamplingParams
+from aioinfer.model.quantization import Quantization
 from tests.tiers import SIMULATION, battery
 
 #: of the bundled model's vocabulary, without special tokens
@@ -104,11 +105,11 @@ async def together(config: EngineConfig, wanted: list[Ask], dice: random.Random)
     return [found[at] for at in range(len(wanted))], retractions
 
 
-async def mix(seed: int, model: str = "tiny-chat", dtype: str = "auto", size: int = 12) -> int:
+async def mix(seed: int, dtype: str, quantization: str = "none", size: int = 12) -> int:
     """One mix of requests, alone and together; how often somebody was retracted."""
     dice = random.Random(f"deterministic {seed} {dtype}")
     wanted = asks(dice, size)
-    base = {"model": model, "dtype": dtype, "deterministic": True}
+    base: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "deterministic": True}
     expected = await alone(EngineConfig(**base, overlap_steps=0, prefix_cache=False, threads=2), wanted)
     settings = company(dice)
     if seed % 2 == 0:
@@ -123,9 +124,10 @@ async def mix(seed: int, model: str = "tiny-chat", dtype: str = "auto", size: in
 
 @pytest.mark.native
 @battery(SIMULATION)
+@pytest.mark.parametrize("quantization", get_args(Quantization))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-async def test_company_changes_no_bit(dtype: str) -> None:
-    retractions = [await mix(seed, dtype=dtype) for seed in range(2)]
+async def test_company_changes_no_bit(dtype: str, quantization: Quantization) -> None:
+    retractions = [await mix(seed, dtype, quantization) for seed in range(2)]
     assert sum(retractions), "the pools were to be too small"
 
 
@@ -143,7 +145,8 @@ def main() -> None:
     options = parser.parse_args()
     retractions = 0
     for seed in range(options.first, options.first + options.mixes):
-        retractions += asyncio.run(mix(seed, dtype=["bfloat16", "float32"][seed % 2]))
+        ways = get_args(Quantization)
+        retractions += asyncio.run(mix(seed, ["bfloat16", "float32"][seed % 2], ways[seed // 2 % len(ways)]))
     print(f"{options.mixes} mixes of 12 requests: the same bits, {retractions} retractions")
 
 
