@@ -113,15 +113,14 @@ def _plan(config: EngineConfig) -> list[Finding]:
     code += ", with random weights" if config.load_format == "random" else ""
     dtype = str(model.dtype).removeprefix("torch.")
     experts: list[Finding] = []
-    expert_kernels: str | None = None
+    backend: Backend | None = None
     if model.experts is not None:
         native = layers.name == "native"
         backend = choose_experts(device, *model.experts, model.dtype, config.moe_backend, native=native)
         experts = [Finding("experts", f"{backend.name}: {backend.reason}")]
-        expert_kernels = backend.name
-    _check_promises(config, model, attention.name, layers, expert_kernels)
+    _check_promises(config, model, attention.name, layers, backend)
     instructions: list[Finding] = []
-    if "native" in (attention.name, layers.name, expert_kernels, sampling.name):
+    if "native" in (attention.name, layers.name, backend and backend.name, sampling.name):
         from aioinfer.native import bindings
 
         instructions = [Finding("instructions", bindings.instructions())]
@@ -133,7 +132,8 @@ def _plan(config: EngineConfig) -> list[Finding]:
 
     size = None if model.blocks is None else model.blocks.size
     window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
-    unsupported_reason = graphs_unsupported(device, attention.name, model.own, expert_kernels)
+    of_experts = None if backend is None else backend.name
+    unsupported_reason = graphs_unsupported(device, attention.name, model.own, of_experts)
     if config.decode_graph_rows == 0:
         unsupported_reason = "asked for"
     captured = f"{config.graph_rows} rows"
@@ -156,11 +156,12 @@ def _plan(config: EngineConfig) -> list[Finding]:
 
 
 def _check_promises(
-    config: EngineConfig, model: ModelInfo, attention: str, layers: Backend, experts: str | None
+    config: EngineConfig, model: ModelInfo, attention: str, layers: Backend, experts: Backend | None
 ) -> None:
     """Raises ConfigError for what only native kernels do."""
     from aioinfer.model.layers import check_quantization, why_variant
 
-    check_quantization(layers if model.own else None, model.architecture, config.quantization)
-    if config.deterministic and not (model.own and {layers.name, experts} <= {"native", None}):
+    check_quantization(config.quantization, layers if model.own else None, model.architecture, experts)
+    native = all(each is None or each.name == "native" for each in (layers, experts))
+    if config.deterministic and not (model.own and native):
         raise ConfigError(f"deterministic: {why_variant(model.architecture, attention)}")

@@ -128,18 +128,23 @@ def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:
     return backend
 
 
-def check_quantization(layers: Backend | None, architecture: str, quantization: Quantization) -> None:
-    """Raise ConfigError if ``quantization`` is asked for and the layers' backend cannot do it.
+def check_quantization(
+    quantization: Quantization, layers: Backend | None, architecture: str, experts: Backend | None = None
+) -> None:
+    """Raise ConfigError if ``quantization`` is asked for and a backend cannot do it.
 
-    ``layers`` is the backend of the layers, None for a model of transformers.
+    Args:
+        layers: the backend of the layers; None for a model of transformers.
+        experts: that of a mixture of experts; None if there are none.
     """
-    if quantization == "none" or (layers is not None and layers.name == "native"):
+    if quantization == "none":
         return
     if layers is None:
         raise ConfigError(f"quantization: the code of {architecture} is transformers' own")
-    raise ConfigError(
-        f"quantization: {quantization} needs native layers, these are {layers.name}: {layers.reason}"
-    )
+    for what, backend in (("layers", layers), ("experts", experts)):
+        if backend is not None and backend.name != "native":
+            found = f"these are {backend.name}: {backend.reason}"
+            raise ConfigError(f"quantization: {quantization} needs native {what}, {found}")
 
 
 def why_variant(architecture: str, attention: str) -> str:

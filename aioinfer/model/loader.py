@@ -101,7 +101,7 @@ def load_model(
     family = _family(config, force_transformers)
     blocks = _blocks(config, family, block_size)
     if family is None:
-        check_quantization(None, config.architectures[0], quantization)
+        check_quantization(quantization, None, config.architectures[0])
         from aioinfer.model.transformers_model import TransformersLM
 
         fallback = TransformersLM(path, config, chosen, device, progress, random_weights)
@@ -111,7 +111,7 @@ def load_model(
     attention = choose_attention(device, _head_dim(config), chosen, kernels, progress)
     sizes = _inner_sizes(config)
     layers = choose_layers(attention, sizes)
-    check_quantization(layers, config.architectures[0], quantization)
+    check_quantization(quantization, layers, config.architectures[0])
     weights = random_weights or Weights(path, dtype=chosen, device=device, progress=progress)
     model = build_decoder(
         path,

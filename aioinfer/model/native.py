@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.backend import Backend
@@ -204,6 +205,8 @@ class NativeLayers:
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
         if backend.name != "native":
+            if self._rounding is not None:
+                raise ConfigError(f"quantization: experts are computed by {backend.name}: {backend.reason}")
             return make_sparse(rule, stored, shared, backend)
         dtype, sizes = stored.weights.dtype, (stored.num_experts, stored.hidden, stored.middle)
         experts = NativeExperts(self._pool, dtype, sizes, stored.each(), self._rounding)

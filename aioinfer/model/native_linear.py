@@ -44,7 +44,10 @@ class NativeLinear:
 
         Raises:
             InvalidArguments: there are no kernels for this shape.
+            ValueError: gated, and there are not as many gates as values; or the bias has another size.
         """
+        if gated and len(weight) % 2:
+            raise ValueError(f"gated weights have an even number of rows, not {len(weight)}")
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         rows, inner = weight.shape
         bits, group = rounding or (0, 0)
@@ -88,11 +91,17 @@ class NativeLinear:
 
         Raises:
             InvalidArguments: there are no kernels for this shape, or a number has more than 4 bits.
+            ValueError: a tensor has another size or type.
         """
         rows, inner = values.shape
         bits, group = rounding
         groups = -(-inner // group) if group else 1
+        factors = [scales] if offsets is None else [scales, offsets]
+        if any(each.shape != (rows, groups) for each in factors) or (gated and rows % 2):
+            raise ValueError(f"scales and offsets are [{rows}, {groups}], and gated weights have even rows")
         values, scales = values.contiguous(), scales.contiguous()
+        offsets = None if offsets is None else offsets.contiguous()
+        bias = None if bias is None else bias.contiguous()
         arguments = QuantisedWeightsArguments(
             pool=pool.handle,
             values=address(values, torch.uint8 if bits == 4 else torch.int8, rows * inner),

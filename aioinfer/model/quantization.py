@@ -25,7 +25,8 @@ class Rounding(NamedTuple):
     group: int
 
     def for_size(self, inner: int) -> Rounding:
-        """This rounding for an inner dimension: with the largest groups up to this size that divide it."""
+        """This rounding for an inner dimension, with groups halved until they divide it, or have 32 numbers;
+        then the last one may be shorter."""
         group = self.group
         while group > _LEAST_GROUP and inner % group:
             group //= 2

@@ -3,9 +3,10 @@
     python -m bench.peers install openvino vllm     once
     python -m bench cpu                             decode at 1, 8 and 32 at a time, one long prefill
     python -m bench cpu --peers aioinfer --rounds 1 --set aioinfer.overlap_steps=0
+    python -m bench cpu --precision int4            weights of 4 bits, of each engine that has them
     python -m bench cpu --serve                     through the servers: staggered arrivals, TTFT and ITL
     python -m bench cpu --busy                      this engine's forward beside a loop that has other work
-    python -m bench cpu --accuracy                  8-bit weights beside bfloat16 and float32
+    python -m bench cpu --accuracy                  weights of 8 and 4 bits beside bfloat16 and float32
 
 Every engine computes the same random prompts (never the same twice, no prefix caches) with the same number
 of threads and the same KV budget, greedily, whatever the end token is. A cell is run twice a round, for 1
@@ -105,6 +106,8 @@ def complete(options: argparse.Namespace) -> None:
     options.max_batch = max([1, *options.concurrency])
     rounded = [name.format(options.precision) for name in _ROUNDED]
     default = _DEFAULT if options.precision == "bf16" else rounded
+    if options.serve and options.precision != "bf16" and not options.peers:
+        raise BadOptions("--serve measures bf16 unless --peers are named")
     options.peers = options.peers or (_SERVERS if options.serve else default)
     if options.rounds < 1 or options.attempts < 1 or options.threads < 1 or options.output_tokens < 2:
         raise BadOptions("--rounds, --attempts and --threads must be at least 1, --output-tokens at least 2")

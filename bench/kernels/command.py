@@ -3,10 +3,11 @@
     python -m bench kernels
     python -m bench kernels --shapes 1024x3072 --rows 1 4 16 --formats bf16 int4-64 --threads 1
 
-A shape is the inner dimension and the outputs. Copies of the weights take turns, so that each is read from
-memory: "gb_s" counts their bytes and is what few rows are bound by; "gflop_s" counts two operations a product
-and is what many rows are bound by. An int8 layer has a scale for each output, or for groups of so many
-numbers, as int4 layers have. Times are medians of calls, rounding of activations included.
+A shape is the inner dimension and the outputs. Each call reads another copy of the weights, from memory:
+"gb_s" counts their bytes and is what few rows are bound by; "gflop_s" counts two operations a product and is
+what many rows are bound by. An int8 layer has a scale for each output, or for groups of so many numbers, as
+int4 layers have; models are rounded to int8-128 and int4-64. Times are medians of calls, rounding of
+activations included.
 """
 
 from __future__ import annotations
@@ -52,13 +53,15 @@ def make(pool: ThreadPool, weight: torch.Tensor, kind: str) -> tuple[_Apply, flo
     """A layer over bfloat16 rows, and the bytes of its weights."""
     if kind == "bf16":
         return NativeLinear(pool, weight, None).packed.apply, 2.0 * weight.numel()
-    name, _, group = kind.partition("-")
+    name, _, text = kind.partition("-")
     bits: Literal[4, 8] = 4 if name == "int4" else 8
-    size = int(group or 0)
-    # A group has a scale, and with 4 bits an offset, of 16 bits each.
-    factors = 16 * (2 if bits == 4 else 1) / size if size else 32 / weight.shape[1]
-    apply = NativeLinear(pool, weight, None, Rounding(bits, size)).packed.apply
-    return apply, weight.numel() * (bits + factors) / 8
+    inner = weight.shape[1]
+    group = int(text or 0) or -(-inner // 64) * 64
+    groups = -(-inner // group)
+    # A group has a scale, and with 4 bits an offset, of 16 bits each; a single one, of 32 bits.
+    factors = groups * (32 if groups == 1 else 16) * (2 if bits == 4 else 1)
+    apply = NativeLinear(pool, weight, None, Rounding(bits, int(text or 0))).packed.apply
+    return apply, len(weight) * (groups * group * bits + factors) / 8
 
 
 def measure(layers: list[_Apply], rows: int, inner: int, outputs: int, seconds: float) -> float:
@@ -77,7 +80,7 @@ def measure(layers: list[_Apply], rows: int, inner: int, outputs: int, seconds: 
 def parsed(shape: str) -> tuple[int, int]:
     """Inner dimension and outputs. Raises BadOptions."""
     inner, _, outputs = shape.partition("x")
-    if not (inner.isdecimal() and outputs.isdecimal() and int(inner) % 16 == 0):
+    if not (inner.isdecimal() and outputs.isdecimal() and int(inner) % 16 == 0 < int(inner) * int(outputs)):
         raise BadOptions(f"a shape is INNERxOUTPUTS, an inner dimension that 16 divides, not {shape}")
     return int(inner), int(outputs)
 

@@ -22,10 +22,13 @@ def test_every_format_is_measured_with_any_number_of_rows(tmp_path: Path) -> Non
     assert len(rows) == 2 * 6 * 2
     sizes = {row["format"]: row["gb_s"] * row["us"] for row in rows if row["shape"] == "64x96"}
     of_bytes = {name: round(size * 1e3) / (64 * 96) for name, size in sizes.items()}
-    # Bytes a weight: 4 bits with 32 of scale and offset for 64 numbers are 4.5 bits.
+    # Bytes a weight: a single group has scale and offset of four bytes.
     assert of_bytes["bf16"] == 2
     assert of_bytes["int8"] == pytest.approx(1 + 4 / 64)
-    assert of_bytes["int4-64"] == pytest.approx(4.5 / 8)
+    assert of_bytes["int4-64"] == pytest.approx(0.5 + 8 / 64)
+    long = {row["format"]: row["gb_s"] * row["us"] for row in rows if row["shape"] == "208x40"}
+    # Four groups of 64 with scales and offsets of two bytes.
+    assert round(long["int4-64"] * 1e3) == pytest.approx(40 * (128 + 4 * 4))
 
 
 def test_a_shape_that_no_layer_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

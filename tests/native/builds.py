@@ -85,7 +85,7 @@ def _races() -> bool:
                 *(_SOURCE / name for name in ("common.cpp", "quantised.cpp")),
             ]
             flags = f"-std=c++20 -O1 -g -march=native -pthread -fsanitize=thread -I{_SOURCE}".split()
-            flags += [f"-DNUMBER={number}", f"-DBITS={bits}", *tiles]
+            flags += [f"-DNUMBER={number}", f"-DWEIGHT_BITS={bits}", *tiles]
             subprocess.run(["g++", *flags, *map(str, sources), "-o", program], check=True)
             env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
             results.append(subprocess.run([program], env=env).returncode == 0)

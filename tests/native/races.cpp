@@ -1,6 +1,6 @@
 // Programs of thread pools for the race detector: decoders, attention and linear layers, by several callers at once.
 //
-// Compiled by tests.native.builds together with the kernels of one type (NUMBER), for weights of BITS bits, or for
+// Compiled by tests.native.builds together with the kernels of one type (NUMBER), for weights of WEIGHT_BITS bits, or for
 // weights that are not rounded (0). Returns 1 if results depend on the pool.
 #include <cmath>
 #include <cstdio>
@@ -17,7 +17,9 @@ using T = NUMBER;
 namespace {
 
 constexpr int64_t HIDDEN = 48, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 16, MIDDLE = 80, VOCABULARY = 101;
-constexpr int64_t LAYERS = 2, PAGE = 16, PAGES = 12, POSITIONS = 64;
+constexpr int64_t EXPERTS = 4, LAYERS = 3, PAGE = 16, PAGES = 12, POSITIONS = 64;
+
+constexpr Format FORMAT{WEIGHT_BITS, WEIGHT_BITS ? 32 : 0};
 
 std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
   std::mt19937 generator(seed);
@@ -29,22 +31,28 @@ std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
 
 // A model, and two prompts and a decode of one step.
 struct Model {
-  explicit Model(ThreadPool& pool) {
+  explicit Model(ThreadPool& pool)
+      : scores(pool, routes.data(), nullptr, EXPERTS, HIDDEN, false),
+        router(&scores, nullptr, Rule{false, EXPERTS, 2, 1, 1, true, 1.0f}),
+        experts(EXPERTS, HIDDEN, MIDDLE, FORMAT, FORMAT) {
     auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
       const auto rows = noise((gated ? 2 : 1) * outputs * inner, seed);
-      const Format format{BITS, BITS ? 32 : 0};
       weights.push_back(
-          std::make_unique<Linear<T>>(Linear<T>::of(pool, rows.data(), nullptr, outputs, inner, gated, format)));
+          std::make_unique<Linear<T>>(Linear<T>::of(pool, rows.data(), nullptr, outputs, inner, gated, FORMAT)));
       return weights.back().get();
     };
     const HeadShape<T> shape{HEADS, KV_HEADS, HEAD_DIM, nullptr, 1e-6f};
     decoder = std::make_unique<Decoder<T>>(Embedding<T>{embedding.data(), nullptr}, norm.data(),
                                            pack(VOCABULARY, HIDDEN, false, 9), shape,
                                            Rotary<T>{cos.data(), sin.data(), HEAD_DIM, POSITIONS}, HIDDEN, 1e-6f);
+    for (int64_t expert = 0; expert < EXPERTS; expert++)
+      experts.set(pool, expert, noise(2 * MIDDLE * HIDDEN, 50 + expert).data(), noise(HIDDEN * MIDDLE, 60 + expert).data());
+    // The last layer has experts besides a shared one.
     for (int layer = 0; layer < LAYERS; layer++)
       decoder->add({norm.data(), pack(shape.width(), HIDDEN, false, 10 + layer), head_norm.data(),
                     pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer), norm.data(),
-                    pack(MIDDLE, HIDDEN, true, 30 + layer), pack(HIDDEN, MIDDLE, false, 40 + layer), nullptr, nullptr,
+                    pack(MIDDLE, HIDDEN, true, 30 + layer), pack(HIDDEN, MIDDLE, false, 40 + layer),
+                    layer + 1 < LAYERS ? nullptr : &router, layer + 1 < LAYERS ? nullptr : &experts,
                     AttentionParams{0.25f, 0.0f, layer ? 7 : 0, 1}});
   }
 
@@ -78,6 +86,14 @@ struct Model {
   std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), norm = noise(HIDDEN, 2, 1.0f);
   std::vector<T> head_norm = noise((HEADS + KV_HEADS) * HEAD_DIM, 3, 1.0f);
   std::vector<T> cos = noise(POSITIONS * HEAD_DIM, 4), sin = noise(POSITIONS * HEAD_DIM, 5);
+  std::vector<float> routes = [] {
+    std::vector<float> values;
+    for (const T value : noise(EXPERTS * HIDDEN, 6, 1.0f)) values.push_back(Number<T>::read(value));
+    return values;
+  }();
+  Weights<float> scores;
+  Router<T> router;
+  Experts<T> experts;
   std::vector<std::unique_ptr<Linear<T>>> weights;
   std::unique_ptr<Decoder<T>> decoder;
 };

@@ -20,6 +20,7 @@ from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.quantization import Rounding
 from aioinfer.native.bindings import (
     InvalidArguments,
     ThreadPool,
@@ -149,6 +150,12 @@ def test_layers_that_do_not_fit_each_other_are_refused_when_a_decoder_is_made() 
     layers: list[Layer] = []
     with pytest.raises(ValueError, match="outputs for"):
         NativeDecoder(pool, spec, layers, head=linear(spec.vocab_size + 32, hidden), **parts)
+    parts["embedding"] = linear(spec.vocab_size, hidden)
+    with pytest.raises(InvalidArguments, match="not quantised"):
+        NativeDecoder(pool, spec, layers, head=linear(spec.vocab_size, hidden), **parts)
+    gated = NativeLinear(pool, normal(2 * spec.vocab_size, hidden, seed=0), None, Rounding(8, 32), gated=True)
+    with pytest.raises(InvalidArguments, match="are gated"):
+        NativeDecoder(pool, spec, layers, head=gated, **parts)
 
 
 def test_experts_that_do_not_exist_are_refused() -> None:

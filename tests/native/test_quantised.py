@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -284,11 +285,10 @@ def test_small_differences_of_large_weights_and_the_largest_weights_are_numbers(
 # -- numbers of other formats --------------------------------------------------------------------------
 
 
-def half(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
-    """Numbers of float16, the denormal ones among them."""
-    return (
-        (rng.standard_normal(shape) * 10.0 ** rng.uniform(-8, 3, shape)).astype(np.float16).astype(np.float32)
-    )
+def half(rng: np.random.Generator, *shape: int, least: float = -8) -> NDArray[np.float32]:
+    """Numbers of float16 down to about 10 to ``least``: with -8, denormal ones among them."""
+    sizes = 10.0 ** rng.uniform(least, 3, shape)
+    return (np.clip(rng.standard_normal(shape), 0.5, 2) * sizes).astype(np.float16).astype(np.float32)
 
 
 def brain(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
@@ -302,7 +302,7 @@ def known_format(
     if name == "Q4_0":
         return 32, half(rng, 40, 4), None
     if name == "Q4_1":
-        return 32, half(rng, 40, 4), half(rng, 40, 4)
+        return 32, half(rng, 40, 4, least=-3), -half(rng, 40, 4, least=-3)
     if name == "Q4_K":  # a float16 times 6 bits
         steps = rng.integers(0, 64, (2, 40, 4)).astype(np.float32)
         return 32, half(rng, 40, 1) * steps[0], -half(rng, 40, 1) * steps[1]
@@ -358,6 +358,22 @@ def test_numbers_beyond_4_bits_and_rows_too_long_for_one_group_are_refused() -> 
         make(pool, values, scales, None, None, Rounding(8, 32), dtype=torch.float32)
     with pytest.raises(InvalidArguments, match="too long"):
         NativeLinear(pool, torch.ones(1, (1 << 17) + 1), None, Rounding(8, 0))
+
+
+def test_factors_of_another_shape_and_gates_without_values_are_refused() -> None:
+    pool, values, scales = shared_thread_pool(1), torch.zeros(33, 64, dtype=torch.uint8), torch.ones(33, 2)
+    given = partial(
+        NativeLinear.given, pool, values, bias=None, rounding=Rounding(4, 32), dtype=torch.float32
+    )
+    for factors in ((scales.T, None), (scales, scales[:, :1]), (scales[:32], None)):
+        with pytest.raises(ValueError, match="scales and offsets"):
+            given(*factors)
+    with pytest.raises(ValueError, match="even"):
+        given(scales, None, gated=True)
+    with pytest.raises(ValueError, match="even"):
+        NativeLinear(pool, scales, None, gated=True)
+    wide = torch.ones(33, 4)[:, ::2]
+    assert given(wide, wide)(torch.ones(1, 64)).isfinite().all()
 
 
 def test_values_of_another_size_are_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
@@ -117,6 +118,14 @@ def test_an_engine_with_rounded_weights_answers_correctly(way: Quantization) -> 
     with LLM(EngineConfig(device="cpu", quantization=way)) as llm:
         (result,) = llm.generate([question], SamplingParams(temperature=0))
     assert "42" in result.text
+
+
+def test_rounding_experts_that_are_not_native_is_refused(checkpoint: Callable[[str], Any]) -> None:
+    path = str(checkpoint("qwen3-moe-mixed")[0])
+    config = EngineConfig(model=path, device="cpu", quantization="int4", moe_backend="loop")
+    assert examine(config)[-1].text.startswith("quantization: int4 needs native experts")
+    with pytest.raises(ConfigError, match=r"^quantization: experts are computed by loop: asked for"):
+        TorchDevice(config).open()
 
 
 @pytest.mark.parametrize("way", WAYS)

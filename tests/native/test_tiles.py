@@ -32,7 +32,13 @@ Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
 _ROOT = Path(__file__).parents[2]
 #: tests of kernels that depend on how products are computed
-KERNELS = ["native/test_attention", "native/test_decoder", "native/test_quantization", "native/test_laws"]
+KERNELS = [
+    "native/test_attention",
+    "native/test_decoder",
+    "native/test_quantised",
+    "native/test_quantization",
+    "native/test_laws",
+]
 KERNELS += ["native/test_linear", "native/test_thread_pool", "native/test_invalid_arguments"]
 KERNELS += ["model/test_native_experts", "engine/test_deterministic"]
 TINY = np.float32(2.0**-126)

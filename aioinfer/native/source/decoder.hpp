@@ -90,10 +90,10 @@ class Decoder {
       : embedding_(embedding), norm_(norm), head_(head), shape_(shape), rotary_(rotary), hidden_(hidden), eps_(eps) {
     shape.check(rotary.size);
     require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
-    require(head->inner == hidden, "the head's inner dimension is not the hidden size");
+    fits(*head, head->outputs, hidden);
     const Linear<T>* words = embedding.words;
     require((embedding.vectors == nullptr) != (words == nullptr), "a decoder has an embedding or words");
-    require(words == nullptr || (words->quantised() && !words->gated), "words are not quantised, or are gated");
+    require(words == nullptr || words->quantised(), "words are not quantised");
     if (words != nullptr) fits(*words, head->outputs, hidden);
   }
 
@@ -104,8 +104,8 @@ class Decoder {
     fits(*layer.out, hidden_, shape_.heads * shape_.head_dim);
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
-      require(layer.gate_up->gated && layer.down != nullptr, "a feed-forward part without gate or down");
-      fits(*layer.gate_up, middle, hidden_);
+      require(layer.down != nullptr, "a feed-forward part without down");
+      fits(*layer.gate_up, middle, hidden_, true);
       fits(*layer.down, hidden_, middle);
     }
     require(layer.gate_up != nullptr || layer.experts != nullptr, "a layer without a feed-forward part");
@@ -143,8 +143,9 @@ class Decoder {
   }
 
  private:
-  static void fits(const Linear<T>& weights, int64_t outputs, int64_t inner) {
+  static void fits(const Linear<T>& weights, int64_t outputs, int64_t inner, bool gated = false) {
     require(weights.outputs == outputs && weights.inner == inner, "weights of another size");
+    require(weights.gated == gated, gated ? "weights are not gated" : "weights are gated");
   }
 
   void check(const AttentionParams& params) const { aioinfer::check(params); }

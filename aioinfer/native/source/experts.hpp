@@ -117,8 +117,8 @@ class Mixing {
   // Allocate for ``tokens`` with ``top_k`` experts each. The only function here that throws.
   void reserve(int workers, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
     const int64_t pairs = tokens * top_k, padded = Dispatch::padded<T>(pairs, experts.count);
-    rows_.reserve(experts.gate_up(0), pairs, padded);
-    gated_.reserve(experts.down(0), pairs, padded);
+    rows_.reserve(experts.gate_up(0), pairs, padded, false);
+    gated_.reserve(experts.down(0), pairs, padded, true);
     if (shared.gate_up != nullptr) shared_gated_.reserve(*shared.down, tokens);
     grow(outputs_, (pairs + (shared.gate_up == nullptr ? 0 : tokens)) * experts.hidden);
     while (static_cast<int>(dispatches_.size()) < workers) dispatches_.push_back(std::make_unique<Dispatch>());

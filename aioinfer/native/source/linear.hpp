@@ -4,8 +4,7 @@
 //   packed       blocks of rows (activations.hpp)                             weights.hpp
 //   quantised    rows of T, each of which is rounded when all of it is there   quantised.hpp
 //
-// Who computes inputs puts vectors into rows, and then finishes each row, or all of them in a phase of their own. A
-// product gives its results to store(place, panel, first vector, second vector): two vectors of outputs, or, gated, of
+// Vectors are put into rows, and then each row is finished, or all of them in a phase of their own. A product gives its results to store(place, panel, first vector, second vector): two vectors of outputs, or, gated, of
 // gates and of what they gate, in panels of PANEL outputs or of LANES gated ones.
 #pragma once
 
@@ -90,19 +89,20 @@ class Inputs {
   };
 
   explicit Inputs(const Activations<T>& blocks) : blocks_(blocks) {}
+  // ``staged`` may be null where whole rows are set or copied.
   Inputs(T* staged, const RoundedRows& rounded, int64_t inner)
-      : blocks_(nullptr, rounded.rows(), inner), staged_(staged), rounded_(rounded) {}
+      : blocks_(nullptr, rounded.rows(), inner), staged_(staged), rounded_(rounded), rounds_(true) {}
 
   int64_t rows() const { return blocks_.blocks.rows; }
   const Activations<T>& blocks() const { return blocks_; }
   const RoundedRows& rounded() const { return rounded_; }
 
   Row row(int64_t index) const {
-    if (staged_ != nullptr) return {nullptr, staged_ + index * blocks_.inner};
+    if (rounds_) return {nullptr, staged_ + index * blocks_.inner};
     return {blocks_.row(index), nullptr};
   }
   AIOINFER_INLINE Row row(const Place& place) const {
-    if (staged_ != nullptr) return {nullptr, staged_ + place.row * blocks_.inner};
+    if (rounds_) return {nullptr, staged_ + place.row * blocks_.inner};
     return {blocks_.row(place), nullptr};
   }
 
@@ -116,24 +116,24 @@ class Inputs {
 
   // After all of a row was put.
   void finish(int64_t index) const {
-    if (staged_ != nullptr) rounded_.set(index, staged_ + index * blocks_.inner);
+    if (rounds_) rounded_.set(index, staged_ + index * blocks_.inner);
   }
 
   // Put a row and finish it. For packed weights, LANES divides the inner dimension.
   void set(int64_t index, const T* from) const {
-    if (staged_ != nullptr) return rounded_.set(index, from);
+    if (rounds_) return rounded_.set(index, from);
     uint32_t* to = blocks_.row(index);
     for (int64_t i = 0; i < blocks_.inner; i += LANES) blocks_.put(to, i, Number<T>::load_lanes(from + i));
   }
 
   // Finish all rows, as a phase of a program, or none if that is nothing.
   void finish(Worker& worker) const {
-    if (staged_ != nullptr) worker.parallel_in_runs(rows(), [&](int64_t index) { finish(index); });
+    if (rounds_) worker.parallel_in_runs(rows(), [&](int64_t index) { finish(index); });
   }
 
   // Copy a finished row of others for a layer that can multiply the same inputs.
   void copy(int64_t index, const Inputs& others, int64_t theirs) const {
-    if (staged_ != nullptr)
+    if (rounds_)
       rounded_.copy(index, others.rounded_, theirs);
     else
       blocks_.copy(blocks_.row(index), others.blocks_, others.blocks_.row(theirs));
@@ -141,23 +141,27 @@ class Inputs {
 
  private:
   Activations<T> blocks_;  // of quantised weights, without memory
-  T* staged_ = nullptr;    // null unless the weights are quantised
+  T* staged_ = nullptr;
   RoundedRows rounded_;
+  bool rounds_ = false;  // the weights are quantised
 };
 
 // Memory for the inputs of one layer at a time.
 template <class T>
 class InputBuffer {
  public:
-  // Make room for so many rows, and for so many with the padding of blocks. The only function here that throws.
-  void reserve(const Linear<T>& layer, int64_t rows, int64_t padded) {
+  // Make room for so many rows, and for so many with the padding of blocks; for rows that are put, not set or copied.
+  // Only reserve() throws.
+  void reserve(const Linear<T>& layer, int64_t rows, int64_t padded, bool put) {
     if (layer.quantised() == nullptr) return grow(units_, padded * units_of<T>(layer.inner));
     const QuantisedShape& shape = layer.quantised()->shape;
-    grow(staged_, rows * shape.inner);
+    if (put) grow(staged_, rows * shape.inner);
     grow(values_, rows * shape.depth());
     grow(groups_, rows * shape.groups());
   }
-  void reserve(const Linear<T>& layer, int64_t rows) { reserve(layer, rows, Blocks::of<T>(rows).padded()); }
+  void reserve(const Linear<T>& layer, int64_t rows, bool put = true) {
+    reserve(layer, rows, Blocks::of<T>(rows).padded(), put);
+  }
 
   // Rows behind others: ``first`` of them, or ``padded_first`` with the padding of their blocks.
   Inputs<T> inputs(const Linear<T>& layer, int64_t rows, int64_t first = 0, int64_t padded_first = 0) {
@@ -166,7 +170,7 @@ class InputBuffer {
       return Inputs<T>(Activations<T>(units_.data() + padded_first * units_of<T>(inner), rows, inner));
     const QuantisedShape& shape = layer.quantised()->shape;
     const RoundedRows rounded(values_.data() + first * shape.depth(), groups_.data() + first * shape.groups(), rows, shape);
-    return Inputs<T>(staged_.data() + first * inner, rounded, inner);
+    return Inputs<T>(staged_.empty() ? nullptr : staged_.data() + first * inner, rounded, inner);
   }
 
  private:

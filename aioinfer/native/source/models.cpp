@@ -18,7 +18,7 @@ class LayerRows {
   LayerRows(const T* in, int64_t count, const Linear<T>& layer) : in_(in), inner_(layer.inner), to_(buffer_.inputs(layer, 0)) {
     require(count >= 0, "count is negative");
     require(layer.quantised() || inner_ % LANES == 0, "the inner dimension is no multiple of a vector");
-    buffer_.reserve(layer, count);
+    buffer_.reserve(layer, count, false);
     to_ = buffer_.inputs(layer, count);
   }
 
@@ -114,7 +114,7 @@ void* NAMED(router)(const RouterArguments* a) {
     require(a->groups > 0 && experts % a->groups == 0, "the experts do not divide into so many groups");
     require(a->top_groups > 0 && a->top_groups <= a->groups, "top_groups is not in [1, groups]");
     require(a->top_k > 0 && a->top_k <= experts / a->groups * a->top_groups, "top_k is not in [1, experts of top_groups]");
-    require(a->weight->packed() != nullptr, "the weights of a router are rounded");
+    require(a->weight->packed() && !a->weight->gated, "the weights of a router are rounded, or gated");
     return new Router<T>(a->weight->packed(), a->bias, rule);
   });
 }

@@ -5,14 +5,14 @@
 //   │ row 1: group 0 | group 1 | .. │    │ strip 1: group 0: scales, offsets, units | group 1: .. │   neighbours along
 //   └                               ┘    └                                                        ┘   the inner dimension
 //
-// A group is a run of the inner dimension, at most all of it. Within a group, a weight of an output is
+// A group is a run of the inner dimension; the last one, or the only one, is padded. Within a group, a weight of an output is
 // scale * q + offset, and an activation of a row is factor * a, with whole numbers q and a. With the exact 32-bit sums
 //   S = sum of q * a,   A = sum of a
 // a result is, over the groups in ascending order,
 //   total = fma(float(S) * factor, scale, fma(factor * float(A), offset, total))
 // from 0 on, or fma(float(S) * factor, scale, total) without offsets, and then its bias is added. Every operation is
 // one of float32 with its rounding, and the sums are exact: a result has the same bits alone and among other rows, on
-// any number of threads, and on every processor.
+// any number of threads, and on every processor. (Where products are computed by tiles, denormal numbers are 0.)
 //
 // Everything here is compiled once, by quantised.cpp, without contracting operations: others call it.
 #pragma once

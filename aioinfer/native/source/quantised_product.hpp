@@ -11,7 +11,7 @@ AIOINFER_INLINE Reals load_factors(const char* from, Precision precision) {
   typedef uint16_t Halves __attribute__((vector_size(DOT_LANES * 2)));
   const Quads bits = __builtin_convertvector(load<Halves>(from), Quads);
   if (precision == Precision::BFLOAT16) return cast<Reals>(bits << 16);
-  // An exponent of float16 is 112 less than one of float32; the product is exact, also for denormal numbers.
+  // An exponent of float16 is 112 less than one of float32. The product is exact: see half_bits().
   const Quads size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
   return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
 }

@@ -39,7 +39,7 @@ AIOINFER_INLINE int32_t sum_of(Ints lanes) {
 
 // LEAST_GROUP integers as bytes.
 AIOINFER_INLINE void store_bytes(int8_t* to, const Ints (&from)[LEAST_GROUP / LANES]) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(AIOINFER_MODELLED_TILES)
   // Both packings work within halves: dwords of the result are those of lanes 0-3 of all vectors, then 4-7.
   const __m256i low = _mm256_packs_epi32(cast<__m256i>(from[0]), cast<__m256i>(from[1]));
   const __m256i high = _mm256_packs_epi32(cast<__m256i>(from[2]), cast<__m256i>(from[3]));
@@ -183,6 +183,7 @@ inline RoundedGroup round_to_4_bits(const float* from, int64_t size, Precision p
     least = std::min(least, from[i]), most = std::max(most, from[i]), finite &= std::isfinite(from[i]);
   if (!finite || !std::isfinite(most - least)) return std::fill_n(to, size, 0), RoundedGroup{NAN, NAN};
   const RoundedGroup best = best_range(from, size, least, most, precision);
+  if (!std::isfinite(best.offset)) return std::fill_n(to, size, 0), RoundedGroup{NAN, NAN};
   const float inverse = best.scale > 0 ? 1.0f / best.scale : 0.0f;
   for (int64_t i = 0; i < size; i += 8) {
     const Eight numbers = nearest(load<Eight>(from + i), best, inverse);

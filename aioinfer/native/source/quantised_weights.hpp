@@ -7,23 +7,19 @@
 
 namespace aioinfer {
 
-// The bits of a number as float16, if it is one; infinity and NaN are not.
+// The bits of a number as float16, if it is zero or a normal one of those. Denormal ones could not be widened while
+// denormal numbers are 0, as they are with tiles.
 inline std::optional<uint16_t> half_bits(float value) {
   const uint32_t word = cast<uint32_t>(value), sign = word >> 16 & 0x8000u, size = word & 0x7fffffffu;
   if (size == 0) return sign;
   const int exponent = static_cast<int>(size >> 23) - 127;
-  if (exponent > 15 || exponent < -24) return {};
-  // The bits that float16 has not; of denormal numbers, more.
-  const int lost = exponent >= -14 ? 13 : -1 - exponent;
-  const uint32_t fraction = (size & 0x7fffffu) | 0x800000u;
-  if (fraction & ((1u << lost) - 1)) return {};
-  const uint32_t kept = fraction >> lost;
-  return sign | (exponent >= -14 ? static_cast<uint32_t>(exponent + 14) * 1024 + kept : kept);
+  if (exponent > 15 || exponent < -14 || size & 0x1fffu) return {};
+  return sign | (size - (112u << 23)) >> 13;
 }
 
 inline float of_half_bits(uint16_t bits) {
-  const float size = cast<float>((bits & 0x7fffu) << 13) * 0x1p112f;
-  return bits & 0x8000u ? -size : size;
+  const uint32_t size = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
+  return cast<float>(size == 0 ? sign : sign | ((size << 13) + (112u << 23)));
 }
 
 inline bool fits(float value, Precision precision) {
@@ -50,7 +46,7 @@ QuantisedShape::QuantisedShape(int64_t outputs, int64_t inner, int64_t group, in
   require(group >= 0 && group % LEAST_GROUP == 0, "a group is no multiple of 32");
   require(inner <= LONGEST_GROUP || group > 0, "the inner dimension is too long for one group");
   require(group <= LONGEST_GROUP, "a group is too long");
-  // All of it, padded to what a tile takes at once.
+  // All of it, padded to a line of the cache.
   if (group == 0) this->group = (inner + 63) / 64 * 64;
 }
 

@@ -15,16 +15,12 @@
 // Where the processor has tiles, those multiply bfloat16, one row as well as a thousand: see tile_product.hpp.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cmath>
-#include <cstdlib>
-#include <new>
 #include <utility>
 #include <vector>
 
 #include "activations.hpp"
+#include "memory.hpp"
 #include "simd.hpp"
 #include "thread_pool.hpp"
 #include "tile_product.hpp"
@@ -34,34 +30,6 @@ namespace aioinfer {
 // Outputs of a panel: two vectors.
 constexpr int PANEL = 2 * LANES;
 static_assert(!tiles::ENABLED || LANES == tiles::SIDE);
-
-// Memory for weights: aligned, and on huge pages where the system has any.
-class Memory {
- public:
-  Memory() = default;
-  explicit Memory(size_t bytes) {
-    constexpr size_t huge = size_t{1} << 21;
-    bytes = (bytes + huge - 1) / huge * huge;
-    data_ = std::aligned_alloc(huge, bytes);
-    if (data_ == nullptr) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-    madvise(data_, bytes, MADV_HUGEPAGE);
-#endif
-  }
-  ~Memory() { std::free(data_); }
-  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
-  Memory& operator=(Memory&& other) noexcept {
-    std::swap(data_, other.data_);
-    return *this;
-  }
-  template <class V>
-  V* as() const {
-    return static_cast<V*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
-};
 
 // Weights [outputs, inner] in panels, with a bias or without.
 //
