@@ -17,6 +17,7 @@ from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
 from aioinfer.text.tool_calls import Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
+from tests.tiers import grid
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -149,11 +150,11 @@ def test_the_nesting_of_every_schema_in_a_grammar_has_one_limit(way: str, most: 
             backend.compile(WITH_SCHEMA[way](schema_of(depth)))
 
 
-def test_a_schema_of_unpaired_brackets_and_quotes_is_an_error_in_one_pass() -> None:
+@pytest.mark.parametrize("before", grid(["", 'start: %json ["'], ["[", '{"', "start: %json {"]))
+def test_a_schema_of_unpaired_brackets_and_quotes_is_an_error_in_one_pass(before: str) -> None:
     backend = Vocabulary(None).backend
     for part in ("[", "{", "]", '"', '\\"', '{"', '["",', "%json {", '%json "', "%json [%json ["):
-        for before in ("", "[", '{"', "start: %json {", 'start: %json ["'):
-            text = before + part * (200_000 // len(part))
-            for grammar in (Grammar("json_schema", text), Grammar("lark", text), Grammar("answer", text)):
-                with pytest.raises(InvalidRequest):
-                    backend.compile(grammar)
+        text = before + part * (200_000 // len(part))
+        for grammar in (Grammar("json_schema", text), Grammar("lark", text), Grammar("answer", text)):
+            with pytest.raises(InvalidRequest):
+                backend.compile(grammar)
