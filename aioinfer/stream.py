@@ -159,9 +159,10 @@ class Stream(Coroutine[Any, Any, Result]):
       with ``asyncio.create_task(stream)`` or ``TaskGroup.create_task(stream)``.
     * ``async with stream`` closes it on the way out.
 
-    The request was queued when the stream was made. It is aborted, and its memory given back within two
-    steps, when the stream is closed, its consumer cancelled, or the stream dropped. Errors of the
-    request (:class:`~aioinfer.RequestError`, :class:`~aioinfer.EngineError`) are raised where it is read.
+    The request was queued when the stream was made. It is aborted when the stream is closed, its consumer
+    cancelled, or the stream dropped; its memory is given back when the steps in flight have landed, by
+    default two at the most. Errors of the request (:class:`~aioinfer.RequestError`,
+    :class:`~aioinfer.EngineError`) are raised where it is read.
     """
 
     __slots__ = ("__weakref__", "_cell", "_ended", "_owner", "_running")

@@ -183,3 +183,27 @@ def test_an_exception_anywhere_in_a_turn_is_survived_or_loud(kind: Any, seed: in
             continue  # an earlier end of another request: the call was not made so often
         states[course.state] += 1
     assert states[EngineState.RUNNING] > 2, states
+
+
+@pytest.mark.parametrize("kind", [make_world, make_block_world])
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("scheduling/scheduler.py", "Scheduler.plan"),
+        ("scheduling/scheduler.py", "Scheduler._admit"),
+        ("scheduling/scheduler.py", "Scheduler._chunk"),
+        ("loop/core.py", "Core.resolve"),
+        ("scheduling/scheduler.py", "Scheduler.resolve"),
+    ],
+)
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.5])
+def test_planning_or_committing_that_raises_ends_the_requests_of_that_step_alone(
+    kind: Any, file: str, name: str, part: float
+) -> None:
+    call = file, name, "call"
+    course = simulate(kind, 3, Hook(call, 1 + int(survey(kind, 3)[call] * part)))
+    assert course.hook.raised_at is not None
+    assert course.state is EngineState.RUNNING
+    assert course.failed
+    assert course.claims
+    assert len(course.failed) + len(course.claims) == REQUESTS

@@ -451,3 +451,20 @@ async def test_a_request_of_many_choices_lets_others_go_between(serving: Serving
         assert not many.done()
         async with await many as response:
             assert [choice["text"] for choice in (await response.json())["choices"]] == [alone] * 64
+
+
+async def test_an_unexpected_error_is_a_500_without_details_and_a_log_line(
+    serving: Serving, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a secret of the engine")
+
+    async with serving() as served:
+        monkeypatch.setattr(Engine, "generate", broken)
+        async with served.client() as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.chat.completions.create(model="toy", messages=CHAT)
+    assert "secret" not in str(caught.value)
+    [record] = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError

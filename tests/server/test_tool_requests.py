@@ -139,6 +139,7 @@ def named(name: Any) -> dict[str, Any]:
         ({"tools": [tool("x", {"properties": {"a": {"type": "b"}}}, strict=True)]}, "tools"),
         ({"tool_choice": "required", "tools": [tool("x", DEEP)]}, "tools"),
         ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
         ({"functions": [{"name": "f"}]}, "functions"),
         (
             {"messages": [USER, {"role": "tool", "tool_call_id": 1, "content": ""}]},
