@@ -122,6 +122,9 @@ class EngineConfig:
     quantization: Literal["none", "int8", "int4"] = _option(
         "none", "model", "bits to which linear layers are rounded at load; native CPU kernels only"
     )
+    cache_weights: bool = _option(
+        False, "model", "map packed weights from the user's cache, writing them first; native kernels only"
+    )
     max_model_len: int | None = _option(None, "model", "maximum prompt plus output in tokens", _AT_LEAST_ONE)
     transformers_fallback: bool = _option(
         False, "model", "run the transformers implementation, for any model"

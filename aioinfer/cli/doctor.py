@@ -159,9 +159,12 @@ def _check_promises(
     config: EngineConfig, model: ModelInfo, attention: str, layers: Backend, experts: Backend | None
 ) -> None:
     """Raises ConfigError for what only native kernels do."""
-    from aioinfer.model.layers import check_quantization, why_variant
+    from aioinfer.model.layers import check_cache_weights, check_quantization, why_variant
 
-    check_quantization(config.quantization, layers if model.own else None, model.architecture, experts)
+    own_layers = layers if model.own else None
+    check_quantization(config.quantization, own_layers, model.architecture, experts)
+    if config.cache_weights:
+        check_cache_weights(own_layers, config.load_format, model.architecture)
     native = all(each is None or each.name == "native" for each in (layers, experts))
     if config.deterministic and not (model.own and native):
         raise ConfigError(f"deterministic: {why_variant(model.architecture, attention)}")

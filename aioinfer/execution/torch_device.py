@@ -126,6 +126,7 @@ class TorchDevice:
             experts=config.moe_backend,
             block_size=config.block_size,
             quantization=config.quantization,
+            cache_weights=config.cache_weights,
             progress=progress,
             check_size=(lambda size: check_weights(size, memory_available())) if on_cpu else None,
         )

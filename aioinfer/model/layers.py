@@ -20,10 +20,13 @@ from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.quantization import Quantization
 from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.model.weights import StoredMatrix
+from aioinfer.model.weights_cache import Blobs
 
 __all__ = [
     "LayerKernels",
     "TorchLayers",
+    "check_cache_weights",
     "check_quantization",
     "choose_layers",
     "make_layers",
@@ -35,7 +38,7 @@ _NATIVE_MULTIPLE = 16
 
 
 class LayerKernels(Protocol):
-    """Makes the parts of a model. It may copy the weights that it is given and release the originals."""
+    """Makes the parts of a model. It need not read weights that it has already."""
 
     @property
     def native(self) -> bool:
@@ -45,21 +48,12 @@ class LayerKernels(Protocol):
     def operations(self) -> Operations:
         """The operations between matrix products, for a decoder that calls them one by one."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """A linear layer from a weight [outputs, inner] and a bias [outputs] or None."""
+    def linear(self, stored: StoredMatrix) -> Linear:
+        """A linear layer from a weight [outputs, inner]."""
 
-    def head(self, weight: torch.Tensor) -> Linear:
-        """The linear layer to logits, from a weight [vocab_size, hidden]."""
-
-    def swiglu(
-        self,
-        gate_up: torch.Tensor,
-        gate_up_bias: torch.Tensor | None,
-        down: torch.Tensor,
-        down_bias: torch.Tensor | None,
-    ) -> FeedForward:
+    def swiglu(self, gate_up: StoredMatrix, down: StoredMatrix) -> FeedForward:
         """The dense feed-forward part, from ``gate_up`` [2 * middle, hidden], the rows of gate first, and
-        ``down`` [hidden, middle]; biases are [2 * middle] and [hidden], or None."""
+        ``down`` [hidden, middle]."""
 
     def sparse(
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
@@ -74,13 +68,19 @@ class LayerKernels(Protocol):
         """
 
     def decoder(
-        self, spec: ModelSpec, layers: Sequence[Layer], *, embedding: torch.Tensor, tied: bool, **parts: Any
+        self,
+        spec: ModelSpec,
+        layers: Sequence[Layer],
+        *,
+        embedding: StoredMatrix,
+        head: StoredMatrix,
+        **parts: Any,
     ) -> CausalLM:
         """The model.
 
         Args:
             embedding: [vocab_size, hidden].
-            tied: it also is the weight of the head.
+            head: the weight of the linear layer to logits, of the same shape; the same object if it is tied.
             parts: the other arguments of :class:`~aioinfer.model.decoder.Decoder`.
         """
 
@@ -93,20 +93,11 @@ class TorchLayers:
     make_linear: MakeLinear
     native = False
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return self.make_linear(weight, bias)
+    def linear(self, stored: StoredMatrix) -> Linear:
+        return self.make_linear(stored.load(), stored.bias())
 
-    def head(self, weight: torch.Tensor) -> Linear:
-        return self.make_linear(weight, None)
-
-    def swiglu(
-        self,
-        gate_up: torch.Tensor,
-        gate_up_bias: torch.Tensor | None,
-        down: torch.Tensor,
-        down_bias: torch.Tensor | None,
-    ) -> FeedForward:
-        return SwiGLU(self.linear(gate_up, gate_up_bias), self.linear(down, down_bias), self.operations)
+    def swiglu(self, gate_up: StoredMatrix, down: StoredMatrix) -> FeedForward:
+        return SwiGLU(self.linear(gate_up), self.linear(down), self.operations)
 
     def sparse(
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
@@ -114,9 +105,17 @@ class TorchLayers:
         return make_sparse(rule, stored, shared, backend)
 
     def decoder(
-        self, spec: ModelSpec, layers: Sequence[Layer], *, embedding: torch.Tensor, tied: bool, **parts: Any
+        self,
+        spec: ModelSpec,
+        layers: Sequence[Layer],
+        *,
+        embedding: StoredMatrix,
+        head: StoredMatrix,
+        **parts: Any,
     ) -> CausalLM:
-        return Decoder(spec, layers, embedding=embedding, operations=self.operations, **parts)
+        words = embedding.load()
+        to_logits = self.make_linear(words if head is embedding else head.load(), None)
+        return Decoder(spec, layers, embedding=words, head=to_logits, operations=self.operations, **parts)
 
 
 def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:
@@ -147,6 +146,20 @@ def check_quantization(
             raise ConfigError(f"quantization: {quantization} needs native {what}, {found}")
 
 
+def check_cache_weights(layers: Backend | None, load_format: str, architecture: str) -> None:
+    """Raise ConfigError if a model has no packed weights that could be cached.
+
+    Args:
+        layers: the backend of the layers; None for a model of transformers.
+    """
+    if layers is None:
+        raise ConfigError(f"cache_weights: the code of {architecture} is transformers' own")
+    if load_format == "random":
+        raise ConfigError("cache_weights: random weights are not cached")
+    if layers.name != "native":
+        raise ConfigError(f"cache_weights: these layers are {layers.name}, without packed weights")
+
+
 def why_variant(architecture: str, attention: str) -> str:
     """Why the logits of a model that is not native throughout may depend on the batch, for error messages.
     ``attention`` is the name of its attention backend."""
@@ -161,13 +174,19 @@ def make_layers(
     dtype: torch.dtype,
     sizes: Sequence[int] = (),
     quantization: Quantization = "none",
+    blobs: Blobs | None = None,
 ) -> LayerKernels:
-    """The layers' kernels for an attention backend. ``sizes`` are the inner dimensions of the layers."""
+    """The layers' kernels for an attention backend.
+
+    Args:
+        sizes: the inner dimensions of the layers.
+        blobs: of packed weights, for native kernels.
+    """
     if choose_layers(backend, sizes).name == "native":
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.bindings import shared_thread_pool
 
-        return NativeLayers(shared_thread_pool(torch.get_num_threads()), quantization)
+        return NativeLayers(shared_thread_pool(torch.get_num_threads()), quantization, blobs)
     # A captured CUDA graph reads weights in place: not packed.
     make_linear = TorchLinear if backend.name == "triton" else packed_or_torch(device, dtype)
     return TorchLayers(make_operations(backend), make_linear)

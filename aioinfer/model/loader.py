@@ -17,12 +17,13 @@ from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
-from aioinfer.model.layers import check_quantization, choose_layers, make_layers
+from aioinfer.model.layers import check_cache_weights, check_quantization, choose_layers, make_layers
 from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.quantization import Quantization, rounding_of
 from aioinfer.model.registry import own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress, read_json_object
 from aioinfer.model.weights import RandomWeights, Weights, checkpoint_bytes, weight_files
+from aioinfer.model.weights_cache import Blobs, WeightsCache
 from aioinfer.settings import shown
 
 __all__ = ["ModelInfo", "inspect_model", "load_model"]
@@ -65,6 +66,7 @@ def load_model(
     experts: MoEBackend = "auto",
     block_size: int | None = None,
     quantization: Quantization = "none",
+    cache_weights: bool = False,
     progress: Progress | None = None,
     check_size: Callable[[int], None] | None = None,
 ) -> CausalLM:
@@ -82,6 +84,7 @@ def load_model(
         experts: the backend of a mixture of experts (:mod:`aioinfer.model.moe.backend`).
         block_size: positions of a block of a diffusion model; None for the model's own.
         quantization: how the weights of linear layers are stored.
+        cache_weights: map packed weights from the user's cache, and write them there if they are missing.
         progress: called with ("kernels" or "weights", done, total).
         check_size: called before weights are read or made, with the bytes that they take at least; of random
             weights, with those of the next tensor, again and again. What it raises is raised here.
@@ -102,6 +105,8 @@ def load_model(
     blocks = _blocks(config, family, block_size)
     if family is None:
         check_quantization(quantization, None, config.architectures[0])
+        if cache_weights:
+            check_cache_weights(None, load_format, config.architectures[0])
         from aioinfer.model.transformers_model import TransformersLM
 
         fallback = TransformersLM(path, config, chosen, device, progress, random_weights)
@@ -112,21 +117,45 @@ def load_model(
     sizes = _inner_sizes(config)
     layers = choose_layers(attention, sizes)
     check_quantization(quantization, layers, config.architectures[0])
-    weights = random_weights or Weights(path, dtype=chosen, device=device, progress=progress)
-    model = build_decoder(
-        path,
-        family,
-        config,
-        weights,
-        dtype=chosen,
-        device=device,
-        kernels=make_layers(attention, device, chosen, sizes, quantization),
-        experts=experts,
-        blocks=blocks,
-    )
+
+    def build(blobs: Blobs | None) -> CausalLM:
+        return build_decoder(
+            path,
+            family,
+            config,
+            random_weights or Weights(path, dtype=chosen, device=device, progress=progress),
+            dtype=chosen,
+            device=device,
+            kernels=make_layers(attention, device, chosen, sizes, quantization, blobs),
+            experts=experts,
+            blocks=blocks,
+        )
+
+    reason = layers.reason
+    if cache_weights:
+        check_cache_weights(layers, load_format, config.architectures[0])
+        model, done = _load_cached(path, build, str(chosen), quantization)
+        reason = f"{reason}; {done}"
+    else:
+        model = build(None)
     name = "torch" if layers.name == "sdpa" else layers.name
-    model.spec = dataclasses.replace(model.spec, layer_kernels=name, layer_reason=layers.reason)
+    model.spec = dataclasses.replace(model.spec, layer_kernels=name, layer_reason=reason)
     return model
+
+
+def _load_cached(
+    path: Path, build: Callable[[Blobs | None], CausalLM], *facts: object
+) -> tuple[CausalLM, str]:
+    """A model over packed weights in the user's cache, and what was done, in words. Raises ConfigError."""
+    from aioinfer.native.bindings import shared_thread_pool
+    from aioinfer.native.build import BuildFailed, cache_directory
+
+    try:
+        directory = cache_directory()
+    except BuildFailed as error:
+        raise ConfigError(f"cache_weights: {error}") from error
+    cache = WeightsCache(directory, path, [path / "config.json", *weight_files(path)], *facts)
+    return cache.load(shared_thread_pool(torch.get_num_threads()), build)
 
 
 @dataclass(frozen=True, slots=True)

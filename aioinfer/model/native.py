@@ -30,7 +30,9 @@ from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.quantization import Quantization, Rounding, rounding_of
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec
-from aioinfer.native.arguments import DecoderArguments, ForwardArguments, LayerArguments
+from aioinfer.model.weights import StoredMatrix
+from aioinfer.model.weights_cache import Blobs, MappedMemory
+from aioinfer.native.arguments import Address, DecoderArguments, ForwardArguments, LayerArguments
 from aioinfer.native.bindings import PARTS, PackedExperts, PackedRouter, Stack, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
@@ -67,29 +69,24 @@ class NativeDecoder:
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
-        embedding: torch.Tensor | NativeLinear,
+        embedding: torch.Tensor | NativeLinear | MappedMemory,
         norm: torch.Tensor,
         head: NativeLinear,
         eps: float,
         rope: Rope,
     ) -> None:
         """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native. ``embedding`` may
-        be a layer of rounded weights, the head's for example: its weights are the vectors."""
+        be a layer of rounded weights, the head's for example: its weights are the vectors. Mapped memory
+        holds them as a tensor of the model's type does."""
         if head.packed.outputs != spec.vocab_size:
             raise ValueError(f"the head has {head.packed.outputs} outputs for {spec.vocab_size} tokens")
         self.spec = spec
         cos, sin = rope.table
         norm, dtype, rotary_dim = _own(norm), spec.dtype, cos.shape[-1]
-        vectors = words = None
-        if isinstance(embedding, NativeLinear):
-            words = embedding.packed
-        else:
-            vectors = _own(embedding)
+        vectors, words, kept = _vectors(embedding, spec)
         constants = DecoderArguments(
-            embedding=None
-            if vectors is None
-            else address(vectors, dtype, spec.vocab_size * spec.hidden_size),
-            words=None if words is None else words.handle,
+            embedding=vectors,
+            words=words,
             norm=address(norm, dtype, spec.hidden_size),
             head=head.packed.handle,
             cos=address(cos, dtype, len(cos) * rotary_dim),
@@ -103,7 +100,7 @@ class NativeDecoder:
             head_norm_eps=next((layer.qk_norm.eps for layer in layers if layer.qk_norm is not None), 0.0),
             norm_eps=eps,
         )
-        self._stack = Stack(pool, NUMBERS[dtype], constants, (vectors, words, norm, head.packed, cos, sin))
+        self._stack = Stack(pool, NUMBERS[dtype], constants, (kept, norm, head.packed, cos, sin))
         for layer in layers:
             self._add(layer)
         self._seconds = (ctypes.c_double * len(PARTS))()
@@ -178,27 +175,21 @@ class NativeLayers:
 
     native = True
 
-    def __init__(self, pool: ThreadPool, quantization: Quantization = "none") -> None:
+    def __init__(
+        self, pool: ThreadPool, quantization: Quantization = "none", blobs: Blobs | None = None
+    ) -> None:
+        """``blobs``: where packed weights are, or are left; None: nowhere."""
         self._pool = pool
         self._rounding, self._head_rounding = rounding_of(quantization), rounding_of(quantization, head=True)
+        self._blobs = blobs
         self.operations = TorchOperations()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return self._packed(weight, bias, self._rounding)
+    def linear(self, stored: StoredMatrix) -> Linear:
+        return self._packed(stored, self._rounding)
 
-    def head(self, weight: torch.Tensor) -> Linear:
-        return self._packed(weight, None, self._head_rounding)
-
-    def swiglu(
-        self,
-        gate_up: torch.Tensor,
-        gate_up_bias: torch.Tensor | None,
-        down: torch.Tensor,
-        down_bias: torch.Tensor | None,
-    ) -> FeedForward:
+    def swiglu(self, gate_up: StoredMatrix, down: StoredMatrix) -> FeedForward:
         return NativeSwiGLU(
-            self._packed(gate_up, gate_up_bias, self._rounding, gated=True),
-            self._packed(down, down_bias, self._rounding),
+            self._packed(gate_up, self._rounding, gated=True), self._packed(down, self._rounding)
         )
 
     def sparse(
@@ -209,29 +200,78 @@ class NativeLayers:
                 raise ConfigError(f"quantization: experts are computed by {backend.name}: {backend.reason}")
             return make_sparse(rule, stored, shared, backend)
         dtype, sizes = stored.weights.dtype, (stored.num_experts, stored.hidden, stored.middle)
-        experts = NativeExperts(self._pool, dtype, sizes, stored.each(), self._rounding)
+        blobs, name = self._blobs, stored.prefix
+        found = None if blobs is None else blobs.find(name)
+        if found is not None:
+            stored.declare()
+        experts = NativeExperts(self._pool, dtype, sizes, found or stored.each(), self._rounding)
+        if found is None and blobs is not None:
+            blobs.add(name, *experts.packed.memory)
         return SparseMLP(NativeRouter(self._pool, rule, dtype), experts, shared)
 
     def decoder(
-        self, spec: ModelSpec, layers: Sequence[Layer], *, embedding: torch.Tensor, tied: bool, **parts: Any
+        self,
+        spec: ModelSpec,
+        layers: Sequence[Layer],
+        *,
+        embedding: StoredMatrix,
+        head: StoredMatrix,
+        **parts: Any,
     ) -> CausalLM:
+        to_logits, tied = self._packed(head, self._head_rounding), head is embedding
         if not all(_parts(layer.mlp) for layer in layers):
-            return Decoder(spec, layers, embedding=embedding, operations=self.operations, **parts)
-        words: torch.Tensor | NativeLinear = embedding
-        if self._rounding is not None:
-            words = parts["head"] if tied else self._packed(embedding, None, self._head_rounding)
-        return NativeDecoder(self._pool, spec, layers, embedding=words, **parts)
+            words = embedding.load()
+            return Decoder(spec, layers, embedding=words, head=to_logits, operations=self.operations, **parts)
+        vectors: torch.Tensor | NativeLinear | MappedMemory
+        if self._rounding is None:
+            vectors = self._vectors(embedding)
+        else:
+            vectors = to_logits if tied else self._packed(embedding, self._head_rounding)
+        return NativeDecoder(self._pool, spec, layers, embedding=vectors, head=to_logits, **parts)
+
+    def _vectors(self, embedding: StoredMatrix) -> torch.Tensor | MappedMemory:
+        """An embedding, neither packed nor rounded."""
+        blobs, name = self._blobs, f"{embedding.name}, as it is"
+        if blobs is None:
+            return embedding.load()
+        found = blobs.find(name)
+        if found is not None:
+            return found
+        words = embedding.load().contiguous()
+        blobs.add(name, words.data_ptr(), words.nbytes)
+        return words
 
     def _packed(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        rounding: Rounding | None,
-        *,
-        gated: bool = False,
+        self, stored: StoredMatrix, rounding: Rounding | None, *, gated: bool = False
     ) -> NativeLinear:
-        own = None if rounding is None else rounding.for_size(weight.shape[1])
-        return NativeLinear(self._pool, weight, bias, own, gated=gated)
+        shape, pool, blobs = stored.shape, self._pool, self._blobs
+        own = None if rounding is None else rounding.for_size(shape[1])
+        found = None if blobs is None else blobs.find(stored.name)
+        if found is not None:
+            return NativeLinear.mapped(
+                pool, found, stored.bias(), shape, own, dtype=stored.dtype, gated=gated
+            )
+        packed = NativeLinear(pool, stored.load(), stored.bias(), own, gated=gated)
+        if blobs is not None:
+            blobs.add(stored.name, *packed.packed.memory)
+        return packed
+
+
+def _vectors(
+    embedding: torch.Tensor | NativeLinear | MappedMemory, spec: ModelSpec
+) -> tuple[Address, Address, object]:
+    """The address of an embedding, or of a layer of rounded weights, and the owner of either.
+
+    Raises ValueError: it has another size."""
+    if isinstance(embedding, NativeLinear):
+        return None, embedding.packed.handle, embedding.packed
+    count = spec.vocab_size * spec.hidden_size
+    if isinstance(embedding, MappedMemory):
+        if embedding.size != count * spec.dtype.itemsize:
+            raise ValueError(f"an embedding of {embedding.size} bytes")
+        return embedding.address, None, embedding.owner
+    vectors = _own(embedding)
+    return address(vectors, spec.dtype, count), None, vectors
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

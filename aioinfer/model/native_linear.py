@@ -14,7 +14,8 @@ from typing import Self
 import torch
 
 from aioinfer.model.quantization import Rounding
-from aioinfer.native.arguments import QuantisedWeightsArguments, WeightsArguments
+from aioinfer.model.weights_cache import MappedMemory
+from aioinfer.native.arguments import MappedWeightsArguments, QuantisedWeightsArguments, WeightsArguments
 from aioinfer.native.bindings import PackedWeights, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
@@ -65,6 +66,44 @@ class NativeLinear:
 
     def _take(self, packed: PackedWeights, rows: int, dtype: torch.dtype) -> None:
         self.packed, self.rows, self.dtype = packed, rows, dtype
+
+    @classmethod
+    def mapped(
+        cls,
+        pool: ThreadPool,
+        memory: MappedMemory,
+        bias: torch.Tensor | None,
+        shape: tuple[int, int],
+        rounding: Rounding | None = None,
+        *,
+        dtype: torch.dtype,
+        gated: bool = False,
+    ) -> Self:
+        """Take a weight that was packed, with the same arguments, and written to a file.
+
+        Args:
+            memory: what ``packed.memory`` was.
+            shape: of the weight before it was packed; of activations and results ``dtype`` is the type.
+
+        Raises:
+            InvalidArguments: a weight of this shape is packed into another size.
+        """
+        bias = None if bias is None else bias.contiguous()
+        rows, inner = shape
+        bits, group = rounding or (0, 0)
+        arguments = MappedWeightsArguments(
+            packed=memory.address,
+            size=memory.size,
+            bias=None if bias is None else address(bias, dtype, rows),
+            outputs=rows // 2 if gated else rows,
+            inner=inner,
+            bits=bits,
+            group=group,
+            gated=gated,
+        )
+        made = cls.__new__(cls)
+        made._take(PackedWeights(pool, NUMBERS[dtype], arguments, memory.owner), rows, dtype)
+        return made
 
     @classmethod
     def given(

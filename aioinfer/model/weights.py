@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.spec import Progress, read_json_object
 
-__all__ = ["RandomWeights", "Weights", "checkpoint_bytes", "weight_files"]
+__all__ = ["RandomWeights", "StoredMatrix", "Weights", "checkpoint_bytes", "weight_files"]
 
 
 class Weights:
@@ -65,26 +65,42 @@ class Weights:
         """An uninitialised tensor with the dtype and device of this object's."""
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def declare(self, name: str, shape: tuple[int, ...]) -> None:
+        """Count a tensor as taken, without reading it. Raises ConfigError if it is missing or has another
+        shape."""
+        if name in self._taken:
+            return
         opened = self._files.get(name)
         if opened is None:
             raise ConfigError(f"model: the checkpoint has no tensor {name}")
         try:
-            tensor: torch.Tensor = opened.get_tensor(name)
+            found = tuple(opened.get_slice(name).get_shape())
         except Exception as error:
-            raise ConfigError(f"model: {name} cannot be read from its file: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"model: {name} is shaped {tuple(tensor.shape)}, the config says {shape}")
-        self._taken.add(name)
-        self.num_parameters += tensor.numel()
+            raise _unreadable_tensor(name, error) from error
+        if found != shape:
+            raise ConfigError(f"model: {name} is shaped {found}, the config says {shape}")
+        self._count(name, shape)
         if self._progress is not None:
             self._progress("weights", len(self._taken), self._total)
+
+    def _count(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._taken:
+            self._taken.add(name)
+            self.num_parameters += math.prod(shape)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self.declare(name, shape)
+        try:
+            tensor: torch.Tensor = self._files[name].get_tensor(name)
+        except Exception as error:
+            raise _unreadable_tensor(name, error) from error
         return tensor
 
     def fused(self, names: Iterable[str], rows: Iterable[int], *tail: int) -> torch.Tensor:
         """Tensors ``[rows, *tail]`` concatenated along the first dimension, so that one matrix product
         replaces several. Raises ConfigError as :meth:`take`."""
-        return torch.cat([self.take(name, (count, *tail)) for name, count in zip(names, rows, strict=True)])
+        parts = [self.take(name, (count, *tail)) for name, count in zip(names, rows, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
         """Raise ConfigError if the checkpoint has tensors that were not taken, ``ignore`` and frequency
@@ -120,10 +136,14 @@ class RandomWeights(Weights):
         self._device = device
         self._seed = seed
         self._check_size = check_size
+        self._taken: set[str] = set()
         self.num_parameters = 0
 
     def __contains__(self, name: str) -> bool:
         return True
+
+    def declare(self, name: str, shape: tuple[int, ...]) -> None:
+        self._count(name, shape)
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         if self._check_size is not None:
@@ -133,7 +153,7 @@ class RandomWeights(Weights):
         return tensor
 
     def take_into(self, part: torch.Tensor, name: str) -> None:
-        self.num_parameters += part.numel()
+        self._count(name, tuple(part.shape))
         self.fill(name, part)
 
     def fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,6 +165,49 @@ class RandomWeights(Weights):
 
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
         """Does nothing: there is no checkpoint."""
+
+
+class StoredMatrix:
+    """A matrix of a checkpoint: tensors [rows[i], width], one below the other, and their biases or none.
+
+    Its tensors count as taken when it is made; they are read by :meth:`load`.
+    """
+
+    __slots__ = ("_bias", "_names", "_rows", "_weights", "_width")
+
+    def __init__(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[int], width: int, *, bias: bool = False
+    ) -> None:
+        """``names`` are those of the tensors, without ".weight" and ".bias". Raises ConfigError if one is
+        missing or has another shape."""
+        self._weights, self._names, self._rows, self._width, self._bias = weights, names, rows, width, bias
+        for name, count in zip(names, rows, strict=True):
+            weights.declare(f"{name}.weight", (count, width))
+
+    @property
+    def name(self) -> str:
+        """The names of its tensors in order."""
+        return " ".join(self._names)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return sum(self._rows), self._width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors that are returned."""
+        return self._weights.dtype
+
+    def load(self) -> torch.Tensor:
+        """The matrix, ``shape``."""
+        return self._weights.fused([f"{name}.weight" for name in self._names], self._rows, self._width)
+
+    def bias(self) -> torch.Tensor | None:
+        """[rows], or None. Raises ConfigError if one is missing or has another shape."""
+        if not self._bias:
+            return None
+        return self._weights.fused([f"{name}.bias" for name in self._names], self._rows)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -184,6 +247,10 @@ def checkpoint_bytes(path: Path, dtype: torch.dtype, rounding: Rounding | None =
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
     return numbers * (8 * dtype.itemsize if rounding is None else rounding.bits) // 8
+
+
+def _unreadable_tensor(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"model: {name} cannot be read from its file: {error}")
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:

@@ -13,8 +13,9 @@ from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 __all__ = [
     "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DequantiseArguments",
     "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments", "LogprobsArguments",
-    "MasksArguments", "MixArguments", "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments",
-    "RouterArguments", "SampleArguments", "SetExpertArguments", "WeightsArguments", "describe",
+    "MappedExpertsArguments", "MappedWeightsArguments", "MasksArguments", "MixArguments",
+    "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments", "RouterArguments",
+    "SampleArguments", "SetExpertArguments", "WeightsArguments", "describe",
 ]  # fmt: skip
 
 #: of memory, or of an object that the library made; None is null
@@ -71,6 +72,22 @@ class WeightsArguments(Arguments):
 
     pool: Address
     rows: Address
+    bias: Address
+    outputs: int
+    inner: int
+    bits: int
+    group: int
+    gated: bool
+
+
+@_structure
+class MappedWeightsArguments(Arguments):
+    """Make a layer of weights that are packed already."""
+
+    __slots__ = ()
+
+    packed: Address
+    size: int
     bias: Address
     outputs: int
     inner: int
@@ -159,6 +176,22 @@ class ExpertsArguments(Arguments):
 
     __slots__ = ()
 
+    count: int
+    hidden: int
+    middle: int
+    bits: int
+    hidden_group: int
+    middle_group: int
+
+
+@_structure
+class MappedExpertsArguments(Arguments):
+    """Make the experts of a layer that are packed already."""
+
+    __slots__ = ()
+
+    packed: Address
+    size: int
     count: int
     hidden: int
     middle: int

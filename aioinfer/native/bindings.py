@@ -28,6 +28,8 @@ from aioinfer.native.arguments import (
     LayerArguments,
     LinearArguments,
     LogprobsArguments,
+    MappedExpertsArguments,
+    MappedWeightsArguments,
     MasksArguments,
     MixArguments,
     PenaliseArguments,
@@ -66,6 +68,7 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "huge_pages": (_done, [ctypes.c_void_p, ctypes.c_int64]),
     "thread_pool": (_handle, [_int]),
     "free_thread_pool": (None, [_handle]),
+    "checksum": (_done, [_handle, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
     "sample": (_done, [SampleArguments]),
     "penalise": (_done, [PenaliseArguments]),
     "apply_masks": (_done, [MasksArguments]),
@@ -75,14 +78,20 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
 _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "weights": (_handle, [WeightsArguments]),
     "quantised_weights": (_handle, [QuantisedWeightsArguments]),
+    "mapped_weights": (_handle, [MappedWeightsArguments]),
     "free_weights": (None, [_handle]),
+    "weights_data": (_handle, [_handle]),
+    "weights_bytes": (ctypes.c_int64, [_handle]),
     "dequantise": (_done, [DequantiseArguments]),
     "linear": (_done, [LinearArguments]),
     "router": (_handle, [RouterArguments]),
     "free_router": (None, [_handle]),
     "route": (_done, [RouteArguments]),
     "experts": (_handle, [ExpertsArguments]),
+    "mapped_experts": (_handle, [MappedExpertsArguments]),
     "free_experts": (None, [_handle]),
+    "experts_data": (_handle, [_handle]),
+    "experts_bytes": (ctypes.c_int64, [_handle]),
     "set_expert": (_done, [SetExpertArguments]),
     "mix": (_done, [MixArguments]),
     "attend": (_done, [AttendArguments]),
@@ -126,6 +135,8 @@ class Kernels:
             AttributeError: it lacks an entry point.
             LayoutMismatch: an argument structure differs.
         """
+        #: of the file: it has a hash of sources, processor, compiler and content
+        self.name = os.path.basename(path)
         self._library = ctypes.CDLL(path)
         self._tiles = tiles
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -200,6 +211,13 @@ def _release(owner: object, kernels: Kernels, name: str, handle: int) -> None:
     """Free a handle with its owner, but not when the interpreter exits: a launch thread that is still running
     may be computing with it."""
     weakref.finalize(owner, kernels.function, name, handle).atexit = False
+
+
+def _memory(kernels: Kernels, kind: str, number: Number, handle: int) -> tuple[int, int]:
+    return (
+        kernels.function(f"{kind}_data_{number}", handle),
+        kernels.function(f"{kind}_bytes_{number}", handle),
+    )
 
 
 #: seconds between two calls of ``progress`` while another thread compiles
@@ -292,6 +310,12 @@ class ThreadPool:
         self.handle: int = self.kernels.function("thread_pool", threads)
         _release(self, self.kernels, "free_thread_pool", self.handle)
 
+    def checksum(self, address: int, size: int) -> int:
+        """64 bits that almost surely differ if any of so many bytes does: to recognise damage, not malice."""
+        found = ctypes.c_uint64()
+        self.kernels.function("checksum", self.handle, address, size, ctypes.addressof(found))
+        return found.value
+
 
 def shared_thread_pool(threads: int) -> ThreadPool:
     """The process's one pool of this size: engines take turns on it instead of competing for cores."""
@@ -307,16 +331,29 @@ def shared_thread_pool(threads: int) -> ThreadPool:
 class PackedWeights:
     """Weights of a linear layer in the layout of the kernels; the original can be dropped."""
 
-    __slots__ = ("__weakref__", "handle", "inner", "number", "outputs", "pool")
+    __slots__ = ("__weakref__", "_kept", "handle", "inner", "number", "outputs", "pool")
 
     def __init__(
-        self, pool: ThreadPool, number: Number, arguments: WeightsArguments | QuantisedWeightsArguments
+        self,
+        pool: ThreadPool,
+        number: Number,
+        arguments: WeightsArguments | QuantisedWeightsArguments | MappedWeightsArguments,
+        keep: object = None,
     ) -> None:
-        """``number``: the type of activations and results, and of weights that are not quantised already."""
-        self.pool, self.number = pool, number
+        """
+        Args:
+            number: the type of activations and results, and of weights that are not quantised already.
+            keep: the owner of weights that are packed already; it lives as long as they are used.
+        """
+        self.pool, self.number, self._kept = pool, number, keep
         self.outputs, self.inner = arguments.outputs, arguments.inner
         self.handle: int = pool.kernels.call(arguments, number)
         _release(self, pool.kernels, f"free_weights_{number}", self.handle)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and size in bytes of the packed weights, without their bias."""
+        return _memory(self.pool.kernels, "weights", self.number, self.handle)
 
     def apply(self, values: int, count: int, out: int) -> None:
         """[count, inner] to [count, outputs]; gated: ``silu(gate) * up``."""
@@ -391,14 +428,26 @@ class PackedRouter:
 class PackedExperts:
     """The SwiGLUs of a layer in the layout of the kernels; see ``experts.hpp``."""
 
-    __slots__ = ("__weakref__", "count", "handle", "hidden", "middle", "number", "pool")
+    __slots__ = ("__weakref__", "_kept", "count", "handle", "hidden", "middle", "number", "pool")
 
-    def __init__(self, pool: ThreadPool, number: Number, arguments: ExpertsArguments) -> None:
-        """Allocates them; :meth:`pack` fills them."""
-        self.pool, self.number, self.count = pool, number, arguments.count
+    def __init__(
+        self,
+        pool: ThreadPool,
+        number: Number,
+        arguments: ExpertsArguments | MappedExpertsArguments,
+        keep: object = None,
+    ) -> None:
+        """Allocates them; :meth:`pack` fills them, unless they are packed already. ``keep`` is as with
+        :class:`PackedWeights`."""
+        self.pool, self.number, self.count, self._kept = pool, number, arguments.count, keep
         self.hidden, self.middle = arguments.hidden, arguments.middle
         self.handle: int = pool.kernels.call(arguments, number)
         _release(self, pool.kernels, f"free_experts_{number}", self.handle)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and size in bytes of the packed experts."""
+        return _memory(self.pool.kernels, "experts", self.number, self.handle)
 
     def pack(self, expert: int, gate_up: int, down: int) -> None:
         """Pack one expert, from [2 * middle, hidden], gates first, and [hidden, middle]."""

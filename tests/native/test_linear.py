@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.native import NativeLayers
+from aioinfer.model.native import NativeSwiGLU
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native.bindings import shared_thread_pool
 from tests.native.support import DTYPES, UNIT, normal
@@ -60,10 +60,9 @@ def test_every_number_of_rows_over_more_panels_than_fit_a_cache(dtype: torch.dty
 def test_gates_and_their_values(middle: int, bias: bool, dtype: torch.dtype) -> None:
     weight = normal(2 * middle, 64, seed=middle, dtype=dtype)
     both = normal(2 * middle, seed=1, dtype=dtype) if bias else None
-    layers = NativeLayers(shared_thread_pool(2))
     gated = NativeLinear(shared_thread_pool(2), weight, both, gated=True)
     down = normal(32, middle, seed=2, dtype=dtype) * 0.2
-    whole = layers.swiglu(weight, both, down, None)
+    whole = NativeSwiGLU(gated, NativeLinear(shared_thread_pool(2), down, None))
     for rows in (0, 1, 2, 13, 14, 15, 40):
         values = normal(rows, 64, seed=rows, dtype=dtype) * 0.3
         wide = None if both is None else both.double()

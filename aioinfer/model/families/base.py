@@ -20,7 +20,7 @@ from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec, eos_token_ids
-from aioinfer.model.weights import Weights
+from aioinfer.model.weights import StoredMatrix, Weights
 
 __all__ = ["Family", "Source", "build_decoder", "expert_shape", "head_dim", "kv_heads"]
 
@@ -37,24 +37,17 @@ class Source:
     #: length of a diffusion block, see :class:`~aioinfer.model.attention.base.AttentionParams`
     block: int
 
-    def fused(
-        self, names: list[str], rows: list[int], width: int, *, bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The projections ``names`` of [rows[i], width] as one matrix; with ``bias`` also their biases."""
-        weight = self.weights.fused([f"{name}.weight" for name in names], rows, width)
-        return weight, self.weights.fused([f"{name}.bias" for name in names], rows) if bias else None
-
     def linear(self, names: list[str], rows: list[int], width: int, *, bias: bool) -> Linear:
         """The projections ``names``, of [rows[i], width] each, as one linear layer."""
-        return self.kernels.linear(*self.fused(names, rows, width, bias=bias))
+        return self.kernels.linear(StoredMatrix(self.weights, names, rows, width, bias=bias))
 
     def swiglu(self, prefix: str, middle: int, *, bias: bool = False) -> FeedForward:
         """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions."""
-        hidden = self.config.hidden_size
+        weights, hidden = self.weights, self.config.hidden_size
         both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        gate_up, gate_up_bias = self.fused(both, [middle, middle], hidden, bias=bias)
-        down, down_bias = self.fused([f"{prefix}.down_proj"], [hidden], middle, bias=bias)
-        return self.kernels.swiglu(gate_up, gate_up_bias, down, down_bias)
+        gate_up = StoredMatrix(weights, both, [middle, middle], hidden, bias=bias)
+        down = StoredMatrix(weights, [f"{prefix}.down_proj"], [hidden], middle, bias=bias)
+        return self.kernels.swiglu(gate_up, down)
 
     def sparse(self, rule: Rule, prefix: str, shared: FeedForward | None = None) -> FeedForward:
         """The feed-forward part with the experts under ``prefix``, in a model with experts."""
@@ -111,12 +104,12 @@ def build_decoder(
     shape = expert_shape(family, config)
     backend = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
     source = Source(config, weights, kernels, backend, blocks.size if blocks else 1)
-    words = config.vocab_size, config.hidden_size
-    embedding = weights.take(family.embedding, words)
+    words, hidden = config.vocab_size, config.hidden_size
+    embedding = StoredMatrix(weights, [family.embedding.removesuffix(".weight")], [words], hidden)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
-    norm = weights.take("model.norm.weight", (config.hidden_size,))
+    norm = weights.take("model.norm.weight", (hidden,))
     tied = config.tie_word_embeddings
-    head = embedding if tied else weights.take("lm_head.weight", words)
+    head = embedding if tied else StoredMatrix(weights, ["lm_head"], [words], hidden)
     weights.check_all_taken(["lm_head.weight"] if tied else [])
     size, positions = head_dim(config), config.max_position_embeddings
     spec = ModelSpec(
@@ -125,7 +118,7 @@ def build_decoder(
         num_heads=config.num_attention_heads,
         num_kv_heads=kv_heads(config),
         head_dim=size,
-        hidden_size=config.hidden_size,
+        hidden_size=hidden,
         vocab_size=config.vocab_size,
         max_model_len=positions,
         dtype=dtype,
@@ -140,9 +133,8 @@ def build_decoder(
         spec,
         layers,
         embedding=embedding,
-        tied=tied,
+        head=head,
         norm=norm,
-        head=kernels.head(head),
         eps=config.rms_norm_eps,
         rope=Rope(config, size, positions, dtype, device),
     )

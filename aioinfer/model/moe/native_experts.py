@@ -12,7 +12,8 @@ import torch
 
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
 from aioinfer.model.quantization import Rounding
-from aioinfer.native.arguments import ExpertsArguments, WeightsArguments
+from aioinfer.model.weights_cache import MappedMemory
+from aioinfer.native.arguments import ExpertsArguments, MappedExpertsArguments, WeightsArguments
 from aioinfer.native.bindings import PackedExperts, PackedRouter, PackedWeights, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
@@ -79,26 +80,34 @@ class NativeExperts:
         pool: ThreadPool,
         dtype: torch.dtype,
         sizes: tuple[int, int, int],
-        experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        experts: Iterable[tuple[torch.Tensor, torch.Tensor]] | MappedMemory,
         rounding: Rounding | None = None,
     ) -> None:
         """
         Args:
             sizes: number of experts, hidden, middle.
             experts: [2 * middle, hidden] and [hidden, middle] of each; it is packed before the next is taken.
+                Or what ``packed.memory`` was when they were packed and written to a file.
             rounding: of their weights; None: not rounded.
+
+        Raises:
+            InvalidArguments: experts of these sizes are packed into another size.
         """
         self.dtype = dtype
         count, hidden, middle = sizes
-        arguments = ExpertsArguments(
-            count=count,
-            hidden=hidden,
-            middle=middle,
-            bits=0 if rounding is None else rounding.bits,
-            hidden_group=0 if rounding is None else rounding.for_size(hidden).group,
-            middle_group=0 if rounding is None else rounding.for_size(middle).group,
-        )
-        self.packed = PackedExperts(pool, NUMBERS[dtype], arguments)
+        shape = {
+            "count": count,
+            "hidden": hidden,
+            "middle": middle,
+            "bits": 0 if rounding is None else rounding.bits,
+            "hidden_group": 0 if rounding is None else rounding.for_size(hidden).group,
+            "middle_group": 0 if rounding is None else rounding.for_size(middle).group,
+        }
+        if isinstance(experts, MappedMemory):
+            mapped = MappedExpertsArguments(packed=experts.address, size=experts.size, **shape)
+            self.packed = PackedExperts(pool, NUMBERS[dtype], mapped, experts.owner)
+            return
+        self.packed = PackedExperts(pool, NUMBERS[dtype], ExpertsArguments(**shape))
         for index, (gate_up, down) in enumerate(experts):
             gate_up, down = gate_up.contiguous(), down.contiguous()
             both = address(gate_up, dtype, 2 * middle * hidden)

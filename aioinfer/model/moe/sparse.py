@@ -62,6 +62,22 @@ class StoredExperts:
             self._take_one(expert, gate_up[expert], down[expert])
         return ExpertWeights(gate_up, down)
 
+    def declare(self) -> None:
+        """Count their tensors as taken, without reading them. Raises ConfigError as :meth:`stacked`."""
+        count, hidden, middle = self.num_experts, self.hidden, self.middle
+        prefix, declare = self.prefix, self.weights.declare
+        if self._together:
+            declare(f"{prefix}.gate_up_proj", (count, 2 * middle, hidden))
+            declare(f"{prefix}.down_proj", (count, hidden, middle))
+            return
+        one = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden), "down_proj": (hidden, middle)}
+        for name, shape in one.items():
+            if self._apart:
+                declare(f"{prefix}.{name}", (count, *shape))
+                continue
+            for expert in range(count):
+                declare(f"{prefix}.{expert}.{name}.weight", shape)
+
     def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The weights of one expert after the other, [2 * middle, hidden] and [hidden, middle]. The next pair
         may overwrite the memory of the previous one. Raises ConfigError as :meth:`stacked`."""

@@ -19,28 +19,34 @@
 
 namespace aioinfer {
 
-// Packed weights of ``count`` experts in one piece of memory.
+// Packed weights of ``count`` experts in one piece of memory: their own, or the caller's, which holds them already.
 template <class T>
 class Experts {
  public:
-  Experts(int64_t count, int64_t hidden, int64_t middle, Format gate_up, Format down)
-      : count(count), hidden(hidden), middle(middle) {
+  Experts(int64_t count, int64_t hidden, int64_t middle, Format gate_up, Format down, const char* packed = nullptr)
+      : count(count), hidden(hidden), middle(middle), data_(packed) {
     const int64_t one = Linear<T>::bytes(middle, hidden, true, gate_up);
-    const int64_t each = one + Linear<T>::bytes(hidden, middle, false, down);
-    memory_ = Memory(each * count);
+    each_ = one + Linear<T>::bytes(hidden, middle, false, down);
+    if (packed == nullptr) {
+      memory_ = Memory(bytes());
+      data_ = memory_.as<char>();
+    }
     for (int64_t e = 0; e < count; e++) {
-      char* place = memory_.as<char>() + e * each;
+      char* place = const_cast<char*>(data_) + e * each_;
       gate_up_.push_back(Linear<T>::placed(place, middle, hidden, true, gate_up));
       down_.push_back(Linear<T>::placed(place + one, hidden, middle, false, down));
     }
   }
 
-  // ``gate_up`` [2 * middle, hidden], gates first, and ``down`` [hidden, middle] of one expert.
+  // ``gate_up`` [2 * middle, hidden], gates first, and ``down`` [hidden, middle] of one expert; in their own memory.
   void set(ThreadPool& pool, int64_t expert, const T* gate_up, const T* down) {
     gate_up_[expert].set(pool, gate_up);
     down_[expert].set(pool, down);
   }
 
+  const char* data() const { return data_; }
+  int64_t bytes() const { return each_ * count; }
+  bool mapped() const { return memory_.as<char>() == nullptr; }
   const Linear<T>& gate_up(int64_t expert) const { return gate_up_[expert]; }
   const Linear<T>& down(int64_t expert) const { return down_[expert]; }
 
@@ -48,6 +54,8 @@ class Experts {
 
  private:
   Memory memory_;
+  const char* data_;
+  int64_t each_;
   std::vector<Linear<T>> gate_up_, down_;
 };
 

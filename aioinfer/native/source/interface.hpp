@@ -44,6 +44,16 @@ struct WeightsArguments {
   bool gated;
 };
 
+// Make a layer of weights that are packed already, by a library of the same name.
+template <class T>
+struct MappedWeightsArguments {
+  const char* packed;  // kept
+  int64_t size;        // in bytes
+  const T* bias;  // one element per row, or null
+  int64_t outputs, inner, bits, group;
+  bool gated;
+};
+
 // Make a layer of weights that are quantised already: scale * value + offset.
 struct QuantisedWeightsArguments {
   ThreadPool* pool;
@@ -100,6 +110,14 @@ struct RouteArguments {
 struct ExpertsArguments {
   int64_t count, hidden, middle;
   int64_t bits, hidden_group, middle_group;  // of weights whose inner dimension that is; as above
+};
+
+// Make the experts of a layer that are packed already, by a library of the same name.
+struct MappedExpertsArguments {
+  const char* packed;  // kept
+  int64_t size;        // in bytes
+  int64_t count, hidden, middle;
+  int64_t bits, hidden_group, middle_group;
 };
 
 // Pack one expert.

@@ -49,12 +49,14 @@ const char* kind_of() {
 inline std::string layout() {
   std::string text;
   AIOINFER_TEMPLATE(WeightsArguments, pool, rows, bias, outputs, inner, bits, group, gated)
+  AIOINFER_TEMPLATE(MappedWeightsArguments, packed, size, bias, outputs, inner, bits, group, gated)
   AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, bits, group, gated)
   AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)
   AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, out)
   AIOINFER_PLAIN(RouterArguments, weight, bias, top_k, groups, top_groups, scale, sigmoid, normalize)
   AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
   AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, bits, hidden_group, middle_group)
+  AIOINFER_PLAIN(MappedExpertsArguments, packed, size, count, hidden, middle, bits, hidden_group, middle_group)
   AIOINFER_TEMPLATE(SetExpertArguments, pool, experts, index, gate_up, down)
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,

@@ -39,6 +39,14 @@ class Linear {
     return Linear(std::move(weights));
   }
 
+  // Packed weights of size bytes() in memory that the caller owns, with a bias or null.
+  static Linear mapped(const char* data, const T* bias, int64_t outputs, int64_t inner, bool gated, Format format) {
+    // It is only read: set() is not called.
+    Linear layer = placed(const_cast<char*>(data), outputs, inner, gated, format);
+    std::visit([&](auto& weights) { weights.set_bias(bias); }, layer.weights_);
+    return layer;
+  }
+
   // Without a bias and without contents, in memory of size bytes() that the caller owns; set() fills it.
   static Linear placed(char* data, int64_t outputs, int64_t inner, bool gated, Format format) {
     if (format.bits == 0) return Linear(Weights<T>(data, outputs, inner, gated));
@@ -48,8 +56,11 @@ class Linear {
     // Not null, which would be memory of its own.
     alignas(64) static char nothing[64];
     const Linear layer = placed(nothing, outputs, inner, gated, format);
-    return layer.quantised() ? layer.quantised()->bytes() : layer.packed()->bytes();
+    return layer.bytes();
   }
+
+  const char* data() const { return std::visit([](const auto& weights) { return weights.data(); }, weights_); }
+  int64_t bytes() const { return std::visit([](const auto& weights) { return weights.bytes(); }, weights_); }
 
   void set(ThreadPool& pool, const T* rows) {
     if (auto* quantised = std::get_if<QuantisedWeights>(&weights_))

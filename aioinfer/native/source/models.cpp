@@ -34,14 +34,27 @@ class LayerRows {
   Inputs<T> to_;
 };
 
+void check_shape(int64_t outputs, int64_t inner, int64_t bits, bool gated) {
+  require(outputs > 0 && inner > 0, "weights need outputs and an inner dimension");
+  require(bits || !gated || outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
+}
+
+// Experts in their own memory, or in the caller's, which holds them already.
+template <class Arguments>
+Experts<T>* experts_of(const Arguments& a, const char* packed) {
+  require(a.count > 0 && a.hidden > 0 && a.middle > 0, "experts need a number and sizes");
+  require(a.hidden % LANES == 0 && a.middle % LANES == 0, "the sizes of experts are no multiples of a vector");
+  return new Experts<T>(a.count, a.hidden, a.middle, Format{a.bits, a.hidden_group}, Format{a.bits, a.middle_group},
+                        packed);
+}
+
 }  // namespace
 
 extern "C" {
 
 void* NAMED(weights)(const WeightsArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
-    require(a->outputs > 0 && a->inner > 0, "weights need outputs and an inner dimension");
-    require(a->bits || !a->gated || a->outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
+    check_shape(a->outputs, a->inner, a->bits, a->gated);
     return new Linear<T>(Linear<T>::of(*a->pool, a->rows, a->bias, a->outputs, a->inner, a->gated, {a->bits, a->group}));
   });
 }
@@ -53,7 +66,20 @@ void* NAMED(quantised_weights)(const QuantisedWeightsArguments* a) {
   });
 }
 
+void* NAMED(mapped_weights)(const MappedWeightsArguments<T>* a) {
+  return guarded<void*>(nullptr, [&] {
+    check_shape(a->outputs, a->inner, a->bits, a->gated);
+    const Format format{a->bits, a->group};
+    require(Linear<T>::bytes(a->outputs, a->inner, a->gated, format) == a->size, "packed weights have another size");
+    return new Linear<T>(Linear<T>::mapped(a->packed, a->bias, a->outputs, a->inner, a->gated, format));
+  });
+}
+
 void NAMED(free_weights)(void* weights) { delete static_cast<Linear<T>*>(weights); }
+
+const char* NAMED(weights_data)(const void* weights) { return static_cast<const Linear<T>*>(weights)->data(); }
+
+int64_t NAMED(weights_bytes)(const void* weights) { return static_cast<const Linear<T>*>(weights)->bytes(); }
 
 bool NAMED(dequantise)(const DequantiseArguments<T>* a) {
   return guarded(false, [&] {
@@ -144,19 +170,27 @@ bool NAMED(route)(const RouteArguments<T>* a) {
 }
 
 void* NAMED(experts)(const ExpertsArguments* a) {
+  return guarded<void*>(nullptr, [&] { return experts_of(*a, nullptr); });
+}
+
+void* NAMED(mapped_experts)(const MappedExpertsArguments* a) {
   return guarded<void*>(nullptr, [&] {
-    require(a->count > 0 && a->hidden > 0 && a->middle > 0, "experts need a number and sizes");
-    require(a->hidden % LANES == 0 && a->middle % LANES == 0, "the sizes of experts are no multiples of a vector");
-    return new Experts<T>(a->count, a->hidden, a->middle, Format{a->bits, a->hidden_group},
-                          Format{a->bits, a->middle_group});
+    std::unique_ptr<Experts<T>> experts(experts_of(*a, a->packed));
+    require(experts->bytes() == a->size, "packed experts have another size");
+    return experts.release();
   });
 }
 
 void NAMED(free_experts)(void* experts) { delete static_cast<Experts<T>*>(experts); }
 
+const char* NAMED(experts_data)(const void* experts) { return static_cast<const Experts<T>*>(experts)->data(); }
+
+int64_t NAMED(experts_bytes)(const void* experts) { return static_cast<const Experts<T>*>(experts)->bytes(); }
+
 bool NAMED(set_expert)(const SetExpertArguments<T>* a) {
   return guarded(false, [&] {
     require_below("expert", &a->index, 1, a->experts->count);
+    require(!a->experts->mapped(), "the experts are packed already");
     a->experts->set(*a->pool, a->index, a->gate_up, a->down);
     return true;
   });

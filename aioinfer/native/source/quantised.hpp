@@ -98,6 +98,7 @@ class RoundedRows {
 class QuantisedWeights {
  public:
   // For weights that round() rounds, in memory of size bytes() that the caller owns, or in its own if that is null.
+  // The caller's may hold rounded weights already.
   explicit QuantisedWeights(const QuantisedShape& shape, char* data = nullptr)
       : QuantisedWeights(shape, shape.groups() == 1 ? Precision::FLOAT32 : Precision::BFLOAT16, shape.bits == 4, data) {}
 
@@ -112,6 +113,10 @@ class QuantisedWeights {
   // about the least and the largest of a group. The results of a group with infinity or NaN are NaN.
   template <class T>
   void round(ThreadPool& pool, const T* rows, const T* bias);
+
+  // ``bias``: one element per row, or null.
+  template <class T>
+  void set_bias(const T* bias);
 
   // The weights as float, [shape.rows(), inner]: scale * q + offset, with two roundings.
   void dequantise(ThreadPool& pool, float* out) const;
@@ -130,6 +135,7 @@ class QuantisedWeights {
   int64_t factors_bytes() const { return ((offsets ? 2 : 1) * STRIP * factor_bytes() + 63) / 64 * 64; }
   int64_t factor_bytes() const { return precision == Precision::FLOAT32 ? 4 : 2; }
 
+  const char* data() const { return data_; }
   const char* strip(int64_t index) const { return data_ + index * strip_bytes(); }
   // Of the outputs of a panel; null if there is none.
   const float* bias(int64_t panel) const { return bias_.empty() ? nullptr : &bias_[panel * QUANTISED_PANEL]; }
@@ -152,8 +158,6 @@ class QuantisedWeights {
   void set_group(int64_t strip, int lane, int64_t group, float scale, float offset, const uint8_t* values);
   void set_factor(char* to, float value) const;
   float factor(const char* from) const;
-  template <class T>
-  void set_bias(const T* bias);
 
   Memory memory_;
   char* data_;

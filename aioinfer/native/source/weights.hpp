@@ -43,16 +43,10 @@ class Weights {
     memory_ = Memory(bytes());
     data_ = memory_.as<char>();
     set(pool, rows);
-    if (bias == nullptr) return;
-    bias_.resize(panels * PANEL);
-    for (int64_t panel = 0; panel < panels; panel++)
-      for (int lane = 0; lane < PANEL; lane++) {
-        const int64_t row = source(panel, lane);
-        bias_[panel * PANEL + lane] = row < 0 ? 0.0f : Number<T>::read(bias[row]);
-      }
+    set_bias(bias);
   }
 
-  // Without a bias, in memory of size bytes() that the caller owns; set() fills it.
+  // Without a bias, in memory of size bytes() that the caller owns: set() fills it, or it holds packed weights.
   Weights(char* data, int64_t outputs, int64_t inner, bool gated)
       : outputs(outputs), inner(inner), depth(units_of<T>(inner)), gated(gated),
         panel_outputs(gated ? LANES : PANEL), data_(data) {
@@ -63,6 +57,18 @@ class Weights {
     pool.run([&](Worker& worker) { worker.parallel(panels, [&](int64_t panel) { pack(panel, rows); }); });
   }
 
+  // ``bias``: one element per row, or null.
+  void set_bias(const T* bias) {
+    if (bias == nullptr) return;
+    bias_.resize(panels * PANEL);
+    for (int64_t panel = 0; panel < panels; panel++)
+      for (int lane = 0; lane < PANEL; lane++) {
+        const int64_t row = source(panel, lane);
+        bias_[panel * PANEL + lane] = row < 0 ? 0.0f : Number<T>::read(bias[row]);
+      }
+  }
+
+  const char* data() const { return data_; }
   int64_t bytes() const { return panels * panel_bytes(); }
   int64_t panel_bytes() const { return depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)); }
   const uint32_t* panel(int64_t index) const { return reinterpret_cast<const uint32_t*>(data_) + index * depth * PANEL; }

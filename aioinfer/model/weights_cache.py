@@ -1,0 +1,249 @@
+"""WeightsCache: the packed weights of a model in a file of the user's cache, which later starts map.
+
+    blobs, each from a multiple of 4096 bytes on | index, JSON | its offset, a checksum of all of it, magic
+
+A file serves one checkpoint, one rounding and one library of kernels; their identities are in its name.
+Processes that map it share its memory. A file that was cut or damaged is recognised by the checksum and
+written anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol, Self, TypeVar
+
+import numpy as np
+
+from aioinfer.native.bindings import ThreadPool
+
+__all__ = ["MappedMemory", "PackedWeightsFile", "WeightsCache", "WeightsWriter"]
+
+_log = logging.getLogger("aioinfer")
+#: blobs begin at multiples of this, a page
+_ALIGNMENT = 4096
+#: behind everything else: the index's offset, the checksum of all before this, and what kind of file it is
+_TRAILER = struct.Struct("<QQ8s")
+_MAGIC = b"aioinfW1"
+#: the names of files that are being written
+_UNFINISHED = ".writing-"
+#: seconds after which such a file is one that a process left when it was killed
+_STALE = 3600.0
+#: seconds without use after which a file is removed
+_UNUSED = 30 * 86400.0
+
+_Model = TypeVar("_Model")
+
+
+class _Unusable(Exception):
+    """The file is not what it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedMemory:
+    """Packed weights in a mapped file. Whoever uses the memory keeps the owner."""
+
+    address: int
+    #: in bytes
+    size: int
+    owner: object
+
+
+class Blobs(Protocol):
+    """Where a model that is built finds its packed weights, or leaves them."""
+
+    def find(self, name: str) -> MappedMemory | None:
+        """The blob of this name; None if it is to be made and added."""
+
+    def add(self, name: str, address: int, size: int) -> None:
+        """Leave a blob: its memory is copied."""
+
+
+class PackedWeightsFile:
+    """A whole file, mapped for reading."""
+
+    def __init__(self, path: Path, pool: ThreadPool) -> None:
+        """Raises OSError if it cannot be read, and _Unusable if it was cut or damaged."""
+        with path.open("rb") as file:
+            with suppress(OSError, AttributeError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            size = os.fstat(file.fileno()).st_size
+            if size <= _TRAILER.size:
+                raise _Unusable("it has no contents")
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        #: keeps the mapping
+        self._bytes = np.frombuffer(mapped, dtype=np.uint8)
+        self._address = self._bytes.ctypes.data
+        end = size - _TRAILER.size
+        start, checksum, magic = _TRAILER.unpack(mapped[end:])
+        if magic != _MAGIC or start > end or pool.checksum(self._address, end) != checksum:
+            raise _Unusable("it was cut or damaged")
+        self._index: dict[str, tuple[int, int]] = json.loads(mapped[start:end])
+
+    def find(self, name: str) -> MappedMemory:
+        """See :class:`Blobs`. Raises _Unusable."""
+        found = self._index.get(name)
+        if found is None:
+            raise _Unusable(f"it has no {name}")
+        offset, size = found
+        return MappedMemory(self._address + offset, size, self._bytes)
+
+    def add(self, name: str, address: int, size: int) -> None:
+        """See :class:`Blobs`: there is nothing to add."""
+
+
+class WeightsWriter:
+    """Writes a file under another name, and gives it its own when it is complete.
+
+    An error of the file system ends the writing, not the start of the engine.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._index: dict[str, tuple[int, int]] = {}
+        #: why there will be no file
+        self.failed: OSError | None = None
+        self._file: IO[bytes] | None = None
+        self._name = ""
+        try:
+            # Closed to other users, who could put weights there.
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            opened, self._name = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
+            self._file = os.fdopen(opened, "w+b")
+        except OSError as error:
+            self.failed = error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._give_up()
+
+    def find(self, name: str) -> None:
+        """See :class:`Blobs`: nothing is there yet."""
+
+    def add(self, name: str, address: int, size: int) -> None:
+        """See :class:`Blobs`."""
+        if self._file is None:
+            return
+        assert name not in self._index, f"two blobs are called {name}"
+        try:
+            start = -self._file.tell() % _ALIGNMENT + self._file.tell()
+            self._file.seek(start)
+            self._file.write((ctypes.c_char * size).from_address(address))
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._index[name] = start, size
+
+    def commit(self, pool: ThreadPool) -> bool:
+        """Complete the file and give it its name. False if that failed."""
+        if self._file is None:
+            return False
+        try:
+            start, index = self._file.tell(), json.dumps(self._index).encode()
+            self._file.write(index)
+            self._file.flush()
+            end = start + len(index)
+            mapped = mmap.mmap(self._file.fileno(), end, access=mmap.ACCESS_READ)
+            checksum = pool.checksum(np.frombuffer(mapped, dtype=np.uint8).ctypes.data, end)
+            self._file.write(_TRAILER.pack(start, checksum, _MAGIC))
+            self._file.close()
+            # The disk may have it later: after a crash of the system the checksum tells whether it has.
+            os.replace(self._name, self._path)
+        except OSError as error:
+            self._give_up(error)
+            return False
+        self._file = None
+        return True
+
+    def _give_up(self, error: OSError | None = None) -> None:
+        self.failed = self.failed or error
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+            with suppress(OSError):
+                Path(self._name).unlink()
+
+
+class WeightsCache:
+    """The file of one model."""
+
+    def __init__(self, directory: Path, model: Path, files: Iterable[Path], *facts: object) -> None:
+        """
+        Args:
+            directory: of the cache.
+            model: directory of the model; a file replaces others of the same directory and facts.
+            files: what the weights depend on.
+            facts: what else they depend on: type, rounding, ...
+        """
+        stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in files]
+        self._group = f"weights-{_hash(str(model.resolve()), *facts)}"
+        self._states = stats
+        self._directory = directory
+
+    def load(self, pool: ThreadPool, build: Callable[[Blobs | None], _Model]) -> tuple[_Model, str]:
+        """A model over mapped weights; they are written first if that has not been done.
+
+        Args:
+            build: makes the model from its blobs; None: without a cache.
+
+        Returns:
+            The model, and what was done, in words.
+        """
+        path = self._directory / f"{self._group}-{_hash(pool.kernels.name, self._states)}.packed"
+        model = self._mapped(path, pool, build)
+        if model is not None:
+            return model, "weights are mapped from the cache"
+        _log.info("packed weights are written to %s, once for this processor", path)
+        with WeightsWriter(path) as writer:
+            built = build(writer)
+            written = writer.commit(pool)
+        if not written:
+            _log.warning("packed weights cannot be cached: %s", writer.failed)
+            return built, f"weights could not be cached: {writer.failed}"
+        self._prune(path)
+        model = self._mapped(path, pool, build)
+        return (built, "weights were cached") if model is None else (model, "weights were cached and mapped")
+
+    def _mapped(self, path: Path, pool: ThreadPool, build: Callable[[Blobs | None], _Model]) -> _Model | None:
+        try:
+            with suppress(PermissionError):  # of another user
+                os.utime(path)  # the time of its last use, see _prune
+            return build(PackedWeightsFile(path, pool))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, _Unusable) as error:
+            _log.warning("the packed weights in %s are made anew: %s", path, error)
+            return None
+
+    def _prune(self, path: Path) -> None:
+        """Remove what ``path`` replaces, what was not used for long, and what was never completed.
+
+        A process that has mapped a file keeps it."""
+        now = time.time()
+        for other in self._directory.glob("weights-*.packed"):
+            with suppress(OSError):
+                replaced = other.name.startswith(self._group) and other != path
+                if replaced or now - other.stat().st_mtime > _UNUSED:
+                    other.unlink()
+        for other in self._directory.glob(f"{_UNFINISHED}*"):
+            with suppress(OSError):
+                if now - other.stat().st_mtime > _STALE:
+                    other.unlink()
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,320 @@
+"""Packed weights in the cache: mapped, they give the same bits; what is not whole is made anew."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+
+from aioinfer import Engine, EngineConfig, SamplingParams
+from aioinfer.cli.doctor import examine
+from aioinfer.errors import ConfigError
+from aioinfer.model import weights_cache
+from aioinfer.model.loader import load_model
+from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.quantization import Quantization, Rounding
+from aioinfer.model.weights import Weights
+from aioinfer.model.weights_cache import MappedMemory
+from aioinfer.native import build as building
+from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
+from tests.model.block_models import block_config, write_checkpoint
+from tests.model.harness import attention_for, build_batch
+
+CPU = torch.device("cpu")
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "without its end": lambda content: content[:-1],
+    "a byte flipped": lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+    "longer": lambda content: content + b"x",
+    "of another kind": lambda content: content[:-8] + b"aioinfW0",
+    "with an index beyond it": lambda content: content[:-24] + b"\xff" * 8 + content[-16:],
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache that this test has for itself."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("AIOINFER_CACHE", str(directory))
+    return directory
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tensors that are read."""
+    names: list[str] = []
+    read = Weights._read
+
+    def counted(self: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        names.append(name)
+        return read(self, name, shape)
+
+    monkeypatch.setattr(Weights, "_read", counted)
+    return names
+
+
+def load(path: Path, quantization: Quantization = "none", *, cached: bool = True, **options: Any) -> Any:
+    block = 4 if path.name == "llada2" else None
+    options = {"dtype": "float32", "kernels": "native", "block_size": block, **options}
+    return load_model(path, device=CPU, quantization=quantization, cache_weights=cached, **options)
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = [(7 * i + 3) % 100 for i in range(40)]
+    batch = build_batch([(ids, 0, [1, 2, 3])], 16, num_decodes=0, logits_rows=range(40))
+    found: torch.Tensor = model.forward(batch, attention_for(model.spec, 5, 16, "native"))
+    return found
+
+
+def files(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "llada2"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mapped_weights_give_the_same_bits_and_matrices_are_not_read_again(
+    cache: Path,
+    checkpoint: Callable[[str], Any],
+    reads: list[str],
+    kind: str,
+    quantization: Quantization,
+    dtype: str,
+) -> None:
+    """Tied and untied, with biases, with experts, and with a shared one."""
+    path = cache.parent / kind
+    if kind == "llada2":
+        write_checkpoint(path, block_config(moe_intermediate_size=32, intermediate_size=48))
+    else:
+        path = checkpoint(kind)[0]
+    plain = load(path, quantization, cached=False, dtype=dtype)
+    wanted = logits(plain)
+    first = load(path, quantization, dtype=dtype)
+    assert first.spec.layer_reason.endswith("; weights were cached and mapped")
+    reads.clear()
+    second = load(path, quantization, dtype=dtype)
+    assert second.spec.layer_reason.endswith("; weights are mapped from the cache")
+    # What is left are vectors, and the routers.
+    assert not [name for name in reads if name.endswith("_proj.weight") or "embed" in name or "head" in name]
+    assert first.spec.num_parameters == second.spec.num_parameters == plain.spec.num_parameters
+    del plain
+    for model in (first, second):
+        assert torch.equal(logits(model), wanted)
+    assert len(files(cache)) == 1
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_written_anew(
+    cache: Path, checkpoint: Callable[[str], Any], caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    path = checkpoint("qwen3")[0]
+    wanted = logits(load(path, "int8"))
+    [name] = files(cache)
+    whole = (cache / name).read_bytes()
+    (cache / name).write_bytes(DAMAGES[damage](whole))
+    assert torch.equal(logits(load(path, "int8")), wanted)
+    assert files(cache) == [name]
+    assert (cache / name).read_bytes() == whole
+    assert [record.levelname for record in caplog.records if "made anew" in record.message] == ["WARNING"]
+
+
+def test_any_byte_that_differs_is_recognised(cache: Path, checkpoint: Callable[[str], Any]) -> None:
+    path = checkpoint("qwen3")[0]
+    load(path, "int4")
+    [name] = files(cache)
+    content, pool, rng = bytearray((cache / name).read_bytes()), shared_thread_pool(2), random.Random(7)
+    for _ in range(300):
+        at, bit = rng.randrange(len(content)), 1 << rng.randrange(8)
+        content[at] ^= bit
+        (cache / name).write_bytes(content)
+        with pytest.raises(weights_cache._Unusable):
+            weights_cache.PackedWeightsFile(cache / name, pool)
+        content[at] ^= bit
+
+
+def test_weights_of_another_code_that_lack_a_name_are_made_anew(
+    cache: Path, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint("qwen3")[0]
+    wanted = logits(load(path))
+    add = weights_cache.WeightsWriter.add
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            weights_cache.WeightsWriter,
+            "add",
+            lambda self, name, *memory: add(self, name.replace("mlp", "old"), *memory),
+        )
+        shutil.rmtree(cache)
+        load(path)
+    assert torch.equal(logits(load(path)), wanted)
+    assert load(path).spec.layer_reason.endswith("are mapped from the cache")
+
+
+def test_a_changed_checkpoint_replaces_its_file_and_leaves_those_of_others(
+    cache: Path, checkpoint: Callable[[str], Any]
+) -> None:
+    path, other = cache.parent / "mine", checkpoint("qwen3")[0]
+    shutil.copytree(other, path)
+    load(other)
+    load(path, "int8")
+    load(path)
+    three = files(cache)
+    assert len(three) == 3
+    tensors = checkpoint("qwen3-wide-untied")[0]
+    shutil.rmtree(path)
+    shutil.copytree(tensors, path)
+    wanted = logits(load(path, cached=False))
+    assert torch.equal(logits(load(path)), wanted)
+    after = files(cache)
+    assert len(after) == 3
+    assert len(set(three) & set(after)) == 2
+
+
+def test_a_file_that_is_mapped_can_be_replaced_and_removed(
+    cache: Path, checkpoint: Callable[[str], Any]
+) -> None:
+    path = checkpoint("qwen3")[0]
+    model = load(path)
+    wanted = logits(model)
+    shutil.rmtree(cache)
+    load(path)
+    [name] = files(cache)
+    (cache / name).unlink()
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_full_disk_costs_the_file_and_not_the_start(
+    cache: Path,
+    checkpoint: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    after: int,
+) -> None:
+    path, writes, fdopen = checkpoint("qwen3")[0], iter(range(after)), os.fdopen
+
+    class Full:
+        def __init__(self, file: IO[bytes]) -> None:
+            self._file = file
+
+        def write(self, content: Any) -> int:
+            if next(writes, None) is None:
+                raise OSError(28, "No space left on device")
+            return self._file.write(content)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    wanted = logits(load(path, cached=False))
+    monkeypatch.setattr(os, "fdopen", lambda *given: Full(fdopen(*given)))
+    model = load(path)
+    assert torch.equal(logits(model), wanted)
+    assert "could not be cached: [Errno 28]" in model.spec.layer_reason
+    assert files(cache) == []
+    assert "No space left" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_costs_the_file_and_not_the_start(
+    cache: Path, checkpoint: Callable[[str], Any]
+) -> None:
+    cache.write_text("not a directory")
+    model = load(checkpoint("qwen3")[0])
+    assert "could not be cached" in model.spec.layer_reason
+    assert logits(model).isfinite().all()
+
+
+def test_a_start_that_is_cancelled_while_weights_are_written_leaves_nothing(
+    cache: Path, checkpoint: Callable[[str], Any]
+) -> None:
+    class Cancelled(BaseException):
+        pass
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "weights" and done > total // 2:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        load(checkpoint("qwen3")[0], progress=progress)
+    assert files(cache) == []
+
+
+def test_what_was_not_used_for_long_and_what_killed_processes_left_is_removed(
+    cache: Path, checkpoint: Callable[[str], Any]
+) -> None:
+    cache.mkdir()
+    day = 86400.0
+    ages = {
+        "weights-a-b.packed": 40 * day,
+        "weights-c-d.packed": 20 * day,
+        ".writing-a": day,
+        ".writing-b": 9.0,
+    }
+    for name, age in ages.items():
+        (cache / name).write_bytes(b"")
+        os.utime(cache / name, (time.time() - age,) * 2)
+    load(checkpoint("qwen3")[0])
+    assert set(ages) & set(files(cache)) == {"weights-c-d.packed", ".writing-b"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kernels": "sdpa"}, "these layers are sdpa, without packed weights"),
+        ({"force_transformers": True, "kernels": "auto"}, "is transformers' own"),
+        ({"load_format": "random"}, "random weights are not cached"),
+    ],
+)
+def test_models_without_packed_weights_are_refused(
+    checkpoint: Callable[[str], Any], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^cache_weights: .*{reason}"):
+        load(checkpoint("qwen3")[0], **options)
+
+
+def test_the_doctor_refuses_what_an_engine_refuses() -> None:
+    config = EngineConfig(device="cpu", attention_backend="sdpa", cache_weights=True)
+    assert examine(config)[-1].text.startswith("cache_weights: these layers are sdpa")
+
+
+def test_without_a_home_the_setting_is_named(
+    checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise building.BuildFailed("there is no home directory")
+
+    monkeypatch.setattr(building, "cache_directory", homeless)
+    with pytest.raises(ConfigError, match=r"^cache_weights: there is no home directory"):
+        load(checkpoint("qwen3")[0])
+
+
+@pytest.mark.parametrize("rounding", [None, Rounding(8, 32), Rounding(4, 32)])
+def test_mapped_memory_of_another_size_is_refused(rounding: Rounding | None) -> None:
+    pool = shared_thread_pool(1)
+    packed = NativeLinear(pool, torch.randn(64, 96), None, rounding).packed
+    address, size = packed.memory
+    for shape, taken in (((64, 96), size - 64), ((64, 96), size + 1), ((96, 96), size), ((64, 128), size)):
+        with pytest.raises(InvalidArguments, match="another size"):
+            NativeLinear.mapped(
+                pool, MappedMemory(address, taken, packed), None, shape, rounding, dtype=torch.float32
+            )
+
+
+async def test_an_engine_says_that_its_weights_are_mapped(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(device="cpu", attention_backend="native", cache_weights=True)
+    question = [{"role": "user", "content": "What is 17 + 25?"}]
+    with caplog.at_level(logging.INFO, "aioinfer"):
+        for told in ("weights were cached and mapped)", "weights are mapped from the cache)"):
+            async with Engine(config) as engine:
+                result = await engine.generate(question, SamplingParams(temperature=0))
+                assert engine.info.kernels["layers"].endswith(told)
+            assert "42" in result.text
+    assert caplog.text.count("packed weights are written to") == 1
