@@ -7,6 +7,7 @@
     python -m bench cpu --serve                     through the servers: staggered arrivals, TTFT and ITL
     python -m bench cpu --busy                      this engine's forward beside a loop that has other work
     python -m bench cpu --accuracy                  weights of 8 and 4 bits beside bfloat16 and float32
+    python -m bench cpu --roof                      this engine's forwards beside what the processor could do
 
 Every engine computes the same random prompts (never the same twice, no prefix caches) with the same number
 of threads and the same KV budget, greedily, whatever the end token is. A cell is run twice a round, for 1
@@ -38,6 +39,7 @@ from bench.cpu.accuracy import measure_accuracy, measure_perplexity
 from bench.cpu.busy import measure_busy
 from bench.cpu.cells import Cell
 from bench.cpu.contest import Contest, Contestant, Limits, needed_gib
+from bench.cpu.roofs import measure_roofs
 from bench.cpu.serving import measure_servers
 from bench.cpu.tables import tell
 from bench.gpu.shapes import SHAPES
@@ -89,6 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--busy", action="store_true", help="this engine alone, beside a loop that is busy")
     parser.add_argument(
         "--accuracy", action="store_true", help="what rounded weights cost the bundled model, or --model"
+    )
+    parser.add_argument("--roof", action="store_true", help="what forwards reach of the processor's roofs")
+    parser.add_argument(
+        "--contexts", type=int, nargs="*", default=[4096, 16384], help="with --roof, positions before a row"
     )
     served = parser.add_argument_group("with --serve")
     served.add_argument("--serve", action="store_true", help="measure the servers, not the engines")
@@ -190,8 +196,8 @@ def run(options: argparse.Namespace, report: Report) -> None:
     if options.accuracy:
         measure_perplexity(options, model, report)
         return
-    if options.busy:
-        measure_busy(options, model, report)
+    if options.busy or options.roof:
+        (measure_busy if options.busy else measure_roofs)(options, model, report)
         return
     peers = available(options.peers, options.place, report)
     if options.serve:
