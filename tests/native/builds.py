@@ -54,9 +54,11 @@ def _tests(name: str) -> bool:
     if subprocess.run([sys.executable, "-c", code], cwd=_ROOT, env=env).returncode:
         return False
     if "sanitize" in flags:
-        # They must be loaded first. Leaks are not reported: Python keeps memory until it exits.
-        asked = ["g++", "-print-file-name=libasan.so"]
-        env["LD_PRELOAD"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        # They must be loaded first, and find what throws exceptions. Leaks are not reported: Python keeps
+        # memory until it exits.
+        asked = [["g++", f"-print-file-name={name}.so"] for name in ("libasan", "libstdc++")]
+        found = [subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in asked]
+        env["LD_PRELOAD"] = " ".join(path.strip() for path in found)
         env["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
         env["UBSAN_OPTIONS"] = "print_stacktrace=1"
     # In one process: threads are what the detectors look at, and workers would compete with them.
