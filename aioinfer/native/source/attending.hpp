@@ -16,9 +16,9 @@ struct VectorScratch {
   explicit VectorScratch(int64_t head_dim)
       : queries(MAX_ROWS * head_dim), weights(MAX_ROWS * SPAN), scores(MAX_ROWS * SPAN), sums(MAX_ROWS * head_dim),
         tiles(2 * SPAN * head_dim) {}
-  std::vector<uint32_t> queries, weights;
+  std::vector<uint32_t> queries;
   std::vector<float> scores, sums;
-  std::vector<T> tiles;
+  std::vector<T> weights, tiles;
 };
 
 // The computation of one task with QUERIES queries.
@@ -57,6 +57,8 @@ class Attending {
   }
 
  private:
+  // Units from the weights of one query to those of the next.
+  static constexpr int WEIGHTS_APART = SPAN / PER_UNIT;
   // With so few queries the time goes to memory, not to arithmetic.
   static constexpr bool LEAN = QUERIES <= MAX_ROWS / 2;
 
@@ -103,17 +105,8 @@ class Attending {
     const int vectors = tiles * PER_TILE;
     for (int q = 0; q < QUERIES; q++) softmax_.find_best(q, &scratch_.scores[q * SPAN], at, vectors);
     for (int q = 0; q < QUERIES; q++)
-      softmax_.weigh(q, &scratch_.scores[q * SPAN], vectors, [&](int i, Floats weight) { put_weights(q, i, weight); });
-  }
-
-  AIOINFER_INLINE void put_weights(int q, int at, Floats weight) {
-    constexpr int COUNT = LANES / PER_UNIT;
-    T numbers[LANES];
-    Number<T>::store_lanes(numbers, weight);
-    uint32_t units[COUNT];
-    std::memcpy(units, numbers, sizeof units);
-    AIOINFER_UNROLL
-    for (int i = 0; i < COUNT; i++) scratch_.weights[(at / PER_UNIT + i) * QUERIES + q] = units[i];
+      softmax_.weigh(q, &scratch_.scores[q * SPAN], vectors,
+                     [&](int i, Floats weight) { Number<T>::store_lanes(&scratch_.weights[q * SPAN + i], weight); });
   }
 
   // sums = sums * shrink + weights * values of ``count`` positions; ``fresh`` sums are 0. Cells behind them may hold
@@ -139,14 +132,14 @@ class Attending {
     for (int done = 0; done < count; done += TILE) {
       const uint32_t* values = tile_[done / TILE] + TILE * head_dim_ / PER_UNIT + first * LANES;
       const uint32_t* keys = next_[done / TILE] + first * LANES;
-      const uint32_t* weights = &scratch_.weights[done / PER_UNIT * QUERIES];
+      const uint32_t* weights = reinterpret_cast<const uint32_t*>(&scratch_.weights[done]);
       const uint32_t *vectors[COUNT], *ahead[COUNT];
       AIOINFER_UNROLL
       for (int v = 0; v < COUNT; v++) vectors[v] = values + v * LANES, ahead[v] = keys + v * LANES;
       const int whole = std::min(TILE, count - done) / PER_UNIT;
-      accumulate<T, LEAN>(sums, weights, vectors, head_dim_, whole, ahead);
+      accumulate<T, LEAN, WEIGHTS_APART>(sums, weights, vectors, head_dim_, whole, ahead);
       if (count - done < TILE && count % PER_UNIT)
-        add_last<COUNT>(sums, weights + whole * QUERIES, values + whole * head_dim_);
+        add_last<COUNT>(sums, weights + whole, values + whole * head_dim_);
     }
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
@@ -162,7 +155,7 @@ class Attending {
       const Ints value = load<Ints>(values + v * LANES) & 0xffff;
       AIOINFER_UNROLL
       for (int q = 0; q < QUERIES; q++)
-        sums[q][v] = Number<T>::multiply_add(sums[q][v], Ints{} + static_cast<int32_t>(weights[q]), value);
+        sums[q][v] = Number<T>::multiply_add(sums[q][v], Ints{} + static_cast<int32_t>(weights[q * WEIGHTS_APART]), value);
     }
   }
 

@@ -108,8 +108,9 @@ class Weights {
 
 // sums[r][v] += sum over units k of a[k * ROWS + r] * vectors[v][k * step .. + LANES]
 //
-// FETCH prefetches the same offsets from ``ahead``, which are needed next.
-template <class T, bool FETCH, int ROWS, int VECTORS>
+// FETCH prefetches the same offsets from ``ahead``, which are needed next. With APART, a is [row][unit], and rows are so
+// many units apart.
+template <class T, bool FETCH, int APART = 0, int ROWS, int VECTORS>
 AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a,
                                 const uint32_t* const (&vectors)[VECTORS], int64_t step, int64_t depth,
                                 const uint32_t* const (&ahead)[VECTORS]) {
@@ -122,7 +123,7 @@ AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a
     }
     AIOINFER_UNROLL
     for (int r = 0; r < ROWS; r++) {
-      const Ints unit = Ints{} + static_cast<int32_t>(a[k * ROWS + r]);
+      const Ints unit = Ints{} + static_cast<int32_t>(APART ? a[r * APART + k] : a[k * ROWS + r]);
       AIOINFER_UNROLL
       for (int v = 0; v < VECTORS; v++) sums[r][v] = Number<T>::multiply_add(sums[r][v], unit, b[v]);
     }
