@@ -55,6 +55,23 @@ def test_every_number_of_rows_over_more_panels_than_fit_a_cache(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(33, 2048), (576, 576), (2000, 64)])
+def test_many_rows_have_the_same_bits_however_they_are_divided(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Among more workers than there are runs of panels, the rows are divided, too."""
+    weight = normal(*shape, seed=0, dtype=dtype)
+    values = normal(1100, shape[1], seed=1, dtype=dtype)
+    alone = NativeLinear(shared_thread_pool(1), weight, None)
+    whole = torch.cat([alone(part) for part in values.split(9)])
+    check(whole, values, weight, None)
+    for threads in (1, 2, 5, 16):
+        linear = NativeLinear(shared_thread_pool(threads), weight, None)
+        for rows in (1100, 1, 15, 127, 400, 801):
+            assert torch.equal(linear(values[:rows]), whole[:rows]), (threads, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("middle", [16, 48, 80])
 def test_gates_and_their_values(middle: int, bias: bool, dtype: torch.dtype) -> None:

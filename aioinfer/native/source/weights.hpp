@@ -195,46 +195,70 @@ bool stays(const Activations<T>& a) {
   return a.blocks.rows * a.depth * static_cast<int64_t>(sizeof(uint32_t)) <= CACHE;
 }
 
-// All blocks times panels [from, to): panel by panel if the activations stay in the cache, each prefetched during the
-// one before; else block by block, so that the panels stay.
+// Blocks [first, last) times panels [from, to): panel by panel if the activations stay in the cache, each prefetched
+// during the one before; else block by block, so that the panels stay.
 template <class T, class Store>
-void multiply_by_vectors(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
-  if (a.blocks.count == 1 || !stays(a)) {
-    for (int64_t b = 0; b < a.blocks.count; b++) multiply_block(a, b, w, from, to, -1, store);
+void multiply_by_vectors(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, int64_t first,
+                         int64_t last, Store& store) {
+  if (last - first == 1 || !stays(a)) {
+    for (int64_t b = first; b < last; b++) multiply_block(a, b, w, from, to, -1, store);
     return;
   }
   for (int64_t panel = from; panel < to; panel++)
-    for (int64_t b = 0; b < a.blocks.count; b++)
-      multiply_block(a, b, w, panel, panel + 1, b == 0 && panel + 1 < to ? panel + 1 : -1, store);
+    for (int64_t b = first; b < last; b++)
+      multiply_block(a, b, w, panel, panel + 1, b == first && panel + 1 < to ? panel + 1 : -1, store);
 }
 
+// All blocks times panels [from, to).
 template <class T, class Store>
 void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store&& store) {
   if constexpr (BY_TILES<T>)
     multiply_by_tiles(a, w, from, to, store);
   else
-    multiply_by_vectors(a, w, from, to, store);
+    multiply_by_vectors(a, w, from, to, 0, a.blocks.count, store);
 }
 
-// The panels of a task, of ``all`` that the workers divide.
+// How workers divide a product: into tasks of ``run`` panels times ``part`` blocks of rows.
+struct Division {
+  int64_t run, runs, part, parts;
+};
+
 template <class T>
-int64_t panels_of_task(const Activations<T>& a, const Weights<T>& w, int64_t all, int workers) {
-  if (BY_TILES<T>) return panels_by_tiles(a.blocks.rows, all, w.depth * PANEL * sizeof(uint32_t), workers);
-  constexpr int64_t RUN = 256 << 10;
-  const int at_once = panels_at_once(a.blocks.height);
-  const int64_t wanted = std::max<int64_t>(1, (stays(a) ? RUN : CACHE) / w.panel_bytes());
-  return (wanted + at_once - 1) / at_once * at_once;
+Division divide(const Activations<T>& a, const Weights<T>& w, int workers) {
+  const int64_t blocks = a.blocks.count;
+  auto in_runs = [&](int64_t run) { return (w.panels + run - 1) / run; };
+  if constexpr (BY_TILES<T>) {
+    const int64_t run = panels_by_tiles(a.blocks.rows, w.panels, w.panel_bytes(), workers);
+    return {run, in_runs(run), blocks, 1};
+  }
+  // Few rows read panels from memory. Many read a run of panels once, which then stays in the core's cache.
+  constexpr int64_t RUN = 256 << 10, TASKS = 4, LEAST_BLOCKS = 8;
+  const int64_t wanted = TASKS * workers, at_once = panels_at_once(a.blocks.height);
+  int64_t run = stays(a) ? std::min(RUN / w.panel_bytes(), w.panels / wanted) : CACHE / w.panel_bytes();
+  // Of equal length, and a multiple of what is multiplied at once.
+  const int64_t least = in_runs(std::max<int64_t>(1, run));
+  run = ((w.panels + least - 1) / least + at_once - 1) / at_once * at_once;
+  const int64_t runs = in_runs(run);
+  int64_t parts = 1;
+  if (!stays(a)) parts = std::clamp<int64_t>((wanted + runs - 1) / runs, 1, std::max<int64_t>(1, blocks / LEAST_BLOCKS));
+  const int64_t part = (blocks + parts - 1) / parts;
+  return {run, runs, part, (blocks + part - 1) / part};
 }
 
-// store(place, panel, first vector, second vector) for all rows and panels of a * w. The workers divide it by runs
-// of panels.
+// store(place, panel, first vector, second vector) for all rows and panels of a * w, divided among the workers.
 template <class T, class Store>
 void multiply(Worker& worker, const Activations<T>& a, const Weights<T>& w, Store&& store) {
-  const int64_t run = panels_of_task(a, w, w.panels, worker.workers());
   // Without rows there is no task: a chunk of a prompt may want no logits.
-  const int64_t tasks = a.blocks.rows ? (w.panels + run - 1) / run : 0;
-  worker.parallel(tasks, [&](int64_t task) {
-    multiply_panels(a, w, task * run, std::min(w.panels, (task + 1) * run), store);
+  if (a.blocks.rows == 0) return worker.parallel(0, [](int64_t) {});
+  const Division division = divide(a, w, worker.workers());
+  worker.parallel(division.runs * division.parts, [&](int64_t task) {
+    const int64_t from = task / division.parts * division.run, to = std::min(w.panels, from + division.run);
+    if constexpr (BY_TILES<T>) {
+      multiply_by_tiles(a, w, from, to, store);
+    } else {
+      const int64_t first = task % division.parts * division.part;
+      multiply_by_vectors(a, w, from, to, first, std::min(a.blocks.count, first + division.part), store);
+    }
   });
 }
 
