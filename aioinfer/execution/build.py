@@ -109,7 +109,7 @@ def build(
         return _build_cuda(parts, progress)
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     give_back()
-    check_pool(config, (size.num_pages + 1) * parts.page_bytes, memory_available())
+    check_pool(config, (size.num_pages + 1) * parts.page_bytes, memory_available(), spec.mapped_bytes)
     runner = parts.runner(size.num_pages)
     backend = CpuBackend(runner)
     sizes = parts.kind.graph_sizes(config)

@@ -35,20 +35,26 @@ def cpu_budget(config: EngineConfig) -> int:
     return int(config.kv_memory_gib * _GIB)
 
 
-def check_pool(config: EngineConfig, pool_bytes: int, available: Available | None) -> None:
+def check_pool(
+    config: EngineConfig, pool_bytes: int, available: Available | None, mapped_bytes: int = 0
+) -> None:
     """Raise ConfigError if a pool on the CPU is larger than the memory there is.
+
+    ``mapped_bytes``: of weights in a mapped file. They count as available, and would be read again in every
+    step if the pool took their memory.
 
     Its memory is taken as it is used: a pool that is too large would start, and be the end of the process
     when it is full.
     """
-    if available is None or pool_bytes <= available.bytes:
+    if available is None or pool_bytes <= available.bytes - mapped_bytes:
         return
+    left = max(0, available.bytes - mapped_bytes)
     knob = f"num_pages is {config.num_pages}"
     if config.num_pages is None:
         knob = f"kv_memory_gib is {config.kv_memory_gib:g}"
     raise ConfigError(
         f"{knob}: the KV pool takes {pool_bytes / _GIB:.2f} GiB, "
-        f"and the {available.source} has {available.bytes / _GIB:.2f} GiB left beside the model"
+        f"and the {available.source} has {left / _GIB:.2f} GiB left beside the model"
     )
 
 

@@ -113,8 +113,8 @@ class TorchLayers:
         head: StoredMatrix,
         **parts: Any,
     ) -> CausalLM:
-        words = embedding.load()
-        to_logits = self.make_linear(words if head is embedding else head.load(), None)
+        words = embedding.view()
+        to_logits = self.make_linear(words if head is embedding else head.view(), None)
         return Decoder(spec, layers, embedding=words, head=to_logits, operations=self.operations, **parts)
 
 

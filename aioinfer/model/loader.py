@@ -131,22 +131,25 @@ def load_model(
             blocks=blocks,
         )
 
-    reason = layers.reason
+    reason, mapped = layers.reason, 0
     if cache_weights:
         check_cache_weights(layers, load_format, config.architectures[0])
-        model, done = _load_cached(path, build, str(chosen), quantization)
+        model, done, mapped = _load_cached(path, build, progress, str(chosen), quantization, experts)
         reason = f"{reason}; {done}"
     else:
         model = build(None)
     name = "torch" if layers.name == "sdpa" else layers.name
-    model.spec = dataclasses.replace(model.spec, layer_kernels=name, layer_reason=reason)
+    model.spec = dataclasses.replace(model.spec, layer_kernels=name, layer_reason=reason, mapped_bytes=mapped)
     return model
 
 
 def _load_cached(
-    path: Path, build: Callable[[Blobs | None], CausalLM], *facts: object
-) -> tuple[CausalLM, str]:
-    """A model over packed weights in the user's cache, and what was done, in words. Raises ConfigError."""
+    path: Path,
+    build: Callable[[Blobs | None], CausalLM],
+    progress: Progress | None,
+    *facts: object,
+) -> tuple[CausalLM, str, int]:
+    """See :meth:`~aioinfer.model.weights_cache.WeightsCache.load`. Raises ConfigError."""
     from aioinfer.native.bindings import shared_thread_pool
     from aioinfer.native.build import BuildFailed, cache_directory
 
@@ -155,7 +158,7 @@ def _load_cached(
     except BuildFailed as error:
         raise ConfigError(f"cache_weights: {error}") from error
     cache = WeightsCache(directory, path, [path / "config.json", *weight_files(path)], *facts)
-    return cache.load(shared_thread_pool(torch.get_num_threads()), build)
+    return cache.load(shared_thread_pool(torch.get_num_threads()), build, progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,13 +218,16 @@ class NativeLayers:
         head: StoredMatrix,
         **parts: Any,
     ) -> CausalLM:
-        to_logits, tied = self._packed(head, self._head_rounding), head is embedding
+        tied, cached = head is embedding, self._blobs is not None
+        # A tied embedding that both need is read once.
+        words = embedding.view() if tied and not cached and self._rounding is None else None
+        to_logits = self._packed(head, self._head_rounding, weight=words)
         if not all(_parts(layer.mlp) for layer in layers):
-            words = embedding.load()
+            words = embedding.view() if words is None else words
             return Decoder(spec, layers, embedding=words, head=to_logits, operations=self.operations, **parts)
         vectors: torch.Tensor | NativeLinear | MappedMemory
         if self._rounding is None:
-            vectors = self._vectors(embedding)
+            vectors = self._vectors(embedding) if words is None else words
         else:
             vectors = to_logits if tied else self._packed(embedding, self._head_rounding)
         return NativeDecoder(self._pool, spec, layers, embedding=vectors, head=to_logits, **parts)
@@ -233,17 +236,23 @@ class NativeLayers:
         """An embedding, neither packed nor rounded."""
         blobs, name = self._blobs, f"{embedding.name}, as it is"
         if blobs is None:
-            return embedding.load()
+            return embedding.view()
         found = blobs.find(name)
         if found is not None:
             return found
-        words = embedding.load().contiguous()
+        words = embedding.view().contiguous()
         blobs.add(name, words.data_ptr(), words.nbytes)
         return words
 
     def _packed(
-        self, stored: StoredMatrix, rounding: Rounding | None, *, gated: bool = False
+        self,
+        stored: StoredMatrix,
+        rounding: Rounding | None,
+        *,
+        gated: bool = False,
+        weight: torch.Tensor | None = None,
     ) -> NativeLinear:
+        """``weight``: the matrix, if it has been read."""
         shape, pool, blobs = stored.shape, self._pool, self._blobs
         own = None if rounding is None else rounding.for_size(shape[1])
         found = None if blobs is None else blobs.find(stored.name)
@@ -251,7 +260,9 @@ class NativeLayers:
             return NativeLinear.mapped(
                 pool, found, stored.bias(), shape, own, dtype=stored.dtype, gated=gated
             )
-        packed = NativeLinear(pool, stored.load(), stored.bias(), own, gated=gated)
+        packed = NativeLinear(
+            pool, stored.view() if weight is None else weight, stored.bias(), own, gated=gated
+        )
         if blobs is not None:
             blobs.add(stored.name, *packed.packed.memory)
         return packed

@@ -55,6 +55,8 @@ class ModelSpec:
     layer_reason: str = ""
     #: why transformers computes the model; empty if this package's own code does
     fallback_reason: str = ""
+    #: of the weights, in a file that is mapped: the system counts their memory as available
+    mapped_bytes: int = 0
 
     @property
     def unit(self) -> int:

@@ -68,8 +68,6 @@ class Weights:
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         """Count a tensor as taken, without reading it. Raises ConfigError if it is missing or has another
         shape."""
-        if name in self._taken:
-            return
         opened = self._files.get(name)
         if opened is None:
             raise ConfigError(f"model: the checkpoint has no tensor {name}")
@@ -100,7 +98,7 @@ class Weights:
         """Tensors ``[rows, *tail]`` concatenated along the first dimension, so that one matrix product
         replaces several. Raises ConfigError as :meth:`take`."""
         parts = [self.take(name, (count, *tail)) for name, count in zip(names, rows, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(parts)
 
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
         """Raise ConfigError if the checkpoint has tensors that were not taken, ``ignore`` and frequency
@@ -200,8 +198,15 @@ class StoredMatrix:
         return self._weights.dtype
 
     def load(self) -> torch.Tensor:
-        """The matrix, ``shape``."""
+        """The matrix, ``shape``, in memory of its own."""
         return self._weights.fused([f"{name}.weight" for name in self._names], self._rows, self._width)
+
+    def view(self) -> torch.Tensor:
+        """The same to be read at once, or to be kept as long as the checkpoint does not change: a single
+        tensor may stay mapped."""
+        if len(self._names) > 1:
+            return self.load()
+        return self._weights.take(f"{self._names[0]}.weight", self.shape)
 
     def bias(self) -> torch.Tensor | None:
         """[rows], or None. Raises ConfigError if one is missing or has another shape."""

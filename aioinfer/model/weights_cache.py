@@ -10,6 +10,8 @@ written anew.
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -26,7 +28,8 @@ from typing import IO, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from aioinfer.native.bindings import ThreadPool
+from aioinfer.model.spec import Progress
+from aioinfer.native.bindings import InvalidArguments, ThreadPool
 
 __all__ = ["MappedMemory", "PackedWeightsFile", "WeightsCache", "WeightsWriter"]
 
@@ -38,10 +41,13 @@ _TRAILER = struct.Struct("<QQ8s")
 _MAGIC = b"aioinfW1"
 #: the names of files that are being written
 _UNFINISHED = ".writing-"
-#: seconds after which such a file is one that a process left when it was killed
-_STALE = 3600.0
+#: seconds after which such a file, if no process has locked it, is one that a process left when it was killed
+_STALE = 60.0
 #: seconds without use after which a file is removed
 _UNUSED = 30 * 86400.0
+
+#: bytes of which a checksum is computed at a time, so that other engines' steps come in between
+_SLICE = 64 << 20
 
 _Model = TypeVar("_Model")
 
@@ -73,8 +79,9 @@ class Blobs(Protocol):
 class PackedWeightsFile:
     """A whole file, mapped for reading."""
 
-    def __init__(self, path: Path, pool: ThreadPool) -> None:
-        """Raises OSError if it cannot be read, and _Unusable if it was cut or damaged."""
+    def __init__(self, path: Path, pool: ThreadPool, progress: Progress | None = None) -> None:
+        """Raises OSError if it cannot be read, _Unusable if it was cut or damaged, and what ``progress``
+        raises, which is called while all of it is read."""
         with path.open("rb") as file:
             with suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -85,9 +92,10 @@ class PackedWeightsFile:
         #: keeps the mapping
         self._bytes = np.frombuffer(mapped, dtype=np.uint8)
         self._address = self._bytes.ctypes.data
+        self.size = size
         end = size - _TRAILER.size
         start, checksum, magic = _TRAILER.unpack(mapped[end:])
-        if magic != _MAGIC or start > end or pool.checksum(self._address, end) != checksum:
+        if magic != _MAGIC or start > end or _checksum(pool, self._address, end, progress) != checksum:
             raise _Unusable("it was cut or damaged")
         self._index: dict[str, tuple[int, int]] = json.loads(mapped[start:end])
 
@@ -121,6 +129,9 @@ class WeightsWriter:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             opened, self._name = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
             self._file = os.fdopen(opened, "w+b")
+            with suppress(OSError):  # a file system without locks
+                # Until it is closed: see _remove_unfinished.
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.failed = error
 
@@ -147,8 +158,8 @@ class WeightsWriter:
             return
         self._index[name] = start, size
 
-    def commit(self, pool: ThreadPool) -> bool:
-        """Complete the file and give it its name. False if that failed."""
+    def commit(self, pool: ThreadPool, progress: Progress | None = None) -> bool:
+        """Complete the file and give it its name. False if that failed. Raises what ``progress`` raises."""
         if self._file is None:
             return False
         try:
@@ -157,7 +168,8 @@ class WeightsWriter:
             self._file.flush()
             end = start + len(index)
             mapped = mmap.mmap(self._file.fileno(), end, access=mmap.ACCESS_READ)
-            checksum = pool.checksum(np.frombuffer(mapped, dtype=np.uint8).ctypes.data, end)
+            address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+            checksum = _checksum(pool, address, end, progress)
             self._file.write(_TRAILER.pack(start, checksum, _MAGIC))
             self._file.close()
             # The disk may have it later: after a crash of the system the checksum tells whether it has.
@@ -185,64 +197,114 @@ class WeightsCache:
         """
         Args:
             directory: of the cache.
-            model: directory of the model; a file replaces others of the same directory and facts.
-            files: what the weights depend on.
-            facts: what else they depend on: type, rounding, ...
+            model: directory of the model; a file replaces others of the same directory, facts and kernels.
+            files: in it, what the weights depend on.
+            facts: what else they depend on: type, rounding, backends.
         """
-        stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in files]
-        self._group = f"weights-{_hash(str(model.resolve()), *facts)}"
-        self._states = stats
+        self._group = _hash(str(model.resolve()), *facts)
+        stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in files]
+        self._state = _hash(stats, _own_code())
         self._directory = directory
 
-    def load(self, pool: ThreadPool, build: Callable[[Blobs | None], _Model]) -> tuple[_Model, str]:
+    def load(
+        self,
+        pool: ThreadPool,
+        build: Callable[[Blobs | None], _Model],
+        progress: Progress | None = None,
+    ) -> tuple[_Model, str, int]:
         """A model over mapped weights; they are written first if that has not been done.
 
         Args:
             build: makes the model from its blobs; None: without a cache.
+            progress: called while a file is checked; what it raises is raised here.
 
         Returns:
-            The model, and what was done, in words.
+            The model, what was done, in words, and how many bytes are mapped.
         """
-        path = self._directory / f"{self._group}-{_hash(pool.kernels.name, self._states)}.packed"
-        model = self._mapped(path, pool, build)
-        if model is not None:
-            return model, "weights are mapped from the cache"
+        group = f"weights-{self._group}-{_hash(pool.kernels.name)}-"
+        path = self._directory / f"{group}{self._state}.packed"
+        self._prune(path, group)
+        mapped = self._mapped(path, pool, build, progress)
+        if mapped is not None:
+            return mapped[0], "weights are mapped from the cache", mapped[1]
         _log.info("packed weights are written to %s, once for this processor", path)
         with WeightsWriter(path) as writer:
             built = build(writer)
-            written = writer.commit(pool)
+            written = writer.commit(pool, progress)
         if not written:
             _log.warning("packed weights cannot be cached: %s", writer.failed)
-            return built, f"weights could not be cached: {writer.failed}"
-        self._prune(path)
-        model = self._mapped(path, pool, build)
-        return (built, "weights were cached") if model is None else (model, "weights were cached and mapped")
+            return built, f"weights could not be cached: {writer.failed}", 0
+        # Not both at once: what is not in the file takes memory of its own.
+        del built
+        self._prune(path, group)
+        mapped = self._mapped(path, pool, build, progress)
+        if mapped is None:
+            return build(None), "weights were cached", 0
+        return mapped[0], "weights were cached and mapped", mapped[1]
 
-    def _mapped(self, path: Path, pool: ThreadPool, build: Callable[[Blobs | None], _Model]) -> _Model | None:
+    def _mapped(
+        self,
+        path: Path,
+        pool: ThreadPool,
+        build: Callable[[Blobs | None], _Model],
+        progress: Progress | None,
+    ) -> tuple[_Model, int] | None:
+        with suppress(OSError):  # of another user, or not to be written
+            os.utime(path)  # the time of its last use, see _prune
         try:
-            with suppress(PermissionError):  # of another user
-                os.utime(path)  # the time of its last use, see _prune
-            return build(PackedWeightsFile(path, pool))
+            file = PackedWeightsFile(path, pool, progress)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, _Unusable) as error:
             _log.warning("the packed weights in %s are made anew: %s", path, error)
             return None
+        try:
+            return build(file), file.size
+        except (InvalidArguments, _Unusable) as error:
+            _log.warning("the packed weights in %s are made anew: %s", path, error)
+            return None
 
-    def _prune(self, path: Path) -> None:
-        """Remove what ``path`` replaces, what was not used for long, and what was never completed.
+    def _prune(self, path: Path, group: str) -> None:
+        """Remove what ``path`` has replaced, what was not used for long, and what was never completed.
 
         A process that has mapped a file keeps it."""
-        now = time.time()
+        now, whole = time.time(), path.exists()
         for other in self._directory.glob("weights-*.packed"):
             with suppress(OSError):
-                replaced = other.name.startswith(self._group) and other != path
+                replaced = whole and other.name.startswith(group) and other != path
                 if replaced or now - other.stat().st_mtime > _UNUSED:
                     other.unlink()
         for other in self._directory.glob(f"{_UNFINISHED}*"):
             with suppress(OSError):
                 if now - other.stat().st_mtime > _STALE:
-                    other.unlink()
+                    _remove_unfinished(other)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Raises OSError if another process is writing it."""
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+
+
+def _checksum(pool: ThreadPool, address: int, size: int, progress: Progress | None) -> int:
+    """Of memory, slice by slice."""
+    found = size
+    for at in range(0, size, _SLICE):
+        if progress is not None:
+            progress("weights", at, size)
+        part = pool.checksum(address + at, min(_SLICE, size - at))
+        found = int.from_bytes(hashlib.sha256(f"{found} {part}".encode()).digest()[:8], "big")
+    return found
+
+
+@functools.cache
+def _own_code() -> str:
+    """A hash of the code that decides which tensors are packed, and in which order."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _hash(*parts: Any) -> str:

@@ -115,6 +115,8 @@ def complete(options: argparse.Namespace) -> None:
     if options.serve and options.precision != "bf16" and not options.peers:
         raise BadOptions("--serve measures bf16 unless --peers are named")
     options.peers = options.peers or (_SERVERS if options.serve else default)
+    if options.busy and options.roof:
+        raise BadOptions("--busy and --roof are benches of their own")
     if options.rounds < 1 or options.attempts < 1 or options.threads < 1 or options.output_tokens < 2:
         raise BadOptions("--rounds, --attempts and --threads must be at least 1, --output-tokens at least 2")
     try:

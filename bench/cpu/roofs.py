@@ -106,7 +106,11 @@ def measured(threads: int, seconds: float) -> Roofs:
     flags += [*choose_tiles().flags, f"-I{_KERNELS}"]
     with tempfile.TemporaryDirectory() as directory:
         program = str(Path(directory) / "roofs")
-        subprocess.run([*compiler, *flags, str(_SOURCE), "-o", program], check=True)
+        made = subprocess.run(
+            [*compiler, *flags, str(_SOURCE), "-o", program], capture_output=True, text=True
+        )
+        if made.returncode:
+            raise BadOptions(f"the compiler failed: {made.stderr.strip()[:300]}")
         command = [program, str(threads), str(seconds)]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return Roofs(**json.loads(said))
@@ -128,6 +132,8 @@ def fill(attention: Attention) -> None:
 def shape_of(model: Path) -> Shape:
     """Raises BadOptions if it is not a dense decoder that is described like Qwen3 or Llama."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text("utf-8"))
+    if config.get("num_experts"):
+        raise BadOptions("--roof counts what dense models compute, not mixtures of experts")
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return Shape(

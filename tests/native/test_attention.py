@@ -72,6 +72,31 @@ def test_blocks_see_to_their_ends_and_rows_of_one_sequence_each_other(block: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [3, 32])
+@pytest.mark.parametrize(
+    "scoring",
+    [AttentionParams(0.1), AttentionParams(0.1, window=200), AttentionParams(0.1, block=32)],
+    ids=["causal", "window", "blocks"],
+)
+def test_queries_that_read_a_long_context_together_have_the_bits_of_each_alone(
+    scoring: AttentionParams, page_size: int, dtype: torch.dtype
+) -> None:
+    """Keys and values beyond a core's cache: blocks of queries go through a stretch side by side."""
+    heads = Heads(6, 2, 256, dtype, scoring)
+    (row,) = rows = [Row(normal(1100, 10, 256, seed=1, dtype=dtype), 0)]
+    apart = Bench(heads, page_size, threads=2)
+    apart.deal(rows)
+    parts = [apart.step([(row, at, at + 32)], fused=False)[0] for at in range(0, 1088, 32)]
+    parts += apart.step([(row, 1088, 1100)], fused=False)
+    whole = torch.cat(parts)
+    for threads in (1, 2, 7):
+        bench = Bench(heads, page_size, threads=threads, seed=threads)
+        bench.deal(rows)
+        assert torch.equal(bench.step([(row, 0, 1100)], fused=False)[0], whole), threads
+    check(heads, rows, [whole], fused=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.0, 30.0, -30.0])
 def test_scores_of_any_size(scale: float, dtype: torch.dtype) -> None:
     """With scores of hundreds one weight is not 0; with scores of 0 all weights are equal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import random
@@ -17,6 +18,8 @@ import torch
 from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.cli.doctor import examine
 from aioinfer.errors import ConfigError
+from aioinfer.execution.memory import Available
+from aioinfer.execution.sizing import check_pool
 from aioinfer.model import weights_cache
 from aioinfer.model.loader import load_model
 from aioinfer.model.native_linear import NativeLinear
@@ -179,6 +182,61 @@ def test_a_changed_checkpoint_replaces_its_file_and_leaves_those_of_others(
     assert len(set(three) & set(after)) == 2
 
 
+def test_the_same_directory_by_another_path_has_the_same_file(
+    cache: Path, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint("qwen3")[0]
+    load(path)
+    link = cache.parent / "link"
+    link.symlink_to(path)
+    monkeypatch.chdir(path.parent)
+    for other in (link, Path(path.name)):
+        assert load(other).spec.layer_reason.endswith("are mapped from the cache")
+    assert len(files(cache)) == 1
+
+
+def test_files_of_other_kernels_and_of_other_code_are_told_apart(
+    cache: Path, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other kernels stay, as of another processor; code replaces what it would write otherwise."""
+    path, pool = checkpoint("qwen3")[0], shared_thread_pool(torch.get_num_threads())
+    load(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.kernels, "name", "kernels-of-another-processor.so")
+        load(path)
+    assert len(files(cache)) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_cache, "_own_code", lambda: "other code")
+        assert load(path).spec.layer_reason.endswith("were cached and mapped")
+    assert len(files(cache)) == 2
+
+
+def test_mapped_weights_count_as_memory_that_a_pool_cannot_have(checkpoint: Callable[[str], Any]) -> None:
+    mapped = load(checkpoint("qwen3")[0]).spec.mapped_bytes
+    assert mapped > 10_000
+    config = EngineConfig(num_pages=9)
+    left = Available(mapped + 5000, "machine")
+    check_pool(config, 5000, left, mapped)
+    with pytest.raises(ConfigError, match=r"has 0\.00 GiB left beside the model"):
+        check_pool(config, 5001, left, mapped)
+
+
+def test_a_start_that_is_cancelled_while_a_file_is_checked_goes_on_next_time(
+    checkpoint: Callable[[str], Any],
+) -> None:
+    class Cancelled(BaseException):
+        pass
+
+    def progress(stage: str, done: int, total: int) -> None:
+        raise Cancelled
+
+    path = checkpoint("qwen3")[0]
+    load(path)
+    with pytest.raises(Cancelled):
+        load(path, progress=progress)
+    assert load(path).spec.layer_reason.endswith("are mapped from the cache")
+
+
 def test_a_file_that_is_mapped_can_be_replaced_and_removed(
     cache: Path, checkpoint: Callable[[str], Any]
 ) -> None:
@@ -250,19 +308,17 @@ def test_a_start_that_is_cancelled_while_weights_are_written_leaves_nothing(
 def test_what_was_not_used_for_long_and_what_killed_processes_left_is_removed(
     cache: Path, checkpoint: Callable[[str], Any]
 ) -> None:
-    cache.mkdir()
-    day = 86400.0
-    ages = {
-        "weights-a-b.packed": 40 * day,
-        "weights-c-d.packed": 20 * day,
-        ".writing-a": day,
-        ".writing-b": 9.0,
-    }
+    path, day = checkpoint("qwen3")[0], 86400.0
+    load(path)
+    ages = {"weights-a-b.packed": 40 * day, "weights-c-d.packed": 20 * day}
+    ages |= {".writing-a": day, ".writing-b": 9.0, ".writing-c": day}
     for name, age in ages.items():
         (cache / name).write_bytes(b"")
         os.utime(cache / name, (time.time() - age,) * 2)
-    load(checkpoint("qwen3")[0])
-    assert set(ages) & set(files(cache)) == {"weights-c-d.packed", ".writing-b"}
+    with (cache / ".writing-c").open("rb") as slow:
+        fcntl.flock(slow, fcntl.LOCK_EX)
+        assert load(path).spec.layer_reason.endswith("are mapped from the cache")
+    assert set(ages) & set(files(cache)) == {"weights-c-d.packed", ".writing-b", ".writing-c"}
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,16 @@ namespace aioinfer {
 // Scratch memory of one worker.
 template <class T>
 struct VectorScratch {
+  // The most blocks of queries that go through a context side by side.
+  static constexpr int BLOCKS = 8;
+
   explicit VectorScratch(int64_t head_dim)
-      : queries(MAX_ROWS * head_dim), weights(MAX_ROWS * SPAN), scores(MAX_ROWS * SPAN), sums(MAX_ROWS * head_dim),
-        tiles(2 * SPAN * head_dim) {}
-  std::vector<uint32_t> queries;
-  std::vector<float> scores, sums;
-  std::vector<T> weights, tiles;
+      : queries(BLOCKS * MAX_ROWS * head_dim), scores(MAX_ROWS * SPAN), sums(BLOCKS * MAX_ROWS * head_dim),
+        weights(MAX_ROWS * SPAN), tiles(2 * SPAN * head_dim) {}
+
+  std::vector<uint32_t> queries;  // of each block
+  std::vector<float> scores, sums;  // of a block in a stretch; of each block
+  std::vector<T> weights, tiles;    // of a block in a stretch
 };
 
 // The computation of one task with QUERIES queries.
@@ -28,32 +32,39 @@ class Attending {
   static constexpr int PER_UNIT = Number<T>::PER_UNIT;
   static constexpr int PER_TILE = TILE / LANES;
 
-  Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& params, VectorScratch<T>& scratch)
-      : context_(context), head_dim_(head_dim), scale_(params.scale), scratch_(scratch), softmax_(params) {}
+  // ``block``: which one of the scratch memory's it is.
+  Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& params, VectorScratch<T>& scratch,
+            int block = 0)
+      : context_(context), head_dim_(head_dim), scale_(params.scale), scratch_(scratch),
+        queries_(&scratch.queries[block * MAX_ROWS * head_dim]), sums_(&scratch.sums[block * MAX_ROWS * head_dim]),
+        softmax_(params) {}
 
   // Query ``q`` [head_dim], which is at ``position`` of a sequence of ``length``.
   void begin(int q, const T* query, int64_t position, int64_t length) {
     softmax_.begin(q, position, length);
     for (int64_t d = 0; d < head_dim_; d += PER_UNIT)
-      std::memcpy(&scratch_.queries[d / PER_UNIT * QUERIES + q], query + d, sizeof(uint32_t));
+      std::memcpy(&queries_[d / PER_UNIT * QUERIES + q], query + d, sizeof(uint32_t));
   }
 
-  void run() {
-    const int64_t first = softmax_.first(QUERIES) / SPAN * SPAN, behind = softmax_.behind(QUERIES);
-    for (int64_t at = first; at < behind; at += SPAN) {
-      const int count = static_cast<int>(std::min<int64_t>(SPAN, behind - at)), tiles = (count + TILE - 1) / TILE;
-      locate(at / TILE, tiles, (behind + TILE - 1) / TILE);
-      score(tiles);
-      weigh(at, tiles);
-      add_values(count, at == first);
-    }
+  // The first stretch, and the end of the last one, after all queries have begun.
+  int64_t first() const { return softmax_.first(QUERIES) / SPAN * SPAN; }
+  int64_t behind() const { return softmax_.behind(QUERIES); }
+
+  // Go through the stretch at ``at``; every one from first() to behind(), in order.
+  void go_through(int64_t at) {
+    const int64_t end = behind();
+    const int count = static_cast<int>(std::min<int64_t>(SPAN, end - at)), tiles = (count + TILE - 1) / TILE;
+    locate(at / TILE, tiles, (end + TILE - 1) / TILE);
+    score(tiles);
+    weigh(at, tiles);
+    add_values(count, at == first());
   }
 
   // put(dimension, LANES results) of one query
   template <class Put>
   void finish(int q, Put&& put) const {
     const float share = softmax_.share(q);
-    for (int64_t d = 0; d < head_dim_; d += LANES) put(d, load<Floats>(&scratch_.sums[q * head_dim_ + d]) * share);
+    for (int64_t d = 0; d < head_dim_; d += LANES) put(d, load<Floats>(&sums_[q * head_dim_ + d]) * share);
   }
 
  private:
@@ -91,7 +102,7 @@ class Attending {
       values[v] = keys[v] + TILE * head_dim_ / PER_UNIT;
     }
     clear(sums);
-    accumulate<T, LEAN>(sums, scratch_.queries.data(), keys, TILE, head_dim_ / PER_UNIT, values);
+    accumulate<T, LEAN>(sums, queries_, keys, TILE, head_dim_ / PER_UNIT, values);
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
       AIOINFER_UNROLL
@@ -128,7 +139,7 @@ class Attending {
       for (int q = 0; q < QUERIES; q++)
         AIOINFER_UNROLL
         for (int v = 0; v < COUNT; v++)
-          sums[q][v] = load<Floats>(&scratch_.sums[q * head_dim_ + (first + v) * LANES]) * softmax_.shrink(q);
+          sums[q][v] = load<Floats>(&sums_[q * head_dim_ + (first + v) * LANES]) * softmax_.shrink(q);
     for (int done = 0; done < count; done += TILE) {
       const uint32_t* values = tile_[done / TILE] + TILE * head_dim_ / PER_UNIT + first * LANES;
       const uint32_t* keys = next_[done / TILE] + first * LANES;
@@ -144,7 +155,7 @@ class Attending {
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
       AIOINFER_UNROLL
-      for (int v = 0; v < COUNT; v++) store(&scratch_.sums[q * head_dim_ + (first + v) * LANES], sums[q][v]);
+      for (int v = 0; v < COUNT; v++) store(&sums_[q * head_dim_ + (first + v) * LANES], sums[q][v]);
   }
 
   // A unit of which only the first half exists.
@@ -174,6 +185,8 @@ class Attending {
   const int64_t head_dim_;
   const float scale_;
   VectorScratch<T>& scratch_;
+  uint32_t* queries_;
+  float* sums_;
   const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE];
   Softmax<QUERIES> softmax_;
 };

@@ -1,11 +1,13 @@
 // Attention over paged keys and values.
 //
 // A task is some queries of one row that share a KV head. It processes the context in stretches of SPAN
-// positions counted from the start of the sequence: scores, their exponentials, weighted values. The result of a
-// query is a function of the positions that it sees, to the bit: it depends neither on other queries, nor on how
-// the prompt was cut into chunks, nor on the pages of the context.
+// positions counted from the start of the sequence: scores, their exponentials, weighted values. The blocks of
+// queries of a task go through a stretch one after the other, so that a long context is read from memory once for all
+// of them. The result of a query is a function of the positions that it sees, to the bit: it depends neither on other
+// queries, nor on how the prompt was cut into chunks, nor on the pages of the context.
 #pragma once
 
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -37,23 +39,43 @@ inline void check(const Rows& rows, int64_t tokens, int64_t page_size, int64_t p
     require_below("block_table", rows.tables + row * rows.width, (rows.lengths[row] + page_size - 1) / page_size, pages);
 }
 
-// Some queries of a row that share a KV head. Query i is that of token i / group, of its head i % group.
+// Some queries of a row that share a KV head: ``blocks`` blocks of ``queries`` each. Query i is that of token i / group,
+// of its head i % group.
 struct AttentionTask {
   int64_t row, head, first;
-  int queries;
+  int queries, blocks;
 };
 
+// The blocks of a task in a row whose sequence has so many positions, of ``all`` blocks in the step: as many as leave
+// every worker enough tasks, if keys and values of a head do not stay in a core's cache anyway.
 template <class T>
-std::vector<AttentionTask> divide(const Rows& rows, int64_t kv_heads, int64_t group) {
+int64_t blocks_of_task(int64_t length, int64_t head_dim, int64_t all, int workers) {
+  constexpr int64_t TASKS = 8;
+  if (BY_TILES<T> || 2 * length * head_dim * static_cast<int64_t>(sizeof(T)) <= CACHE) return 1;
+  return std::clamp<int64_t>(all / (TASKS * workers), 1, VectorScratch<T>::BLOCKS);
+}
+
+template <class T>
+std::vector<AttentionTask> divide(const Rows& rows, const HeadShape<T>& shape, int workers) {
+  const auto blocks_of = [&](int64_t row) {
+    const int64_t queries = (rows.starts[row + 1] - rows.starts[row]) * shape.group();
+    return BY_TILES<T> ? Blocks::of_height(queries, TiledAttending<T>::MOST) : Blocks::equal(queries);
+  };
+  int64_t all = 0;
+  for (int64_t row = 0; row < rows.count; row++) all += blocks_of(row).count * shape.kv_heads;
   std::vector<AttentionTask> tasks;
   for (int64_t row = 0; row < rows.count; row++) {
-    const int64_t queries = (rows.starts[row + 1] - rows.starts[row]) * group;
-    const Blocks blocks = BY_TILES<T> ? Blocks::of_height(queries, TiledAttending<T>::MOST) : Blocks::equal(queries);
-    for (int64_t head = 0; head < kv_heads; head++)
+    const Blocks blocks = blocks_of(row);
+    const int64_t most = blocks_of_task<T>(rows.lengths[row], shape.head_dim, all, workers);
+    for (int64_t head = 0; head < shape.kv_heads; head++)
       // Later queries see more: the long tasks come first.
-      for (int64_t b = blocks.count - 1; b >= 0; b--) {
-        const int64_t first = b * blocks.height;
-        tasks.push_back({row, head, first, static_cast<int>(std::min<int64_t>(blocks.height, blocks.rows - first))});
+      for (int64_t end = blocks.count, count; end > 0; end -= count) {
+        const int64_t left = blocks.rows - (end - 1) * blocks.height;
+        // The last block may have fewer queries; the blocks of a task have the same number.
+        const bool whole = left >= blocks.height;
+        count = whole ? std::min(most, end) : 1;
+        const int64_t height = whole ? blocks.height : left;
+        tasks.push_back({row, head, (end - count) * blocks.height, static_cast<int>(height), static_cast<int>(count)});
       }
   }
   return tasks;
@@ -72,23 +94,40 @@ void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& k
   const Context<T> context(kv, rows.tables + task.row * rows.width, length, task.head);
   const auto token = [&](int q) { return begin + (task.first + q) / group; };
   const auto head = [&](int q) { return task.head * group + (task.first + q) % group; };
-  const auto compute = [&](auto&& attending, int queries) {
-    for (int q = 0; q < queries; q++) {
-      const T* query = projected.queries + token(q) * projected.query_stride + head(q) * head_dim;
-      attending.begin(q, query, start + token(q) - begin, length);
-    }
-    attending.run();
-    for (int q = 0; q < queries; q++) {
-      auto put = sink(token(q));
-      attending.finish(q, [&](int64_t d, Floats values) { put(head(q) * head_dim + d, values); });
+  // ``first``: of the block's queries in the task.
+  const auto start_block = [&](auto& attending, int first) {
+    for (int q = 0; q < task.queries; q++) {
+      const T* query = projected.queries + token(first + q) * projected.query_stride + head(first + q) * head_dim;
+      attending.begin(q, query, start + token(first + q) - begin, length);
     }
   };
-  if constexpr (BY_TILES<T>)
-    compute(TiledAttending<T>(context, head_dim, params, task.queries, scratch), task.queries);
-  else
+  const auto finish_block = [&](auto& attending, int first) {
+    for (int q = 0; q < task.queries; q++) {
+      auto put = sink(token(first + q));
+      const int64_t at = head(first + q) * head_dim;
+      attending.finish(q, [&](int64_t d, Floats values) { put(at + d, values); });
+    }
+  };
+  if constexpr (BY_TILES<T>) {
+    TiledAttending<T> attending(context, head_dim, params, task.queries, scratch);
+    start_block(attending, 0);
+    attending.run();
+    finish_block(attending, 0);
+  } else {
     with_height(task.queries, [&](auto height) {
-      compute(Attending<T, decltype(height)::value>(context, head_dim, params, scratch), height);
+      using Block = Attending<T, decltype(height)::value>;
+      std::optional<Block> blocks[VectorScratch<T>::BLOCKS];
+      int64_t from = INT64_MAX, to = 0;
+      for (int b = 0; b < task.blocks; b++) {
+        start_block(blocks[b].emplace(context, head_dim, params, scratch, b), b * height);
+        from = std::min(from, blocks[b]->first()), to = std::max(to, blocks[b]->behind());
+      }
+      for (int64_t at = from; at < to; at += SPAN)
+        for (int b = 0; b < task.blocks; b++)
+          if (at >= blocks[b]->first() && at < blocks[b]->behind()) blocks[b]->go_through(at);
+      for (int b = 0; b < task.blocks; b++) finish_block(*blocks[b], b * height);
     });
+  }
 }
 
 // Refuse constants that kernels cannot compute.

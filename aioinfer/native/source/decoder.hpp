@@ -124,7 +124,7 @@ class Decoder {
     check(step);
     reserve(step, pool.size());
     const int64_t tokens = step.attention.tokens;
-    const auto tasks = divide<T>(step.attention.rows, shape_.kv_heads, shape_.group());
+    const auto tasks = divide<T>(step.attention.rows, shape_, pool.size());
     pool.run_model([&](Worker& worker) {
       double unused[PARTS] = {};
       Stopwatch watch(worker.index() == 0 ? seconds : unused);

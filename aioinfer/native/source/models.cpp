@@ -120,7 +120,7 @@ bool NAMED(attend)(const AttendArguments<T>* a) {
     check(params);
     check(input.rows, a->tokens, a->page_size, a->num_pages);
     require_below("slot_mapping", a->slot_mapping, a->tokens, a->num_pages * a->page_size);
-    const auto tasks = divide<T>(input.rows, a->kv_heads, shape.group());
+    const auto tasks = divide<T>(input.rows, shape, a->pool->size());
     std::vector<AttentionScratch<T>> scratch(a->pool->size(), AttentionScratch<T>(a->head_dim));
     a->pool->run_model([&](Worker& worker) {
       attend(worker, tasks, input, projected, shape, rotary, kv, params, scratch[worker.index()], [&](int64_t token) {
