@@ -55,6 +55,7 @@ __all__ = ["add_arguments", "run"]
 _DEFAULT = ["aioinfer", "openvino", "vllm", "llamacpp"]
 _ROUNDED = ["aioinfer-{}", "aioinfer", "openvino-{}", "llamacpp-{}"]
 _SERVERS = ["aioinfer", "vllm"]
+_ROUNDED_SERVERS = ["aioinfer-{}", "aioinfer", "vllm"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,11 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def complete(options: argparse.Namespace) -> None:
     """Check options and derive others from them. Raises BadOptions."""
     options.max_batch = max([1, *options.concurrency])
-    rounded = [name.format(options.precision) for name in _ROUNDED]
-    default = _DEFAULT if options.precision == "bf16" else rounded
-    if options.serve and options.precision != "bf16" and not options.peers:
-        raise BadOptions("--serve measures bf16 unless --peers are named")
-    options.peers = options.peers or (_SERVERS if options.serve else default)
+    plain, rounded = (_SERVERS, _ROUNDED_SERVERS) if options.serve else (_DEFAULT, _ROUNDED)
+    default = plain if options.precision == "bf16" else rounded
+    options.peers = options.peers or [name.format(options.precision) for name in default]
     if options.busy and options.roof:
         raise BadOptions("--busy and --roof are benches of their own")
     if options.rounds < 1 or options.attempts < 1 or options.threads < 1 or options.output_tokens < 2:

@@ -65,10 +65,9 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """How it is started, and with which environment. Raises ValueError for a peer without a server."""
     python, most = python_of(peer.environment, options.place), str(options.max_batch)
-    own: list[str] = []
-    for name, value in options.own.get(peer.name, {}).items():
-        own += [f"--{name.replace('_', '-')}", value]
-    if peer.name == "aioinfer":
+    own = _flags(options.own.get(peer.name, {}))
+    if peer.adapter == "aioinfer_engine" and "synchronous" not in peer.options:
+        own = [*_flags(peer.options), *own]
         command = [
             str(python), "-m", "aioinfer", "serve", "--model", str(model), "--port", str(port),
             "--device", "cpu", "--threads", str(options.threads), "--kv-memory-gib", str(options.kv_gib),
@@ -88,6 +87,10 @@ def server_command(
         ]  # fmt: skip
         return command + own, variables(options.threads, options.kv_gib)
     raise ValueError(f"{peer.name} has no server here")
+
+
+def _flags(settings: dict[str, str]) -> list[str]:
+    return [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
 
 
 async def measure(

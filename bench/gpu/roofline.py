@@ -1,4 +1,4 @@
-"""The roofline: how fast a step of a dense model can be at a device's copy bandwidth and matmul rate.
+"""The roofline: how fast a step of a model can be at a device's copy bandwidth and matmul rate.
 
 A decode step reads all weights once, the keys and values of every context, and writes and reads logits in
 float32; it multiplies each token with all matrices. Whichever takes longer is the bound. What a real step
@@ -28,7 +28,7 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense decoder of the Qwen3 family."""
+    """A decoder of the Qwen3 family: dense, or with ``experts`` of which a token passes ``chosen``."""
 
     name: str
     layers: int
@@ -39,6 +39,8 @@ class Shape:
     intermediate: int
     vocab: int
     tied: bool
+    experts: int = 0
+    chosen: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -48,8 +50,18 @@ class Shape:
     @property
     def layer_parameters(self) -> int:
         """Of all matrices in the layers."""
+        return self._parameters(self.experts)
+
+    @property
+    def token_parameters(self) -> int:
+        """Of the matrices in the layers that a token is multiplied with."""
+        return self._parameters(self.chosen)
+
+    def _parameters(self, experts: int) -> int:
+        """With so many experts in each layer; for a dense decoder the number says nothing."""
         attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+        middle = 3 * self.intermediate * (experts if self.experts else 1) + self.experts
+        return self.layers * self.hidden * (attention + middle)
 
     @property
     def step_bytes(self) -> int:
@@ -66,7 +78,7 @@ class Shape:
 def decode_step(shape: Shape, contexts: int, rows: int, peaks: Peaks) -> float:
     """Seconds of a step of ``rows`` decodes whose contexts have so many positions together."""
     moved = shape.step_bytes + shape.kv_bytes * (contexts + rows) + _LOGIT * shape.vocab * rows
-    per_row = 2 * (shape.layer_parameters + shape.vocab * shape.hidden)
+    per_row = 2 * (shape.token_parameters + shape.vocab * shape.hidden)
     flops = per_row * rows + shape.attention_flops * contexts
     return max(moved / peaks.bandwidth, flops / peaks.flops)
 
@@ -79,7 +91,7 @@ def offline(
     Prefill brings everybody's first token; then each step decodes whoever is not done yet.
     """
     positions = sum(length * length / 2 for length in prompts)
-    flops = 2 * shape.layer_parameters * sum(prompts) + shape.attention_flops * positions
+    flops = 2 * shape.token_parameters * sum(prompts) + shape.attention_flops * positions
     decode = 0.0
     for step in range(1, max(outputs)):
         running = [prompt + step for prompt, output in zip(prompts, outputs, strict=True) if output > step]

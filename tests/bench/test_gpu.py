@@ -108,9 +108,9 @@ def test_the_roofline_is_the_known_one(name: str) -> None:
     assert found == pytest.approx((prefill, decode), rel=0.03)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_step_reads_the_parameters_of_the_model_that_runs(tmp_path: Path, tied: bool) -> None:
-    shape = dataclasses.replace(SHAPES["tiny"], tied=tied)
+@pytest.mark.parametrize(("name", "tied"), [("tiny", True), ("tiny", False), ("tiny-moe", True)])
+def test_a_step_reads_the_parameters_of_the_model_that_runs(tmp_path: Path, name: str, tied: bool) -> None:
+    shape = dataclasses.replace(SHAPES[name], tied=tied)
     model = load_model(
         write_model(shape, tmp_path), dtype="auto", device=torch.device("cpu"), load_format="random"
     )
@@ -130,6 +130,16 @@ def test_every_byte_of_a_step_counts() -> None:
     assert decode_step(shape, 7, 1, slow) == shape.step_bytes + 8 * shape.kv_bytes + 8 * shape.vocab
     steps = decode_step(shape, 6, 1, slow) + decode_step(shape, 7, 1, slow)
     assert offline(shape, [5, 9], [3, 1], slow) == (0, steps)
+
+
+def test_a_token_is_multiplied_with_the_experts_that_it_passes() -> None:
+    shape = SHAPES["tiny-moe"]
+    expert = 3 * shape.hidden * shape.intermediate
+    idle = shape.experts - shape.chosen
+    assert shape.layer_parameters - shape.token_parameters == shape.layers * idle * expert
+    fast = Peaks(bandwidth=float("inf"), flops=1)
+    prefill, _ = offline(shape, [1], [1], fast)
+    assert prefill == 2 * shape.token_parameters + shape.attention_flops / 2
 
 
 def test_a_step_of_many_rows_is_bound_by_arithmetic() -> None:

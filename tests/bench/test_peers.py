@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import bench.peers.install as installing
 import bench.peers.process
+from bench.cpu.serving import server_command
 from bench.gpu.shapes import SHAPES
 from bench.peers.adapters.to_gguf import name_in_gguf
 from bench.peers.checkpoint import tensor_shapes
@@ -225,6 +227,23 @@ def test_the_checkpoint_is_qwen3s() -> None:
     assert name_in_gguf("model.layers.27.self_attn.q_norm.weight") == "blk.27.attn_q_norm.weight"
     with pytest.raises(KeyError):
         name_in_gguf("model.layers.0.self_attn.q_proj.bias")
+
+
+def test_a_checkpoint_with_experts_has_the_parameters_of_its_shape() -> None:
+    shape = SHAPES["tiny-moe"]
+    shapes = dict(tensor_shapes(shape))
+    assert 2 * sum(map(math.prod, shapes.values())) == shape.step_bytes
+    assert sum(".mlp.experts." in name for name in shapes) == 3 * shape.layers * shape.experts
+
+
+def test_servers_are_asked_for_the_precision_of_their_peer(tmp_path: Path) -> None:
+    options = argparse.Namespace(
+        place=tmp_path, max_batch=4, threads=2, kv_gib=1.0, own={"aioinfer-int8": {"overlap_steps": "0"}}
+    )
+    command, _ = server_command(PEERS["aioinfer-int8"], tmp_path, 1, options, 256)
+    assert command[-4:] == ["--quantization", "int8", "--overlap-steps", "0"]
+    with pytest.raises(ValueError, match="no server"):
+        server_command(PEERS["aioinfer-llm"], tmp_path, 1, options, 256)
 
 
 def test_every_peer_has_an_adapter_and_an_environment() -> None:

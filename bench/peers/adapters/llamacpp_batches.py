@@ -24,9 +24,11 @@ class LlamaCpp:
             raise RuntimeError("the model cannot be loaded")
         params = llama_cpp.llama_context_default_params()
         position = _kv_bytes(self._model)
-        # One pool for all sequences; a batch takes all prompts at once, in pieces of n_ubatch.
-        params.n_ctx = max(settings.max_len, int(settings.kv_gib * 2**30) // position // 256 * 256)
-        params.n_seq_max, params.kv_unified = settings.max_batch, True
+        # A pool for each sequence, whatever the budget: in one for all, every query goes through everyone's
+        # positions (13 % fewer tokens/s at 32). A batch takes all prompts at once, in pieces of n_ubatch.
+        pool = int(settings.kv_gib * 2**30) // position // 256 * 256
+        params.n_ctx = max(settings.max_len * settings.max_batch, pool)
+        params.n_seq_max, params.kv_unified = settings.max_batch, False
         params.n_batch = params.n_ctx
         params.n_threads = params.n_threads_batch = settings.threads
         for name, text in settings.options.items():
@@ -85,13 +87,15 @@ def _kv_bytes(model: Any) -> int:
 
     import llama_cpp
 
-    def number(name: str) -> int:
+    def value(name: str) -> bytes:
         text = ctypes.create_string_buffer(64)
         llama_cpp.llama_model_meta_val_str(model, name.encode(), text, len(text))
-        return int(text.value)
+        return text.value
 
-    sizes = number("qwen3.attention.key_length") + number("qwen3.attention.value_length")
-    return 2 * number("qwen3.block_count") * number("qwen3.attention.head_count_kv") * sizes
+    family = value("general.architecture").decode()
+    sizes = sum(int(value(f"{family}.attention.{name}_length")) for name in ("key", "value"))
+    heads = int(value(f"{family}.attention.head_count_kv"))
+    return 2 * int(value(f"{family}.block_count")) * heads * sizes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""``python -m bench.peers.adapters.to_gguf DIR FILE [TYPE]``: a Qwen3 checkpoint as GGUF.
+"""``python -m bench.peers.adapters.to_gguf DIR FILE [TYPE]``: a Qwen3 checkpoint as GGUF,
+with experts or without.
 
 Matrices are BF16, or of another type that the package gguf can make: Q8_0, or Q4_0, with which the head and
 the embedding are Q8_0.
@@ -10,7 +11,9 @@ numpy suffices.
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,12 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -42,12 +47,36 @@ def name_in_gguf(name: str) -> str:
 
 def convert(folder: Path, target: Path, name_of_type: str = "BF16") -> None:
     import gguf
-    import numpy
 
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] != "qwen3":
-        raise SystemExit(f"only qwen3 is converted, not {config['model_type']}")
-    writer: Any = gguf.GGUFWriter(str(target), "qwen3")
+    if config["model_type"] not in ("qwen3", "qwen3_moe"):
+        raise SystemExit(f"only qwen3 and qwen3_moe are converted, not {config['model_type']}")
+    writer: Any = gguf.GGUFWriter(str(target), config["model_type"].replace("_", ""))
+    add_config(writer, config)
+    writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{name_of_type}"))
+    kind = gguf.GGMLQuantizationType[name_of_type]
+    wide, eight = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
+    words = kind if name_of_type == "BF16" else eight
+    experts: dict[str, dict[int, Any]] = {}
+    for name, rows in tensors(folder):
+        if match := _EXPERT.fullmatch(name):
+            stack = f"blk.{match[1]}.{_LAYER[f'mlp.{match[3]}']}_exps.weight"
+            gathered = experts.setdefault(stack, {})
+            gathered[int(match[2])] = rows
+            if len(gathered) == config["num_experts"]:
+                add(writer, stack, [each for _, each in sorted(experts.pop(stack).items())], kind)
+            continue
+        place = name_in_gguf(name)
+        narrow = kind if place.startswith("blk.") else words
+        whole = rows.ndim == 1 or "ffn_gate_inp" in place
+        add(writer, place, [rows], wide if whole else narrow)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_config(writer: Any, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -60,9 +89,16 @@ def convert(folder: Path, target: Path, name_of_type: str = "BF16") -> None:
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{name_of_type}"))
-    kind = gguf.GGMLQuantizationType[name_of_type]
-    kind_of_words = kind if name_of_type == "BF16" else gguf.GGMLQuantizationType.Q8_0
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Names, and bf16 as uint16 arrays that map the files."""
+    import numpy
+
     for file in sorted(folder.glob("*.safetensors")):
         raw = numpy.memmap(file, dtype=numpy.uint8, mode="r")
         size = int(raw[:8].view("<u8")[0])
@@ -72,20 +108,24 @@ def convert(folder: Path, target: Path, name_of_type: str = "BF16") -> None:
             if entry["dtype"] != "BF16":
                 raise SystemExit(f"{name} is {entry['dtype']}, not BF16")
             begin, end = (8 + size + at for at in entry["data_offsets"])
-            if len(entry["shape"]) == 1:
-                wide = raw[begin:end].view("<u2").astype("<u4") << 16
-                writer.add_tensor(name_in_gguf(name), wide.view("<f4"))
-            else:
-                rows = raw[begin:end].reshape(entry["shape"][0], -1)
-                own = kind if name_in_gguf(name).startswith("blk.") else kind_of_words
-                if own != gguf.GGMLQuantizationType.BF16:
-                    wide = (rows.view("<u2").astype("<u4") << 16).view("<f4")
-                    rows = gguf.quants.quantize(wide, own)
-                writer.add_tensor(name_in_gguf(name), rows, raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            yield name, raw[begin:end].view("<u2").reshape(entry["shape"])
+
+
+def add(writer: Any, name: str, parts: list[Any], kind: Any) -> None:
+    """One tensor, or several as a stack, in a type of GGUF."""
+    import gguf
+    import numpy
+
+    made = []
+    for rows in parts:
+        if kind == gguf.GGMLQuantizationType.BF16:
+            made.append(rows.view(numpy.uint8))
+            continue
+        wide = (rows.astype("<u4") << 16).view("<f4")
+        made.append(wide if kind == gguf.GGMLQuantizationType.F32 else gguf.quants.quantize(wide, kind))
+    tensor = made[0] if len(made) == 1 else numpy.stack(made)
+    # Floats say their type themselves; a type beside them would be taken for bytes.
+    writer.add_tensor(name, tensor, raw_dtype=None if tensor.dtype == numpy.float32 else kind)
 
 
 if __name__ == "__main__":
