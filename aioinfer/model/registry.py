@@ -9,6 +9,7 @@ from aioinfer.model.blocks import Blocks
 from aioinfer.model.families.base import Family
 from aioinfer.model.families.llada2 import LLaDA2
 from aioinfer.model.families.llama import LlamaLike
+from aioinfer.model.families.mixtral import Mixtral
 
 __all__ = ["own_implementation", "why_not_own"]
 
@@ -17,6 +18,8 @@ _SDAR = Blocks(4, 151669)
 _OWN: dict[str, tuple[frozenset[str], Family]] = {
     "LlamaForCausalLM": (frozenset({"llama"}), LlamaLike("config", mlp_bias=True)),
     "MistralForCausalLM": (frozenset({"mistral"}), LlamaLike(windows="all")),
+    "MixtralForCausalLM": (frozenset({"mixtral"}), Mixtral(windows="all")),
+    "Phi3ForCausalLM": (frozenset({"phi3"}), LlamaLike(windows="all", fused=True, partial_rotary=True)),
     "Qwen2ForCausalLM": (frozenset({"qwen2"}), LlamaLike("qkv", windows="config")),
     "Qwen3ForCausalLM": (frozenset({"qwen3"}), LlamaLike("config", qk_norm=True, windows="config")),
     "Qwen3MoeForCausalLM": (

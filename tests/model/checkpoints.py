@@ -65,6 +65,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 0.05,
         },
     ),
+    # Inner dimensions that blocks of 32 divide.
+    "qwen3-blocks": (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
     # A dense layer, then experts whose weights do not sum up to 1, then a layer that could have had some.
     "qwen3-moe-mixed": (
@@ -82,6 +93,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-window": (
         "Qwen3Moe",
         {**_EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "mixtral": ("Mixtral", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": (
+        "Mixtral",
+        {
+            "head_dim": 16,
+            "num_local_experts": 3,
+            "sliding_window": 9,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "phi3": ("Phi3", {"hidden_size": 64}),
+    "phi4-mini": (
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            **_rope("default", partial_rotary_factor=0.75),
+        },
     ),
     "gpt2": (
         "GPT2",
@@ -107,7 +141,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OWN = [
     name
     for name, (prefix, _) in FAMILIES.items()
-    if prefix in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+    if prefix in ("Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe")
     and name not in ("llama-rope-dynamic", "llama-gelu")
 ]
 #: of these, those of sizes that native kernels compute

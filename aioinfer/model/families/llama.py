@@ -1,8 +1,9 @@
-"""Llama and the families with its tensor names: Mistral, Qwen2, Qwen3, Qwen3-MoE, SDAR.
+"""Llama and the families with its tensor names: Mistral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, SDAR.
 
 They differ in biases, a norm on each head's query and key (Qwen3), attention windows (Mistral, some Qwen
-layers), experts instead of one feed-forward part (Qwen3-MoE), and blocks (SDAR, arXiv 2510.06303: a Qwen3
-trained further to denoise blocks). A tensor that the family requires and the checkpoint lacks is an error.
+layers), experts instead of one feed-forward part (Qwen3-MoE), fused projections (Phi-3, Phi-4), and blocks
+(SDAR, arXiv 2510.06303: a Qwen3 trained further to denoise blocks). A tensor that the family requires and the
+checkpoint lacks is an error.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ class LlamaLike:
     windows: Literal["none", "all", "config"] = "none"
     #: whether layers may have experts
     experts: bool = False
+    #: whether queries, keys and values are one tensor, and gate and up another
+    fused: bool = False
+    #: whether the config may have a part of each head rotated only
+    partial_rotary: bool = False
     blocks: Blocks | None = None
     embedding: str = "model.embed_tokens.weight"
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
-        if not rope.supported(config, head_dim(config)):
+        if not rope.supported(config, head_dim(config), partial=self.partial_rotary):
             return "its kind of rotary positions"
         if config.hidden_act != "silu":
             return f"the activation {config.hidden_act}"
@@ -67,12 +72,10 @@ class LlamaLike:
         q_rows, kv_rows = config.num_attention_heads * size, kv_heads(config) * size
         at = f"{prefix}.self_attn"
         every = self.attention_bias == "config" and config.attention_bias
-        qkv = source.linear(
-            [f"{at}.{name}_proj" for name in "qkv"],
-            [q_rows, kv_rows, kv_rows],
-            hidden,
-            bias=every or self.attention_bias == "qkv",
-        )
+        names, rows = [f"{at}.{name}_proj" for name in "qkv"], [q_rows, kv_rows, kv_rows]
+        if self.fused:
+            names, rows = [f"{at}.qkv_proj"], [sum(rows)]
+        qkv = source.linear(names, rows, hidden, bias=every or self.attention_bias == "qkv")
         out = source.linear([f"{at}.o_proj"], [hidden], q_rows, bias=every)
         return Layer(
             attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
@@ -89,7 +92,8 @@ class LlamaLike:
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.mlp"
         if source.experts is None or index not in self.sparse_layers(config):
-            return source.swiglu(prefix, config.intermediate_size, bias=self.mlp_bias and config.mlp_bias)
+            bias = self.mlp_bias and config.mlp_bias
+            return source.swiglu(prefix, config.intermediate_size, bias=bias, fused=self.fused)
         gate = source.weights.take(f"{prefix}.gate.weight", (config.num_experts, config.hidden_size))
         rule = SoftmaxRouter(gate, config.num_experts_per_tok, config.norm_topk_prob)
         return source.sparse(rule, f"{prefix}.experts")

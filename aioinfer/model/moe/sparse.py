@@ -12,7 +12,10 @@ from aioinfer.model.moe.experts import Experts, ExpertWeights
 from aioinfer.model.moe.routing import Router
 from aioinfer.model.weights import Weights
 
-__all__ = ["SparseMLP", "StoredExperts"]
+__all__ = ["GATE_UP_DOWN", "SparseMLP", "StoredExperts"]
+
+#: what most checkpoints call the tensors of an expert
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class StoredExperts:
     num_experts: int
     hidden: int
     middle: int
+    #: of the tensors of an expert
+    names: tuple[str, str, str] = GATE_UP_DOWN
 
     def stacked(self) -> ExpertWeights:
         """All experts, read into place without a second copy. Raises ConfigError if a tensor is missing or
@@ -70,8 +75,8 @@ class StoredExperts:
             declare(f"{prefix}.gate_up_proj", (count, 2 * middle, hidden))
             declare(f"{prefix}.down_proj", (count, hidden, middle))
             return
-        one = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden), "down_proj": (hidden, middle)}
-        for name, shape in one.items():
+        one = (middle, hidden), (middle, hidden), (hidden, middle)
+        for name, shape in zip(self.names, one, strict=True):
             if self._apart:
                 declare(f"{prefix}.{name}", (count, *shape))
                 continue
@@ -112,7 +117,7 @@ class StoredExperts:
         return gate_up, self.weights.take(f"{self.prefix}.down_proj", (count, hidden, middle))
 
     def _take_one(self, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        at = f"{self.prefix}.{expert}"
-        self.weights.take_into(gate_up[: self.middle], f"{at}.gate_proj.weight")
-        self.weights.take_into(gate_up[self.middle :], f"{at}.up_proj.weight")
-        self.weights.take_into(down, f"{at}.down_proj.weight")
+        gate, up, out = (f"{self.prefix}.{expert}.{name}.weight" for name in self.names)
+        self.weights.take_into(gate_up[: self.middle], gate)
+        self.weights.take_into(gate_up[self.middle :], up)
+        self.weights.take_into(down, out)

@@ -1,0 +1,35 @@
+"""Mixtral (arXiv 2401.04088): Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aioinfer.errors import ConfigError
+from aioinfer.model.families.base import Source
+from aioinfer.model.families.llama import LlamaLike
+from aioinfer.model.mlp import FeedForward
+from aioinfer.model.moe.routing import SoftmaxRouter
+
+__all__ = ["Mixtral"]
+
+#: gate, up and down of an expert
+_NAMES = ("w1", "w3", "w2")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixtral(LlamaLike):
+    """See :class:`~aioinfer.model.families.base.Family`."""
+
+    def sparse_layers(self, config: Any) -> frozenset[int]:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        chosen, count = config.num_experts_per_tok, config.num_experts
+        if not 1 <= chosen <= count:
+            raise ConfigError(f"model: {chosen} of {count} experts in every layer")
+        return frozenset(range(config.num_hidden_layers))
+
+    def _mlp(self, source: Source, index: int) -> FeedForward:
+        config, prefix = source.config, f"model.layers.{index}.block_sparse_moe"
+        gate = source.weights.take(f"{prefix}.gate.weight", (config.num_experts, config.hidden_size))
+        rule = SoftmaxRouter(gate, config.num_experts_per_tok, True)
+        return source.sparse(rule, f"{prefix}.experts", names=_NAMES)
