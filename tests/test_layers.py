@@ -48,6 +48,8 @@ LAYERS: list[set[str]] = [
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
     # config values from text, variables and files
     {"text", "cache", "native", "settings"},
+    # where a model comes from, and how its files are read
+    {"checkpoint"},
     # exceptions, results, parts found by file name
     {"errors", "outputs", "plugins"},
     # the plain values of what a caller gives

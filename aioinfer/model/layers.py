@@ -136,7 +136,7 @@ def check_quantization(
         layers: the backend of the layers; None for a model of transformers.
         experts: that of a mixture of experts; None if there are none.
     """
-    if quantization == "none":
+    if quantization in ("auto", "none"):
         return
     if layers is None:
         raise ConfigError(f"quantization: the code of {architecture} is transformers' own")
@@ -173,7 +173,7 @@ def make_layers(
     device: torch.device,
     dtype: torch.dtype,
     sizes: Sequence[int] = (),
-    quantization: Quantization = "none",
+    quantization: Quantization = "auto",
     blobs: Blobs | None = None,
 ) -> LayerKernels:
     """The layers' kernels for an attention backend.

@@ -1,10 +1,9 @@
-"""Loading a model directory."""
+"""Loading a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
+from aioinfer.checkpoint.files import Checkpoint, Directory, open_checkpoint
+from aioinfer.checkpoint.tensors import Tensors, stored_bytes
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
@@ -21,15 +22,12 @@ from aioinfer.model.layers import check_cache_weights, check_quantization, choos
 from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.quantization import Quantization, rounding_of
 from aioinfer.model.registry import own_implementation, why_not_own
-from aioinfer.model.spec import CausalLM, Progress, read_json_object
-from aioinfer.model.weights import RandomWeights, Weights, checkpoint_bytes, weight_files
+from aioinfer.model.spec import CausalLM, Progress
+from aioinfer.model.weights import RandomWeights, Weights
 from aioinfer.model.weights_cache import Blobs, WeightsCache
-from aioinfer.settings import shown
 
 __all__ = ["ModelInfo", "inspect_model", "load_model"]
 
-#: names of models on Hugging Face's hub, with an owner
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,17 +63,17 @@ def load_model(
     kernels: AttentionBackend = "auto",
     experts: MoEBackend = "auto",
     block_size: int | None = None,
-    quantization: Quantization = "none",
+    quantization: Quantization = "auto",
     cache_weights: bool = False,
     progress: Progress | None = None,
     check_size: Callable[[int], None] | None = None,
 ) -> CausalLM:
-    """Load a Hugging Face directory: a built-in implementation for known families, transformers for the rest.
+    """Load a checkpoint: a built-in implementation for known families, transformers for the rest.
 
     Never runs code from the directory and never accesses the network.
 
     Args:
-        path: the directory.
+        path: a directory as the hub has it, or a GGUF file.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's.
         device: the device of the weights.
         load_format: "random" makes :class:`~aioinfer.model.weights.RandomWeights` from config.json alone.
@@ -92,38 +90,43 @@ def load_model(
     Raises:
         ConfigError: if the directory does not hold a supported model, or an option does not fit it.
     """
-    config = _read_config(path)
+    checkpoint = open_checkpoint(path)
+    config = _read_config(checkpoint)
     chosen = _choose_dtype(config, dtype)
-    random_weights = None
-    if load_format == "random":
-        random_weights = RandomWeights(dtype=chosen, device=device, check_size=check_size)
-    elif check_size is not None:
-        check_size(checkpoint_bytes(path, chosen, rounding_of(quantization)))
-    else:
-        weight_files(path)
     family = _family(config, force_transformers)
     blocks = _blocks(config, family, block_size)
+    stored = load_format != "random"
     if family is None:
-        check_quantization(quantization, None, config.architectures[0])
-        if cache_weights:
-            check_cache_weights(None, load_format, config.architectures[0])
+        reason = "asked for" if force_transformers else why_not_own(config)
+        _check_fallback(checkpoint, config, reason, quantization, cache_weights=cache_weights, stored=stored)
+    tensors = checkpoint.tensors() if stored else None
+    random_weights = None if stored else RandomWeights(dtype=chosen, device=device, check_size=check_size)
+    if family is None:
+        if tensors is not None and check_size is not None:
+            check_size(stored_bytes(tensors, chosen.itemsize))
         from aioinfer.model.transformers_model import TransformersLM
 
-        fallback = TransformersLM(path, config, chosen, device, progress, random_weights)
-        reason = "asked for" if force_transformers else why_not_own(config)
+        fallback = TransformersLM(checkpoint.path, config, chosen, device, progress, random_weights)
         fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason)
         return fallback
     attention = choose_attention(device, _head_dim(config), chosen, kernels, progress)
     sizes = _inner_sizes(config)
     layers = choose_layers(attention, sizes)
     check_quantization(quantization, layers, config.architectures[0])
+    kept = _kept_bits(tensors) if quantization == "auto" and layers.name == "native" else []
+    if tensors is not None and check_size is not None:
+        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept=bool(kept)))
 
     def build(blobs: Blobs | None) -> CausalLM:
+        weights: Weights | None = random_weights
+        if tensors is not None:
+            weights = Weights(tensors, dtype=chosen, device=device, progress=progress)
+        assert weights is not None
         return build_decoder(
-            path,
+            checkpoint,
             family,
             config,
-            random_weights or Weights(path, dtype=chosen, device=device, progress=progress),
+            weights,
             dtype=chosen,
             device=device,
             kernels=make_layers(attention, device, chosen, sizes, quantization, blobs),
@@ -132,9 +135,13 @@ def load_model(
         )
 
     reason, mapped = layers.reason, 0
+    if kept:
+        reason += f"; weights of {' and '.join(map(str, kept))} bits as they are stored"
     if cache_weights:
         check_cache_weights(layers, load_format, config.architectures[0])
-        model, done, mapped = _load_cached(path, build, progress, str(chosen), quantization, experts)
+        if kept:
+            raise ConfigError("cache_weights: weights that are quantised in the checkpoint are not cached")
+        model, done, mapped = _load_cached(checkpoint, build, progress, str(chosen), quantization, experts)
         reason = f"{reason}; {done}"
     else:
         model = build(None)
@@ -143,8 +150,34 @@ def load_model(
     return model
 
 
+def _check_fallback(
+    checkpoint: Checkpoint,
+    config: Any,
+    reason: str,
+    quantization: Quantization,
+    *,
+    cache_weights: bool,
+    stored: bool,
+) -> None:
+    """Raise ConfigError for what transformers' code cannot load or do here. ``stored``: weights are read."""
+    architecture = config.architectures[0]
+    check_quantization(quantization, None, architecture)
+    if cache_weights:
+        check_cache_weights(None, "auto", architecture)
+    if not isinstance(checkpoint, Directory):
+        raise ConfigError(f"model: of {architecture}, GGUF files cannot be loaded ({reason})")
+    if stored and getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"model: of {architecture}, quantised checkpoints cannot be loaded ({reason})")
+
+
+def _kept_bits(tensors: Tensors | None) -> list[int]:
+    """Of the weights that are quantised in a checkpoint."""
+    roundings = () if tensors is None else map(tensors.rounding, tensors.names)
+    return sorted({rounding.bits for rounding in roundings if rounding is not None})
+
+
 def _load_cached(
-    path: Path,
+    checkpoint: Checkpoint,
     build: Callable[[Blobs | None], CausalLM],
     progress: Progress | None,
     *facts: object,
@@ -157,13 +190,13 @@ def _load_cached(
         directory = cache_directory()
     except BuildFailed as error:
         raise ConfigError(f"cache_weights: {error}") from error
-    cache = WeightsCache(directory, path, [path / "config.json", *weight_files(path)], *facts)
+    cache = WeightsCache(directory, checkpoint.path, checkpoint.files(), *facts)
     return cache.load(shared_thread_pool(torch.get_num_threads()), build, progress)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts about a model directory that its config determines."""
+    """Facts about a checkpoint that its config determines."""
 
     architecture: str
     #: whether a built-in implementation computes it, not transformers'; and why not
@@ -188,10 +221,11 @@ def inspect_model(
     force_transformers: bool = False,
     block_size: int | None = None,
 ) -> ModelInfo:
-    """Examine a directory as :func:`load_model` would, without reading weights. Raises ConfigError."""
-    config = _read_config(path)
+    """Examine a checkpoint as :func:`load_model` would, without reading weights. Raises ConfigError."""
+    checkpoint = open_checkpoint(path)
+    config = _read_config(checkpoint)
     if load_format == "auto":
-        weight_files(path)
+        checkpoint.files()
     family = _family(config, force_transformers)
     return ModelInfo(
         architecture=config.architectures[0],
@@ -223,53 +257,31 @@ def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | No
     return None
 
 
-def _read_config(path: Path) -> Any:
+def _read_config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
 
     from aioinfer.model.configs import OWN_CONFIGS
 
-    _check_directory(path)
-    stated = read_json_object(path / "config.json")
+    stated, name = checkpoint.config(), checkpoint.path.name
     check_numbers(stated)
     try:
         own = OWN_CONFIGS.get(str(stated.get("model_type")))
         if own is not None:
             config: Any = own.from_dict(stated)
-        else:
+        elif isinstance(checkpoint, Directory):
             # Without an explicit value transformers asks on the terminal whether to run the directory's code.
-            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(
+                checkpoint.path, local_files_only=True, trust_remote_code=False
+            )
+        else:
+            config = AutoConfig.for_model(**stated)
     except Exception as error:
         # Each of the many config classes raises its own types of errors.
-        raise ConfigError(f"model: the config of {path.name} cannot be used: {error}") from error
+        raise ConfigError(f"model: the config of {name} cannot be used: {error}") from error
     named = config.architectures
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
-        raise ConfigError(f"model: the config of {path.name} names no architecture")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError("model: quantised checkpoints are not supported")
+        raise ConfigError(f"model: the config of {name} names no architecture")
     return config
-
-
-def _check_directory(path: Path) -> None:
-    """Raise ConfigError, with what the path is instead, unless it is a directory with a config.json."""
-    try:
-        found = path.is_dir()
-        names = {entry.name for entry in path.iterdir()} if found else set()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {shown(str(path))} cannot be read: {error}") from error
-    if found and "config.json" in names:
-        return
-    if path.suffix == ".gguf" or any(name.endswith(".gguf") for name in names):
-        raise ConfigError(f"model: {path} is a GGUF model, which is not supported; safetensors are")
-    if "adapter_config.json" in names:
-        raise ConfigError(f"model: {path} is a LoRA adapter, which is not supported; merge it into its base")
-    if found:
-        raise ConfigError(f"model: {path} has no config.json")
-    if path.exists():
-        raise ConfigError(f"model: {path} is a file; a directory with config.json and safetensors is needed")
-    hint = ""
-    if _HUB_ID.fullmatch(str(path)):
-        hint = f". Nothing is downloaded: 'hf download {path} --local-dir DIR' fetches a model of that name"
-    raise ConfigError(f"model: there is no directory {path}, and no bundled model of that name{hint}")
 
 
 def _head_dim(config: Any) -> int:

@@ -176,10 +176,12 @@ class NativeLayers:
     native = True
 
     def __init__(
-        self, pool: ThreadPool, quantization: Quantization = "none", blobs: Blobs | None = None
+        self, pool: ThreadPool, quantization: Quantization = "auto", blobs: Blobs | None = None
     ) -> None:
         """``blobs``: where packed weights are, or are left; None: nowhere."""
         self._pool = pool
+        #: weights that are quantised in the checkpoint stay as they are
+        self._kept = quantization == "auto"
         self._rounding, self._head_rounding = rounding_of(quantization), rounding_of(quantization, head=True)
         self._blobs = blobs
         self.operations = TorchOperations()
@@ -219,18 +221,24 @@ class NativeLayers:
         **parts: Any,
     ) -> CausalLM:
         tied, cached = head is embedding, self._blobs is not None
+        # The vectors of a quantised embedding are read from it as it is packed.
+        quantised = self._head_rounding is not None or self._quantised(embedding)
         # A tied embedding that both need is read once.
-        words = embedding.view() if tied and not cached and self._rounding is None else None
+        words = embedding.view() if tied and not cached and not quantised else None
         to_logits = self._packed(head, self._head_rounding, weight=words)
         if not all(_parts(layer.mlp) for layer in layers):
             words = embedding.view() if words is None else words
             return Decoder(spec, layers, embedding=words, head=to_logits, operations=self.operations, **parts)
         vectors: torch.Tensor | NativeLinear | MappedMemory
-        if self._rounding is None:
+        if not quantised:
             vectors = self._vectors(embedding) if words is None else words
         else:
             vectors = to_logits if tied else self._packed(embedding, self._head_rounding)
         return NativeDecoder(self._pool, spec, layers, embedding=vectors, head=to_logits, **parts)
+
+    def _quantised(self, stored: StoredMatrix) -> bool:
+        """Whether a matrix is quantised in the checkpoint and stays so."""
+        return self._kept and stored.rounding is not None
 
     def _vectors(self, embedding: StoredMatrix) -> torch.Tensor | MappedMemory:
         """An embedding, neither packed nor rounded."""
@@ -254,6 +262,8 @@ class NativeLayers:
     ) -> NativeLinear:
         """``weight``: the matrix, if it has been read."""
         shape, pool, blobs = stored.shape, self._pool, self._blobs
+        if self._quantised(stored):
+            return self._as_stored(stored, gated=gated)
         own = None if rounding is None else rounding.for_size(shape[1])
         found = None if blobs is None else blobs.find(stored.name)
         if found is not None:
@@ -266,6 +276,20 @@ class NativeLayers:
         if blobs is not None:
             blobs.add(stored.name, *packed.packed.memory)
         return packed
+
+    def _as_stored(self, stored: StoredMatrix, *, gated: bool) -> NativeLinear:
+        """A matrix that is quantised in the checkpoint, without loss."""
+        matrix, bias = stored.quantised(), stored.bias()
+        return NativeLinear.given(
+            self._pool,
+            matrix.values,
+            matrix.scales,
+            matrix.offsets,
+            None if bias is None else bias.float(),
+            matrix.rounding,
+            dtype=stored.dtype,
+            gated=gated,
+        )
 
 
 def _vectors(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.errors import ConfigError
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.batch import Batch
 
-__all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids", "read_json_object"]
+__all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -85,19 +83,17 @@ class CausalLM(Protocol):
         """
 
 
-def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
-    """The end tokens of a checkpoint: those of generation_config.json, else those of ``config``.
+def eos_token_ids(generation_config: Mapping[str, Any], config: Any) -> frozenset[int]:
+    """The end tokens of a checkpoint: those of its generation_config.json, else those of ``config``.
 
     Ids that the vocabulary does not have are left out, as -1, which some configs use for none.
 
-    Raises ConfigError if generation_config.json is not a JSON object, or if the ids are not integers.
+    Raises ConfigError if the ids are not integers.
     """
     eos, source = getattr(config, "eos_token_id", None), "config.json"
-    file = path / "generation_config.json"
-    if file.is_file():
-        stated = read_json_object(file).get("eos_token_id")
-        if stated is not None:
-            eos, source = stated, file.name
+    stated = generation_config.get("eos_token_id")
+    if stated is not None:
+        eos, source = stated, "generation_config.json"
     ids = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
     if not all(type(token) is int for token in ids):
         raise ConfigError(f"model: eos_token_id in {source} must be token ids, got {shown(eos)}")
@@ -107,14 +103,3 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
             "eos_token_id in %s is %s; the model has %d tokens", source, shown(eos), config.vocab_size
         )
     return known
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model directory. Raises ConfigError."""
-    try:
-        value = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"model: {file.name} holds no JSON object")
-    return value

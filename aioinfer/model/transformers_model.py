@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.checkpoint.files import Directory
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.batch import Batch
@@ -88,7 +89,7 @@ class TransformersLM:
             vocab_size=text.vocab_size if output is None else output.weight.shape[0],
             max_model_len=_max_model_len(text, architecture),
             dtype=dtype,
-            eos_token_ids=eos_token_ids(path, text),
+            eos_token_ids=eos_token_ids(Directory(path).generation_config(), text),
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
 

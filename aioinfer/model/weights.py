@@ -1,51 +1,40 @@
-"""Weights: memory-mapped safetensors, one file or sharded, read tensor by tensor; or random weights."""
+"""Weights: the tensors of a checkpoint, read one by one as a model takes them; or random ones."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
-from aioinfer.model.quantization import Rounding
-from aioinfer.model.spec import Progress, read_json_object
+from aioinfer.model.spec import Progress
 
-__all__ = ["RandomWeights", "StoredMatrix", "Weights", "checkpoint_bytes", "weight_files"]
+__all__ = ["RandomWeights", "StoredMatrix", "Weights"]
 
 
 class Weights:
-    """The tensors of a checkpoint directory, memory-mapped and read on demand.
+    """The tensors of a checkpoint, read on demand.
 
     :meth:`take` returns tensors in ``dtype`` on ``device``. On the CPU a tensor that is stored in that dtype
     stays mapped and is not copied.
     """
 
     def __init__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+        self, tensors: Tensors, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
     ) -> None:
-        """Raises ConfigError if there are no safetensors, or if a file that their index names is missing."""
-        from safetensors import SafetensorError, safe_open
-
+        self._tensors = tensors
+        self._names = frozenset(tensors.names)
         self._dtype = dtype
         self._device = device
         self._progress = progress
-        self._files: dict[str, Any] = {}
-        try:
-            for file in weight_files(path):
-                opened: Any = safe_open(file, framework="pt", device="cpu")
-                self._files.update(dict.fromkeys(opened.keys(), opened))
-        except (OSError, SafetensorError) as error:
-            raise _unreadable(path, error) from error
-        self._total = len(self._files)
         self._taken: set[str] = set()
         self.num_parameters = 0
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._names
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,18 +57,22 @@ class Weights:
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         """Count a tensor as taken, without reading it. Raises ConfigError if it is missing or has another
         shape."""
-        opened = self._files.get(name)
-        if opened is None:
+        if name not in self._names:
             raise ConfigError(f"model: the checkpoint has no tensor {name}")
-        try:
-            found = tuple(opened.get_slice(name).get_shape())
-        except Exception as error:
-            raise _unreadable_tensor(name, error) from error
+        found = self._tensors.shape(name)
         if found != shape:
             raise ConfigError(f"model: {name} is shaped {found}, the config says {shape}")
         self._count(name, shape)
         if self._progress is not None:
-            self._progress("weights", len(self._taken), self._total)
+            self._progress("weights", len(self._taken), len(self._names))
+
+    def rounding(self, name: str) -> Rounding | None:
+        """How a matrix is quantised in the checkpoint; None: it is not, or cannot be taken as it is."""
+        return self._tensors.rounding(name) if name in self._names else None
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """A matrix that is quantised, as it is stored, on the CPU. Raises ConfigError."""
+        return self._tensors.quantised(name)
 
     def _count(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._taken:
@@ -88,11 +81,7 @@ class Weights:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self.declare(name, shape)
-        try:
-            tensor: torch.Tensor = self._files[name].get_tensor(name)
-        except Exception as error:
-            raise _unreadable_tensor(name, error) from error
-        return tensor
+        return self._tensors.read(name)
 
     def fused(self, names: Iterable[str], rows: Iterable[int], *tail: int) -> torch.Tensor:
         """Tensors ``[rows, *tail]`` concatenated along the first dimension, so that one matrix product
@@ -105,7 +94,7 @@ class Weights:
         tables excepted."""
         left = sorted(
             name
-            for name in set(self._files) - self._taken - set(ignore)
+            for name in self._names - self._taken - set(ignore)
             # Old checkpoints contain the rotary frequencies, which follow from the config.
             if not name.endswith("rotary_emb.inv_freq")
         )
@@ -142,6 +131,9 @@ class RandomWeights(Weights):
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         self._count(name, shape)
+
+    def rounding(self, name: str) -> Rounding | None:
+        return None
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         if self._check_size is not None:
@@ -197,6 +189,35 @@ class StoredMatrix:
         """The dtype of the tensors that are returned."""
         return self._weights.dtype
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """How :meth:`quantised` returns it; None if one of its tensors is not quantised."""
+        parts = [self._weights.rounding(f"{name}.weight") for name in self._names]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts) or any(part.group == 0 for part in known) != all(
+            part.group == 0 for part in known
+        ):
+            return None
+        group = min(part.group for part in known)
+        if any(part.group % group for part in known if group):
+            return None
+        return Rounding(max(part.bits for part in known), group)
+
+    def quantised(self) -> QuantisedMatrix:
+        """The matrix as it is stored; parts of fewer bits, or of larger groups, as the others have them,
+        without loss."""
+        rounding = self.rounding
+        assert rounding is not None, "it is not quantised"
+        parts = [_widened(self._weights.quantised(f"{name}.weight"), rounding) for name in self._names]
+        if len(parts) == 1:
+            return parts[0]
+        offsets = [part.offsets for part in parts]
+        whole = None
+        if any(each is not None for each in offsets):
+            whole = torch.cat([_offsets(part) for part in parts])
+        values = torch.cat([part.values for part in parts])
+        return QuantisedMatrix(values, torch.cat([part.scales for part in parts]), whole, rounding)
+
     def load(self) -> torch.Tensor:
         """The matrix, ``shape``, in memory of its own."""
         return self._weights.fused([f"{name}.weight" for name in self._names], self._rows, self._width)
@@ -215,52 +236,24 @@ class StoredMatrix:
         return self._weights.fused([f"{name}.bias" for name in self._names], self._rows)
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises ConfigError if there are none, or if a file that the
-    index of a sharded checkpoint names is missing."""
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        single = path / "model.safetensors"
-        if not single.is_file():
-            raise ConfigError(
-                f"model: {path.name} holds no model.safetensors (pickled weights, .bin, are not loaded)"
-            )
-        return [single]
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-        raise ConfigError(f"model: {index.name} has no weight_map of file names")
-    files = [path / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"model: {index.name} names {file.name}, which is missing")
-    return files
+def _offsets(matrix: QuantisedMatrix) -> torch.Tensor:
+    if matrix.offsets is not None:
+        return matrix.offsets
+    return torch.zeros_like(matrix.scales) if matrix.rounding.bits == 8 else matrix.scales * -8
 
 
-def checkpoint_bytes(path: Path, dtype: torch.dtype, rounding: Rounding | None = None) -> int:
-    """Bytes that the tensors of a checkpoint take in ``dtype``, or at least as if all of them were rounded.
-
-    Reads the headers of its files. Raises ConfigError."""
-    from safetensors import SafetensorError, safe_open
-
-    numbers = 0
-    try:
-        for file in weight_files(path):
-            opened: Any
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                names = opened.keys()
-                numbers += sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
-    return numbers * (8 * dtype.itemsize if rounding is None else rounding.bits) // 8
-
-
-def _unreadable_tensor(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"model: {name} cannot be read from its file: {error}")
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"model: the weights of {path.name} cannot be read: {error}")
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+def _widened(matrix: QuantisedMatrix, rounding: Rounding) -> QuantisedMatrix:
+    """The same matrix with as many bits, or more, and groups as large, or smaller."""
+    if matrix.rounding == rounding:
+        return matrix
+    values, offsets = matrix.values, matrix.offsets
+    if matrix.rounding.bits != rounding.bits:
+        values, offsets = values.to(torch.int8), _offsets(matrix)
+    times = matrix.rounding.group // rounding.group if rounding.group else 1
+    groups = -(-values.shape[1] // rounding.group) if rounding.group else 1
+    scales, offsets = (
+        None if each is None else each.repeat_interleave(times, dim=1)[:, :groups]
+        for each in (matrix.scales, offsets)
+    )
+    assert scales is not None
+    return QuantisedMatrix(values, scales, offsets, rounding)

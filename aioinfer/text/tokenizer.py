@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from aioinfer.checkpoint.files import Checkpoint, Directory
 from aioinfer.errors import ConfigError, InvalidRequest, shown
 from aioinfer.text import template
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
@@ -118,19 +118,23 @@ class HFTokenizer:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Load from a local directory, without network, remote code or prompts. Raises ConfigError."""
-        from transformers import AutoTokenizer
+        tokenizer = cls.of(Directory(path))
+        if tokenizer is None:
+            raise ConfigError(f"the tokenizer of {path.name} could not be loaded: it has none")
+        return tokenizer
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self | None:
+        """The tokenizer of a checkpoint; None if it has none. Raises ConfigError."""
         try:
-            # Without trust_remote_code=False, transformers asks on the terminal to run the directory's code.
-            config = _unknown_config(path)
-            return cls(
-                AutoTokenizer.from_pretrained(
-                    path, config=config, local_files_only=True, trust_remote_code=False
-                )
-            )
+            found = checkpoint.tokenizer()
+            return None if found is None else cls(found)
+        except ConfigError:
+            raise
         except Exception as error:
             # Broken files raise many types; the Rust library raises the bare Exception.
-            raise ConfigError(f"the tokenizer of {path.name} could not be loaded: {error}") from error
+            name = checkpoint.path.name
+            raise ConfigError(f"the tokenizer of {name} could not be loaded: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the model expects around it (such as BOS).
@@ -221,19 +225,6 @@ class HFTokenizer:
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
-
-
-def _unknown_config(path: Path) -> Any:
-    """The config of a model type that transformers does not know; None for known types.
-
-    Without it, AutoTokenizer logs a long warning for an unknown type before it loads the tokenizer anyway.
-    """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
-    file = path / "config.json"
-    stated = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    kind = stated.get("model_type")
-    return None if kind is None or kind in CONFIG_MAPPING else PreTrainedConfig.from_dict(stated)
 
 
 def _message(field: str, message: Any) -> dict[str, Any]:

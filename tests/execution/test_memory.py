@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from aioinfer.checkpoint.tensors import SafetensorsTensors, stored_bytes
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution import build as building
@@ -20,7 +21,7 @@ from aioinfer.model.attention.backend import make_attention
 from aioinfer.model.attention.pool import pool_zeros
 from aioinfer.model.backend import Backend
 from aioinfer.model.quantization import Rounding
-from aioinfer.model.weights import Weights, checkpoint_bytes
+from aioinfer.model.weights import Weights
 from tests.model.harness import require
 
 CPU, GIB, MIB = torch.device("cpu"), 1 << 30, 1 << 20
@@ -124,9 +125,10 @@ def test_weights_beyond_the_memory_are_refused_before_they_are_read(
 ) -> None:
     """Under a control group with a limit. Of the checkpoint, only the headers are read."""
     config = EngineConfig(device="cpu", threads=1, num_pages=64, dtype=dtype, transformers_fallback=fallback)
-    numbers = checkpoint_bytes(config.model_path, torch.float32) // 4
-    assert checkpoint_bytes(config.model_path, torch.bfloat16) == 2 * numbers
-    assert checkpoint_bytes(config.model_path, torch.bfloat16, Rounding(4, 64)) == numbers // 2
+    tensors = SafetensorsTensors(config.model_path)
+    numbers = stored_bytes(tensors, 4) // 4
+    assert stored_bytes(tensors, 2) == 2 * numbers
+    assert stored_bytes(tensors, 2, Rounding(4, 64)) == numbers // 2
 
     def limited_to(limit: int) -> None:
         files = {"memory.max": f"{limit}", "memory.current": "0"}

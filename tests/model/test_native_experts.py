@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from aioinfer.checkpoint.tensors import SafetensorsTensors
 from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
@@ -276,7 +277,9 @@ def test_experts_are_read_one_by_one_whatever_the_checkpoint(tmp_path: Path, lay
     save_file(tensors, tmp_path / "model.safetensors")
 
     def stored() -> StoredExperts:
-        return StoredExperts(Weights(tmp_path, dtype=torch.float32, device=CPU), "at", 4, 32, 16)
+        return StoredExperts(
+            Weights(SafetensorsTensors(tmp_path), dtype=torch.float32, device=CPU), "at", 4, 32, 16
+        )
 
     stack = stored().stacked()
     seen = set()

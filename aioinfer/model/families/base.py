@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
@@ -17,12 +17,12 @@ from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import MoEBackend, choose_experts
 from aioinfer.model.moe.routing import Rule
-from aioinfer.model.moe.sparse import StoredExperts
+from aioinfer.model.moe.sparse import GATE_UP_DOWN, StoredExperts
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec, eos_token_ids
 from aioinfer.model.weights import StoredMatrix, Weights
 
-__all__ = ["Family", "Source", "build_decoder", "expert_shape", "head_dim", "kv_heads"]
+__all__ = ["Family", "Source", "build_decoder", "expert_middle", "expert_shape", "head_dim", "kv_heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +41,31 @@ class Source:
         """The projections ``names``, of [rows[i], width] each, as one linear layer."""
         return self.kernels.linear(StoredMatrix(self.weights, names, rows, width, bias=bias))
 
-    def swiglu(self, prefix: str, middle: int, *, bias: bool = False) -> FeedForward:
-        """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions."""
+    def swiglu(self, prefix: str, middle: int, *, bias: bool = False, fused: bool = False) -> FeedForward:
+        """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions; ``fused``: gate and
+        up are one tensor."""
         weights, hidden = self.weights, self.config.hidden_size
-        both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        gate_up = StoredMatrix(weights, both, [middle, middle], hidden, bias=bias)
+        both, rows = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [middle, middle]
+        if fused:
+            both, rows = [f"{prefix}.gate_up_proj"], [2 * middle]
+        gate_up = StoredMatrix(weights, both, rows, hidden, bias=bias)
         down = StoredMatrix(weights, [f"{prefix}.down_proj"], [hidden], middle, bias=bias)
         return self.kernels.swiglu(gate_up, down)
 
-    def sparse(self, rule: Rule, prefix: str, shared: FeedForward | None = None) -> FeedForward:
-        """The feed-forward part with the experts under ``prefix``, in a model with experts."""
+    def sparse(
+        self,
+        rule: Rule,
+        prefix: str,
+        shared: FeedForward | None = None,
+        names: tuple[str, str, str] = GATE_UP_DOWN,
+    ) -> FeedForward:
+        """The feed-forward part with the experts under ``prefix``, in a model with experts; ``names``: of the
+        tensors of gate, up and down."""
         config = self.config
-        sizes = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        sizes = config.num_experts, config.hidden_size, expert_middle(config)
         assert self.experts is not None
-        return self.kernels.sparse(rule, StoredExperts(self.weights, prefix, *sizes), shared, self.experts)
+        stored = StoredExperts(self.weights, prefix, *sizes, names)
+        return self.kernels.sparse(rule, stored, shared, self.experts)
 
     def head_norm(self, query: str, key: str) -> HeadNorm:
         """The norm of each head's query and key, from the tensors ``query`` and ``key``."""
@@ -88,7 +99,7 @@ class Family(Protocol):
 
 
 def build_decoder(
-    path: Path,
+    checkpoint: Checkpoint,
     family: Family,
     config: Any,
     weights: Weights,
@@ -122,7 +133,7 @@ def build_decoder(
         vocab_size=config.vocab_size,
         max_model_len=positions,
         dtype=dtype,
-        eos_token_ids=eos_token_ids(path, config),
+        eos_token_ids=eos_token_ids(checkpoint.generation_config(), config),
         num_parameters=weights.num_parameters,
         expert_kernels=backend.name if backend else None,
         expert_reason=backend.reason if backend else "",
@@ -142,7 +153,13 @@ def build_decoder(
 
 def expert_shape(family: Family, config: Any) -> tuple[int, int] | None:
     """(hidden size, inner size) of the experts; None if no layer has experts. Raises ConfigError."""
-    return (config.hidden_size, config.moe_intermediate_size) if family.sparse_layers(config) else None
+    return (config.hidden_size, expert_middle(config)) if family.sparse_layers(config) else None
+
+
+def expert_middle(config: Any) -> int:
+    """Inner dimension of one expert; where all layers have experts, some configs state no other."""
+    size: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return size
 
 
 def head_dim(config: Any) -> int:

@@ -1,0 +1,1 @@
+"""Checkpoints: where a model comes from, and how its files are read."""

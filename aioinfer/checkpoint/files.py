@@ -1,0 +1,161 @@
+"""Checkpoint: the files of a model, whatever their form: a directory of safetensors, or a GGUF file."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors, read_json_object, weight_files
+from aioinfer.errors import ConfigError
+
+__all__ = ["Checkpoint", "Directory", "GGUFCheckpoint", "checkpoint_at", "open_checkpoint"]
+
+
+class Checkpoint(Protocol):
+    """The files of a model. What its methods raise is ConfigError."""
+
+    path: Path
+
+    def config(self) -> dict[str, Any]:
+        """What config.json says, or would."""
+
+    def generation_config(self) -> dict[str, Any]:
+        """What generation_config.json says; empty without one."""
+
+    def tokenizer(self) -> Any | None:
+        """A tokenizer of transformers; None if there is none."""
+
+    def tensors(self) -> Tensors:
+        """Its weights."""
+
+    def files(self) -> list[Path]:
+        """Those that decide the weights."""
+
+
+class Directory:
+    """A directory as the hub has it: config.json, safetensors, tokenizer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self) -> dict[str, Any]:
+        return read_json_object(self.path / "config.json")
+
+    def generation_config(self) -> dict[str, Any]:
+        file = self.path / "generation_config.json"
+        return read_json_object(file) if file.is_file() else {}
+
+    def tokenizer(self) -> Any | None:
+        from transformers import AutoTokenizer
+
+        if not any((self.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            return None
+        return AutoTokenizer.from_pretrained(
+            self.path,
+            config=_unknown_config(self.path),
+            local_files_only=True,
+            # Otherwise transformers asks on the terminal to run the directory's code.
+            trust_remote_code=False,
+        )
+
+    def tensors(self) -> Tensors:
+        stored, quantisation = SafetensorsTensors(self.path), self.config().get("quantization_config")
+        if quantisation is None:
+            return stored
+        from aioinfer.checkpoint.formats import quantised_tensors
+
+        return quantised_tensors(stored, quantisation)
+
+    def files(self) -> list[Path]:
+        return [self.path / "config.json", *weight_files(self.path)]
+
+
+class GGUFCheckpoint:
+    """A GGUF file, which holds everything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def _file(self) -> Any:
+        try:
+            from aioinfer.checkpoint.gguf_file import GGUFFile
+
+            return GGUFFile(self.path)
+        except ImportError as error:
+            raise ConfigError(
+                "model: GGUF files need the package gguf: pip install aioinfer[gguf]"
+            ) from error
+
+    def config(self) -> dict[str, Any]:
+        from aioinfer.checkpoint.gguf_config import config_of
+
+        return config_of(self._file)
+
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
+    def tokenizer(self) -> Any | None:
+        from aioinfer.checkpoint.gguf_tokenizer import tokenizer_of
+
+        return tokenizer_of(self._file)
+
+    def tensors(self) -> Tensors:
+        from aioinfer.checkpoint.gguf_tensors import GGUFTensors
+
+        config = self.config()
+        interleaved = config["model_type"] == "llama"
+        heads = (config["num_attention_heads"], config["num_key_value_heads"]) if interleaved else (0, 0)
+        return GGUFTensors(self._file, *heads)
+
+    def files(self) -> list[Path]:
+        return [*self._file.files]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory or file. Raises ConfigError, with what the path is instead."""
+    found = checkpoint_at(path)
+    if isinstance(found, Directory):
+        _check_directory(path)
+    return found
+
+
+def checkpoint_at(path: Path) -> Directory | GGUFCheckpoint:
+    """What a path would be, whether or not it is one."""
+    return GGUFCheckpoint(path) if path.suffix == ".gguf" and path.is_file() else Directory(path)
+
+
+def _check_directory(path: Path) -> None:
+    """Raise ConfigError, with what the path is instead, unless it is a directory with a config.json."""
+    try:
+        found = path.is_dir()
+        names = {entry.name for entry in path.iterdir()} if found else set()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {path} cannot be read: {error}") from error
+    if found and "config.json" in names:
+        return
+    if "adapter_config.json" in names:
+        raise ConfigError(f"model: {path} is a LoRA adapter, which is not supported; merge it into its base")
+    if found:
+        raise ConfigError(f"model: {path} has no config.json")
+    if path.exists():
+        raise ConfigError(
+            f"model: {path} is a file; a GGUF file, or a directory with config.json and safetensors is needed"
+        )
+    raise ConfigError(f"model: there is no directory {path}")
+
+
+def _unknown_config(path: Path) -> Any:
+    """The config of a model type that transformers does not know; None for known types.
+
+    Without it, AutoTokenizer logs a long warning for an unknown type before it loads the tokenizer anyway.
+    """
+    import json
+
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    file = path / "config.json"
+    stated = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    kind = stated.get("model_type")
+    return None if kind is None or kind in CONFIG_MAPPING else PreTrainedConfig.from_dict(stated)

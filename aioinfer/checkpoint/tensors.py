@@ -1,0 +1,185 @@
+"""Tensors of a checkpoint: by name, as they are stored, dequantised, or as whole numbers with factors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from aioinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "QuantisedMatrix",
+    "Rounding",
+    "SafetensorsTensors",
+    "Tensors",
+    "read_json_object",
+    "stored_bytes",
+    "weight_files",
+]
+
+#: groups are multiples of this
+_LEAST_GROUP = 32
+
+
+class Rounding(NamedTuple):
+    """Bits and size of groups."""
+
+    bits: Literal[4, 8]
+    #: a multiple of 32; 0: one group
+    group: int
+
+    def for_size(self, inner: int) -> Rounding:
+        """This rounding for an inner dimension, with groups halved until they divide it, or have 32 numbers;
+        then the last one may be shorter."""
+        group = self.group
+        while group > _LEAST_GROUP and inner % group:
+            group //= 2
+        return Rounding(self.bits, group)
+
+
+class QuantisedMatrix(NamedTuple):
+    """A matrix [rows, inner] of whole numbers: an element is ``scale * value + offset``."""
+
+    #: [rows, inner], one number a byte: uint8 0 to 15 for 4 bits, int8 for 8 bits
+    values: torch.Tensor
+    #: [rows, groups], float32
+    scales: torch.Tensor
+    #: as ``scales``; None: 0 for 8 bits, and ``-8 * scale`` for 4
+    offsets: torch.Tensor | None
+    rounding: Rounding
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint under the names that transformers gives them.
+
+    What they raise is a ConfigError that names the tensor and what is wrong with its file.
+    """
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one, as it is computed with."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in the type in which it is stored; float32 if that is quantised. It may be a view of a
+        mapped file."""
+
+    def rounding(self, name: str) -> Rounding | None:
+        """How a matrix is quantised, if :meth:`quantised` can return it; None for anything else."""
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """A matrix that has a rounding, as it is stored."""
+
+
+class SafetensorsTensors:
+    """The tensors of a directory's safetensors files, memory-mapped and read on demand."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if there are no safetensors, or if a file that their index names is missing."""
+        from safetensors import SafetensorError, safe_open
+
+        self._files: dict[str, Any] = {}
+        try:
+            for file in weight_files(path):
+                _read_ahead(file)
+                opened: Any = safe_open(file, framework="pt", device="cpu")
+                self._files.update(dict.fromkeys(opened.keys(), opened))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model: the weights of {path.name} cannot be read: {error}") from error
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        try:
+            return tuple(self._files[name].get_slice(name).get_shape())
+        except Exception as error:
+            raise _unreadable(name, error) from error
+
+    def read(self, name: str) -> torch.Tensor:
+        try:
+            tensor: torch.Tensor = self._files[name].get_tensor(name)
+        except Exception as error:
+            raise _unreadable(name, error) from error
+        return tensor
+
+    def rounding(self, name: str) -> Rounding | None:
+        return None
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        raise AssertionError(f"{name} is not quantised")
+
+
+def stored_bytes(
+    tensors: Tensors, itemsize: int, rounding: Rounding | None = None, *, kept: bool = False
+) -> int:
+    """Bytes that the tensors of a checkpoint take at least.
+
+    Args:
+        itemsize: bytes of an element that is not rounded.
+        rounding: as if all of them were rounded so.
+        kept: those that are quantised stay so.
+    """
+    bits = 0
+    for name in tensors.names:
+        own = rounding or (tensors.rounding(name) if kept else None)
+        bits += math.prod(tensors.shape(name)) * (8 * itemsize if own is None else own.bits)
+    return bits // 8
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory. Raises ConfigError if there are none, or if a file that the
+    index of a sharded checkpoint names is missing."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        single = path / "model.safetensors"
+        if not single.is_file():
+            raise ConfigError(
+                f"model: {path.name} holds no model.safetensors (pickled weights, .bin, are not loaded)"
+            )
+        return [single]
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
+        raise ConfigError(f"model: {index.name} has no weight_map of file names")
+    files = [path / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"model: {index.name} names {file.name}, which is missing")
+    return files
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model directory. Raises ConfigError."""
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"model: {file.name} holds no JSON object")
+    return value
+
+
+def _read_ahead(file: Path) -> None:
+    """Have the system read a file in the background, all of it and in large pieces: what is mapped is
+    otherwise read page by page, as it is touched. Raises OSError."""
+    if hasattr(os, "posix_fadvise"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+
+
+def _unreadable(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"model: {name} cannot be read from its file: {error}")
