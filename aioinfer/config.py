@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from aioinfer import plugins
+from aioinfer.checkpoint.locate import locate, model_name
 from aioinfer.errors import ConfigError
 from aioinfer.plain import keep_plain
 from aioinfer.settings import (
@@ -36,15 +37,12 @@ __all__ = [
     "GROUPS",
     "EngineConfig",
     "ServerConfig",
-    "bundled_models",
     "is_loopback",
     "load_settings",
     "parse_setting",
     "policy_names",
     "value_names",
 ]
-
-_BUNDLED = Path(__file__).parent / "bundled"
 
 #: Upper bound of the fields without one: excludes infinity, and integers that no float can hold.
 _LARGEST = sys.float_info.max
@@ -110,17 +108,24 @@ class EngineConfig:
 
     # A backend of "auto" is Triton on CUDA; on a CPU the native kernels where they can run, else torch's.
 
-    model: str = _option("tiny-chat", "model", "model directory, or the name of a bundled model")
+    model: str = _option(
+        "tiny-chat", "model", "bundled name, directory, GGUF file, or a hub's org/name[:variant][@revision]"
+    )
+    download: bool | None = _option(
+        None, "model", "fetch a hub's model that is not in the local cache; by default the command line does"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "model", "dtype of weights and activations; auto: the checkpoint's"
     )
     load_format: Literal["auto", "random"] = _option(
         "auto", "model", "auto reads the checkpoint's weights; random needs a config.json only"
     )
-    #: int8: groups of up to 128 with a scale. int4: groups of up to 64 with scale and offset; the head and
-    #: the embedding have 8 bits. Both multiply integers, with activations rounded to 8 bits.
-    quantization: Literal["none", "int8", "int4"] = _option(
-        "none", "model", "bits to which linear layers are rounded at load; native CPU kernels only"
+    #: auto: weights that are quantised in the checkpoint stay so where native kernels compute them, and are
+    #: dequantised elsewhere; none: they are dequantised everywhere. int8: groups of up to 128 with a scale.
+    #: int4: groups of up to 64 with scale and offset; the head and the embedding have 8 bits. All multiply
+    #: integers, with activations rounded to 8 bits.
+    quantization: Literal["auto", "none", "int8", "int4"] = _option(
+        "auto", "model", "bits of linear layers: the checkpoint's, or rounded to (native CPU kernels only)"
     )
     cache_weights: bool = _option(
         False, "model", "map packed weights from the user's cache, writing them first; native kernels only"
@@ -298,7 +303,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_fields(self)
         if not self.model.strip() or "\0" in self.model:
-            raise ConfigError(f"model must name a directory or a bundled model, got {shown(self.model)}")
+            raise ConfigError(f"model must name a model, got {shown(self.model)}")
         if self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.max_step_tokens < self.max_running_requests:
@@ -327,9 +332,13 @@ class EngineConfig:
 
     @property
     def model_path(self) -> Path:
-        """The directory of the model."""
-        bundled = _BUNDLED / self.model
-        return bundled if self.model in bundled_models() else Path(self.model).expanduser()
+        """Its directory or file on this machine. Blocks. Raises ConfigError: it is not here."""
+        return locate(self.model)
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model unless told otherwise."""
+        return model_name(self.model)
 
     @property
     def num_slots(self) -> int:
@@ -469,13 +478,6 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         # Names below localhost are reserved, too (RFC 6761, section 6.3).
         return host == "localhost" or host.endswith(".localhost")
-
-
-def bundled_models() -> list[str]:
-    """Names of the models in the package."""
-    if not _BUNDLED.is_dir():
-        return []
-    return sorted(entry.name for entry in _BUNDLED.iterdir() if (entry / "config.json").is_file())
 
 
 def _check_fields(config: Any) -> None:

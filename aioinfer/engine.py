@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
+from aioinfer.execution.opening import Opening
 from aioinfer.loop import factory
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
@@ -81,7 +82,8 @@ class Engine:
         When cancelled, it ends the compilers, threads and files of the start before it raises; when cancelled
         again meanwhile, that goes on in the background. Then the engine is closed and can be started again.
 
-        ``progress(stage, done, total)`` is called from the launch thread while the model loads.
+        ``progress(stage, done, total)`` is called from other threads while the model is downloaded
+        ("download", bytes, all bytes) and loads.
         """
         self._forget_dead_loop()
         if self.state not in (EngineState.NEW, EngineState.CLOSED):
@@ -104,21 +106,35 @@ class Engine:
         launcher: Launcher | None = None
         try:
             await intake.run(factory.import_parts, self.config.policy)
-            launcher = self._make_launcher(self.config)
-            return await self._open(launcher, intake, progress)
+            config = await self._located(intake, progress)
+            launcher = self._make_launcher(config)
+            return await self._open(config, launcher, intake, progress)
         except BaseException:
             # In a task: another cancellation ends the waiting and not the closing.
             self._leaving = loop.create_task(_leave(launcher, intake), name="aioinfer-closing")
             await asyncio.wait([self._leaving])
             raise
 
-    async def _open(self, launcher: Launcher, intake: Intake, progress: Progress | None) -> Runtime:
+    async def _located(self, intake: Intake, progress: Progress | None) -> EngineConfig:
+        """The config with its model's place on this machine. Cancelling it ends a download."""
+        if self._make_launcher is not factory.make_launcher:
+            return self.config  # with a device that has a model of its own
+        opening = Opening(progress)
+        try:
+            return await intake.run(factory.located, self.config, opening)
+        except asyncio.CancelledError:
+            opening.cancel()
+            raise
+
+    async def _open(
+        self, config: EngineConfig, launcher: Launcher, intake: Intake, progress: Progress | None
+    ) -> Runtime:
         from aioinfer.loop.core import Core  # imported by now, see import_parts
 
         info = await launcher.start(progress)
-        tokenizer = await intake.run(self._load_tokenizer, self.config)
-        defaults = await intake.run(factory.default_params, self.config, info)
-        config = factory.decide(self.config, info.block_size, asynchronous=launcher.asynchronous)
+        tokenizer = await intake.run(self._load_tokenizer, config)
+        defaults = await intake.run(factory.default_params, config, info)
+        config = factory.decide(config, info.block_size, asynchronous=launcher.asynchronous)
         info = factory.completed(info, tokenizer, config)
         core = Core(config, info, tokenizer, clock_of(intake.loop))
         self.default_params = defaults

@@ -74,13 +74,14 @@ class LLM:
         """Load the model. Raises ConfigError, OutOfMemory. ``device`` and ``tokenizer`` replace the real
         ones in tests."""
         self.config = config if config is not None else EngineConfig()
-        self._device: Device | None = device(self.config)
+        located = factory.located(self.config) if device is factory.make_device else self.config
+        self._device: Device | None = device(located)
         self._timeline = Timeline()
         self._device.lane = self._timeline.device
-        loaded = tokenizer(self.config)
+        loaded = tokenizer(located)
         info = factory.with_end_tokens(self._device.open(), loaded)
-        self.default_params = factory.default_params(self.config, info)
-        decided = factory.decide(self.config, info.block_size, asynchronous=not self._device.synchronous)
+        self.default_params = factory.default_params(located, info)
+        decided = factory.decide(located, info.block_size, asynchronous=not self._device.synchronous)
         self._overlap_steps = decided.overlap_steps or 0
         self._core = Core(decided, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()

@@ -15,7 +15,8 @@ import pytest
 
 import aioinfer
 from aioinfer import errors
-from aioinfer.config import EngineConfig, ServerConfig, bundled_models, load_settings, parse_setting
+from aioinfer.checkpoint.locate import bundled_models
+from aioinfer.config import EngineConfig, ServerConfig, load_settings, parse_setting
 from aioinfer.loop.factory import decide
 from aioinfer.params import SamplingParams
 

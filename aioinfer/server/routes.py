@@ -48,7 +48,7 @@ class Routes:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine = engine
         self._config = config
-        self._model = config.served_model_name or engine.config.model_path.name
+        self._model = config.served_model_name or engine.config.model_name
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
         self._key = ApiKey(config.api_key)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from aioinfer.config import EngineConfig, bundled_models
+from aioinfer.checkpoint.locate import bundled_models
+from aioinfer.config import EngineConfig
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 import examples.training.train_diffusion as script
-from aioinfer.config import EngineConfig, bundled_models
+from aioinfer.checkpoint.locate import bundled_models
+from aioinfer.config import EngineConfig
 from examples.training.common import END, IGNORE, MASK, ROLES
 from examples.training.diffusion_model import DiffusionConfig, DiffusionModel, Experts, load, save, upcycle
 from examples.training.tasks import OPEN_TASKS, conversation, held_out

@@ -1,0 +1,256 @@
+"""Models of a hub on loopback: what is downloaded, what is not, and how it goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from aioinfer.checkpoint import hub as hubs
+from aioinfer.checkpoint.hub import HubModel, cached_models, wanted_files
+from aioinfer.checkpoint.locate import bundled_models, locate, model_name
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine, EngineState
+from aioinfer.errors import ConfigError
+from aioinfer.llm import LLM
+from aioinfer.params import SamplingParams
+from tests.checkpoint.fake_hub import FakeHub, Repository, contents_of, fake_hub
+
+NAME = "org/tiny"
+ROOT = Path(__file__).parents[2]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with the bundled model, and an empty cache."""
+    with fake_hub() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        files = contents_of(EngineConfig().model_path)
+        other = {**files, "generation_config.json": b'{"top_k": 7}'}
+        found.repositories[NAME] = Repository({"main": files, "v2": other})
+        yield found
+
+
+def test_names_of_models() -> None:
+    assert HubModel.parse("org/name") == HubModel("org/name")
+    assert HubModel.parse("org/name@v1.0") == HubModel("org/name", None, "v1.0")
+    assert HubModel.parse("org/name:Q4_K_M@refs/pr/1") == HubModel("org/name", "Q4_K_M", "refs/pr/1")
+    for text in (
+        "name",
+        "/org/name",
+        "a/b/c",
+        "./org/name",
+        "../org",
+        "org/",
+        "org/na me",
+        "org/name:",
+        "~/x",
+    ):
+        assert HubModel.parse(text) is None, text
+    assert str(HubModel("org/name", "Q4", "v1")) == "org/name:Q4@v1"
+    assert model_name("org/name:Q4@v1") == "org/name"
+    assert model_name("/models/some.gguf") == "some"
+    assert model_name("tiny-chat") == "tiny-chat"
+
+
+def test_of_a_repository_only_what_is_read_is_wanted() -> None:
+    names = [
+        "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "model.safetensors", "pytorch_model.bin", "onnx/model.onnx", "original/params.json",
+        "chat_template.jinja",
+    ]  # fmt: skip
+    other = {"README.md", "pytorch_model.bin", "onnx/model.onnx", "original/params.json"}
+    small = sorted(set(names) - other - {WEIGHTS})
+    assert wanted_files(names, HubModel(NAME)) == [*small, WEIGHTS]
+    shards = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    index = "model.safetensors.index.json"
+    assert wanted_files(["config.json", *shards, index], HubModel(NAME)) == ["config.json", index, *shards]
+
+
+def test_of_several_gguf_files_one_is_named() -> None:
+    names = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m.gguf", "README.md"]
+    assert wanted_files(names, HubModel(NAME, "q8_0")) == ["m-Q8_0.gguf"]
+    assert wanted_files(names[1:], HubModel(NAME)) == ["m-Q8_0.gguf"]
+    with pytest.raises(ConfigError, match=r"several.*m-Q4_K_M\.gguf"):
+        wanted_files(names, HubModel(NAME))
+    with pytest.raises(ConfigError, match=r"neither config\.json with safetensors nor a GGUF"):
+        wanted_files(["pytorch_model.bin", "config.json"], HubModel(NAME))
+    parts = [f"m-Q4_0-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    assert wanted_files([*parts, "m-Q8_0.gguf"], HubModel(NAME, "Q4_0")) == parts
+    with pytest.raises(ConfigError, match="several"):
+        wanted_files([*parts, "m-Q8_0.gguf"], HubModel(NAME))
+
+
+def test_a_model_is_downloaded_once_and_then_never_asked_for(hub: FakeHub) -> None:
+    hub.repositories[NAME].revisions["main"]["pytorch_model.bin"] = b"x" * 100
+    seen: list[tuple[str, int, int]] = []
+    path = locate(NAME, fetch=True, progress=lambda *state: seen.append(state))
+    assert {file.name for file in path.iterdir()} == {
+        file.name for file in EngineConfig().model_path.iterdir()
+    }
+    assert (path / WEIGHTS).read_bytes() == (EngineConfig().model_path / WEIGHTS).read_bytes()
+    stage, done, total = seen[-1]
+    assert (stage, done) == ("download", total)
+    assert total == sum(file.stat().st_size for file in path.iterdir())
+    hub.requests.clear()
+    assert locate(NAME) == locate(NAME, fetch=True) == path
+    assert hub.requests == []
+    assert cached_models() == {NAME: path}
+
+
+async def test_an_engine_downloads_its_model(hub: FakeHub) -> None:
+    stages: list[str] = []
+    engine = Engine(EngineConfig(model=NAME, download=True, num_pages=64, threads=1))
+    await engine.start(lambda stage, *_: stages.append(stage))
+    try:
+        result = await engine.generate("Hi", SamplingParams(max_tokens=3))
+        assert result.usage.completion_tokens <= 3
+        assert engine.config.model == engine.config.model_name == NAME
+    finally:
+        await engine.aclose()
+    assert stages[-1] != "download"
+    with LLM(EngineConfig(model=NAME, num_pages=64, threads=1)) as llm:
+        assert llm.tokenizer is not None
+
+
+def test_a_revision_is_another_model(hub: FakeHub) -> None:
+    assert json.loads((locate(f"{NAME}@v2", fetch=True) / "generation_config.json").read_text()) == {
+        "top_k": 7
+    }
+    assert locate(NAME, fetch=True) != locate(f"{NAME}@v2")
+    with pytest.raises(ConfigError, match=r"org/tiny has no revision v3"):
+        locate(f"{NAME}@v3", fetch=True)
+
+
+def test_a_connection_that_breaks_is_taken_up_where_it_broke(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 18)
+    hub.cuts = [1 << 20]
+    path = locate(NAME, fetch=True)
+    assert (path / WEIGHTS).read_bytes() == (EngineConfig().model_path / WEIGHTS).read_bytes()
+    ranges = [wanted for _, _, wanted in hub.asked(WEIGHTS) if wanted]
+    assert any(int(wanted.removeprefix("bytes=").rstrip("-")) >= 1 << 19 for wanted in ranges)
+
+
+def test_what_has_arrived_is_not_downloaded_again(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In order: the weights come last.
+    monkeypatch.setattr(hubs, "_THREADS", 1)
+    hub.repositories[NAME].lost = {WEIGHTS}
+    with pytest.raises(ConfigError, match="missing"):
+        locate(NAME, fetch=True)
+    with pytest.raises(ConfigError, match="neither a directory nor in the hub's local cache"):
+        locate(NAME)
+    hub.repositories[NAME].lost = set()
+    hub.requests.clear()
+    locate(NAME, fetch=True)
+    gets = {path.rpartition("/")[2] for method, path, _ in hub.asked("/resolve/") if method == "GET"}
+    assert gets - {"chat_template.jinja"} == {WEIGHTS}
+
+
+def test_an_index_whose_shard_is_missing_is_no_model(hub: FakeHub) -> None:
+    files = dict(hub.repositories[NAME].revisions["main"])
+    weights = files.pop(WEIGHTS)
+    parts = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    files["model.safetensors.index.json"] = json.dumps(
+        {"weight_map": {"a": parts[0], "b": parts[1]}}
+    ).encode()
+    files[parts[0]] = weights
+    hub.repositories["org/half"] = Repository({"main": files})
+    path = locate("org/half", fetch=True)
+    with pytest.raises(ConfigError, match=r"names model-00002-of-00002\.safetensors, which is missing"):
+        LLM(EngineConfig(model=str(path)))
+
+
+def test_a_wrong_checksum_removes_the_file(hub: FakeHub) -> None:
+    hub.repositories[NAME].checksums[WEIGHTS] = "0" * 64
+    with pytest.raises(ConfigError, match=r"model\.safetensors of org/tiny arrived damaged"):
+        locate(NAME, fetch=True)
+    hub.repositories[NAME].checksums.clear()
+    assert (locate(NAME, fetch=True) / WEIGHTS).is_file()
+
+
+def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"Downloads are not allowed here.*'hf download org/tiny'"):
+        locate(NAME)
+    assert hub.requests == []
+    hub.repositories[NAME].gated = True
+    with pytest.raises(ConfigError, match=r"is gated: accept its conditions at .*/org/tiny, and log in"):
+        locate(NAME, fetch=True)
+    with pytest.raises(ConfigError, match=r"has no model org/absent, or it is private"):
+        locate("org/absent", fetch=True)
+    with pytest.raises(ConfigError, match=r"there is no directory or file absent.*tiny-chat"):
+        locate("absent", fetch=True)
+    disk = namedtuple("disk", "total used free")
+    monkeypatch.setattr(hubs.shutil, "disk_usage", lambda _: disk(10, 9, 1))
+    with pytest.raises(ConfigError, match=r"org/tiny takes 0\.0 GiB, and the disk of .* HF_HOME"):
+        locate(NAME, fetch=True)
+
+
+def test_without_a_network_the_cache_is_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = locate(NAME, fetch=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert locate(NAME, fetch=True) == path
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids to download it: run 'hf download org/new"):
+        locate("org/new@v1", fetch=True)
+
+
+def test_a_hub_that_cannot_be_reached(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 cannot be reached.*'hf download org/tiny'"):
+        locate(NAME, fetch=True)
+
+
+async def test_a_start_that_downloads_can_be_cancelled(hub: FakeHub) -> None:
+    hub.stall = 1 << 20
+    engine = Engine(EngineConfig(model=NAME, download=True, num_pages=64, threads=1))
+    starting = asyncio.create_task(engine.start())
+    await asyncio.to_thread(hub.stalling.wait, 60)
+    starting.cancel()
+    # The hub stands still until the end of the test: nobody waits for it.
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert engine.state is EngineState.CLOSED
+    hub.stall = None
+    hub.released.set()
+    await engine.start()
+    await engine.aclose()
+
+
+def test_two_processes_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
+    script = f"from aioinfer.checkpoint.locate import locate; print(locate({NAME!r}, fetch=True))"
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    environment.pop("TRANSFORMERS_OFFLINE", None)
+    two: list[Any] = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    paths = {process.communicate(timeout=120)[0].strip() for process in two}
+    assert [process.returncode for process in two] == [0, 0]
+    (path,) = map(Path, paths)
+    assert (path / WEIGHTS).read_bytes() == (EngineConfig().model_path / WEIGHTS).read_bytes()
+
+
+def test_a_directory_comes_before_a_name_on_the_hub(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate(NAME, fetch=True) == Path(NAME)
+    assert all(locate(name).is_dir() for name in bundled_models())
+    assert hub.requests == []
