@@ -1,0 +1,135 @@
+"""GGUFTensors: the tensors of a GGUF file under transformers' names, in transformers' order of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.checkpoint.gguf_blocks import BLOCKS
+from aioinfer.checkpoint.gguf_config import name_of
+from aioinfer.checkpoint.gguf_file import GGUFFile, StoredTensor
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["GGUFTensors"]
+
+#: types of which no block is taken apart: dequantised, and rounded to what they nearly are
+_ROUNDED = {"Q6_K": Rounding(8, 32)}
+_PLAIN = {"F32": "<f4", "F16": "<f2"}
+#: elements that are dequantised at a time
+_SLICE = 1 << 22
+
+
+class GGUFTensors:
+    """See :class:`~aioinfer.checkpoint.tensors.Tensors`."""
+
+    def __init__(self, file: GGUFFile, heads: int, kv_heads: int) -> None:
+        """``heads`` and ``kv_heads``: of queries and keys, if their rows are interleaved for rotations of
+        neighbours, as the architecture llama has them; else 0."""
+        self._stored: dict[str, StoredTensor] = {}
+        self._heads: dict[str, int] = {}
+        for name, tensor in file.tensors.items():
+            own = name_of(name)
+            if own is None:
+                continue
+            self._stored[own] = tensor
+            for part, count in ((".q_proj.", heads), (".k_proj.", kv_heads)):
+                if count and part in own:
+                    self._heads[own] = count
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored[name].shape
+
+    def read(self, name: str) -> torch.Tensor:
+        import torch
+
+        stored, data = self._stored[name], self._rows(name)
+        kind = stored.kind.name
+        if kind in _PLAIN:
+            return torch.from_numpy(_writable(data).view(_PLAIN[kind]).reshape(stored.shape))
+        if kind == "BF16":
+            return torch.from_numpy(_writable(data).view("<i2").reshape(stored.shape)).view(torch.bfloat16)
+        return torch.from_numpy(_dequantised(name, stored, data).reshape(stored.shape))
+
+    def rounding(self, name: str) -> Rounding | None:
+        stored = self._stored[name]
+        if len(stored.shape) != 2:
+            return None
+        kind = stored.kind.name
+        return BLOCKS[kind][0] if kind in BLOCKS else _ROUNDED.get(kind)
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        import torch
+
+        stored, data = self._stored[name], self._rows(name)
+        kind = stored.kind.name
+        if kind in _ROUNDED:
+            return _rounded(torch.from_numpy(_dequantised(name, stored, data)), _ROUNDED[kind])
+        rounding, unpack = BLOCKS[kind]
+        values, scales, offsets = unpack(data)
+        return QuantisedMatrix(
+            torch.from_numpy(values),
+            torch.from_numpy(scales),
+            None if offsets is None else torch.from_numpy(offsets),
+            rounding,
+        )
+
+    def _rows(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor, rows in transformers' order."""
+        data, heads = self._stored[name].data, self._heads.get(name)
+        if heads is None:
+            return data
+        if len(self._stored[name].shape) == 1:
+            # A bias has its rows side by side.
+            each = data.reshape(self._stored[name].shape[0], -1)
+            return _in_halves(name, each, heads).reshape(data.shape)
+        return _in_halves(name, data, heads)
+
+
+def _in_halves(name: str, rows: npt.NDArray[np.uint8], heads: int) -> npt.NDArray[np.uint8]:
+    """Rows of heads from the order of neighbours that rotate together to that of two halves."""
+    if len(rows) % (2 * heads):
+        raise ConfigError(f"model: {name} has {len(rows)} rows for {heads} heads")
+    pairs = rows.reshape(heads, -1, 2, rows.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _writable(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """A copy of what is mapped for reading: torch has no arrays that cannot be written."""
+    return data if data.flags.writeable else data.copy()
+
+
+def _dequantised(name: str, stored: StoredTensor, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """[rows, inner], by the package gguf. Raises ConfigError for a type that it does not know."""
+    from gguf.quants import dequantize
+
+    inner = stored.shape[-1]
+    found = np.empty((len(data), inner), dtype=np.float32)
+    step = max(1, _SLICE // inner)
+    try:
+        for start in range(0, len(data), step):
+            found[start : start + step] = dequantize(data[start : start + step], stored.kind)
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"model: {name} is of type {stored.kind.name}, which is not read") from error
+    return found
+
+
+def _rounded(matrix: torch.Tensor, rounding: Rounding) -> QuantisedMatrix:
+    """Rounded to 8 bits, the largest of a group 127 times its scale."""
+    import torch
+
+    rows, inner = matrix.shape
+    groups = matrix.reshape(rows, inner // rounding.group, rounding.group)
+    scales = groups.abs().amax(dim=2) / 127
+    values = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round_()
+    return QuantisedMatrix(values.to(torch.int8).reshape(rows, inner), scales, None, rounding)

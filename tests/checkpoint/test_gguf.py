@@ -1,0 +1,417 @@
+"""GGUF files: their tensors, configs and tokenizers are those of what they were made of."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from aioinfer.checkpoint.files import Directory, GGUFCheckpoint, open_checkpoint
+from aioinfer.checkpoint.gguf_blocks import BLOCKS
+from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
+from aioinfer.llm import LLM
+from aioinfer.params import SamplingParams
+from aioinfer.text.tokenizer import HFTokenizer
+from tests.checkpoint.gguf_models import TOKENS, write_gguf, write_tokenizer
+from tests.model.checkpoints import greedy, make_checkpoint
+from tests.model.harness import require
+
+#: families of tests/model/checkpoints.py that a GGUF file can hold as they are
+FAMILIES = [
+    "llama-gqa-tied", "llama-mha-untied", "llama-mqa", "llama-biases", "llama-rope-linear", "llama-rope-yarn",
+    "llama-head-dim", "qwen2", "qwen3", "qwen3-wide-untied", "qwen3-moe",
+]  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+#: of the blocks that hold a float of 16 bits, where in a block it lies
+FACTORS = {
+    "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2],
+    "Q6_K": [208],
+}  # fmt: skip
+
+
+# -- tensors -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_and_config_are_those_of_the_directory(tmp_path: Path, family: str) -> None:
+    model = make_checkpoint(family, tmp_path / "hf")
+    tensors = write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    found = checkpoint.tensors()
+    experts = [name for name in tensors if ".experts." in name]
+    assert set(found.names) >= tensors.keys() - set(experts)
+    for name in tensors.keys() - set(experts):
+        assert torch.equal(found.read(name), tensors[name]), name
+        assert found.shape(name) == tuple(tensors[name].shape)
+    stated, made = checkpoint.config(), model.config.to_dict()
+    for name in (
+        "hidden_size",
+        "num_key_value_heads",
+        "vocab_size",
+        "tie_word_embeddings",
+        "model_type",
+        "dtype",
+    ):
+        assert stated[name] == made[name], name
+    assert stated["rms_norm_eps"] == pytest.approx(made["rms_norm_eps"])
+    rope = {
+        name: value for name, value in stated["rope_parameters"].items() if name in made["rope_parameters"]
+    }
+    assert rope == {name: made["rope_parameters"][name] for name in rope}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_ids_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    oracle = make_checkpoint(family, tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
+    rng = random.Random(family)
+    prompts = [[rng.randrange(200) for _ in range(length)] for length in (1, 7, 19)]
+    with LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, page_size=8, threads=1)) as llm:
+        results = llm.generate(prompts, GREEDY)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == greedy(oracle, prompt, 12)
+
+
+def blocks(kind: str, rows: int, inner: int, seed: int) -> np.ndarray[Any, Any]:
+    """Random bytes with factors that are numbers."""
+    rng = np.random.default_rng(seed)
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, (rows, inner // elements, size), dtype=np.uint8)
+    for at in FACTORS[kind]:
+        factor = rng.normal(size=(rows, inner // elements, 1)).astype("<f2")
+        data[:, :, at : at + 2] = factor.view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_taken_apart_without_loss(kind: str) -> None:
+    """Against the package's own dequantisation, of any bytes."""
+    data = blocks(kind, 5, 512, seed=3)
+    rounding, unpack = BLOCKS[kind]
+    values, scales, offsets = unpack(data)
+    assert values.shape == (5, 512)
+    assert scales.shape == (5, 16)
+    assert values.dtype == (np.uint8 if rounding.bits == 4 else np.int8)
+    wide = values.astype(np.float32).reshape(5, 16, 32)
+    if offsets is None:
+        wide = wide - 8 if rounding.bits == 4 else wide
+        wide = wide * scales[..., None]
+    else:
+        wide = wide * scales[..., None] + offsets[..., None]
+    expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_allclose(wide.reshape(5, 512), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F16", "BF16"])
+def test_a_quantised_model_is_the_dequantised_one(tmp_path: Path, kind: str) -> None:
+    """Native kernels with the stored numbers against transformers with what they stand for."""
+    require("native")
+    oracle = make_checkpoint("qwen3-blocks", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", kind)
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            parameter.copy_(tensors.read(name).float())
+    config = EngineConfig(
+        model=str(tmp_path / "m.gguf"), dtype="float32", attention_backend="native", num_pages=64, threads=1
+    )
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    wanted = greedy(oracle, prompt, 12)
+    logits = oracle(torch.tensor([prompt])).logits[0, -1].detach()
+    for quantization in ("auto", "none"):
+        with LLM(EngineConfig(**{**vars_of(config), "quantization": quantization})) as llm:
+            (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, logprobs=5))
+        if quantization == "none" or kind in ("F16", "BF16"):
+            assert result.token_ids == wanted
+        # Activations are rounded to 8 bits where weights are.
+        (first, *_) = result.logprobs
+        expected = logits.log_softmax(0)
+        for token, logprob in first.top:
+            assert logprob == pytest.approx(float(expected[token]), abs=0.15), quantization
+
+
+def vars_of(config: EngineConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+
+
+def test_a_matrix_of_differing_types_keeps_all_of_them(tmp_path: Path) -> None:
+    """Queries of 4 bits with offsets and values of 8 in one product, as Q4_K_M files have them."""
+    from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+    from aioinfer.model.weights import StoredMatrix, Weights
+
+    class Mixed:
+        names = ("q.weight", "k.weight", "v.weight")
+        kinds: ClassVar = {"q.weight": "Q4_K", "k.weight": "Q4_0", "v.weight": "Q8_0"}
+
+        def data(self, name: str) -> Any:
+            return blocks(self.kinds[name], 8, 256, seed=len(name))
+
+        def shape(self, name: str) -> tuple[int, ...]:
+            return 8, 256
+
+        def read(self, name: str) -> torch.Tensor:
+            return torch.from_numpy(
+                gguf.dequantize(self.data(name), gguf.GGMLQuantizationType[self.kinds[name]])
+            )
+
+        def rounding(self, name: str) -> Rounding:
+            return BLOCKS[self.kinds[name]][0]
+
+        def quantised(self, name: str) -> QuantisedMatrix:
+            rounding, unpack = BLOCKS[self.kinds[name]]
+            return QuantisedMatrix(
+                *(None if each is None else torch.from_numpy(each) for each in unpack(self.data(name))),
+                rounding,
+            )
+
+    weights = Weights(Mixed(), dtype=torch.float32, device=torch.device("cpu"))
+    stored = StoredMatrix(weights, ["q", "k", "v"], [8, 8, 8], 256)
+    assert stored.rounding == Rounding(8, 32)
+    matrix = stored.quantised()
+    wide = matrix.values.float().reshape(24, 8, 32) * matrix.scales[..., None] + matrix.offsets[..., None]
+    torch.testing.assert_close(wide.reshape(24, 256), stored.load(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_file_in_parts_is_one_model(tmp_path: Path) -> None:
+    make_checkpoint("qwen2", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "whole.gguf")
+    whole = GGUFFile(tmp_path / "whole.gguf")
+    first, second = tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"
+    first.write_bytes((tmp_path / "whole.gguf").read_bytes())
+    write_tokenizer(second, {})
+    with pytest.raises(ConfigError, match=r"both hold token_embd\.weight"):
+        GGUFFile(first)
+    second.unlink()
+    with pytest.raises(ConfigError, match=r"m-00002-of-00002\.gguf is missing"):
+        GGUFFile(first)
+    writer: Any = gguf.GGUFWriter(str(second), "qwen2")
+    writer.add_tensor("further", np.ones((1, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = GGUFFile(first)
+    assert found.tensors.keys() == whole.tensors.keys() | {"further"}
+    assert found.files == [first, second]
+
+
+def test_llama_3s_rotary_factors_are_recognised(tmp_path: Path) -> None:
+    config = {"llama.rope.freq_base": 500000, "llama.attention.head_count": 2, "llama.embedding_length": 128}
+    base, factor = 500_000.0, 8.0
+    wavelengths = 2 * np.pi * base ** (np.arange(0, 64, 2) / 64)
+    smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    for wanted, changed in ((True, factors), (False, factors * 1.5)):
+        writer: Any = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+        for name, value in config.items():
+            writer.add_float32(name, value) if "freq_base" in name else writer.add_uint32(name, value)
+        for name in ("block_count", "context_length", "feed_forward_length"):
+            writer.add_uint32(f"llama.{name}", 4)
+        writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        writer.add_tensor("token_embd.weight", np.zeros((2, 128), dtype=np.float32))
+        writer.add_tensor("rope_freqs.weight", changed)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+        if not wanted:
+            with pytest.raises(ConfigError, match="not Llama 3's"):
+                checkpoint.config()
+            continue
+        rope = checkpoint.config()["rope_parameters"]
+        assert rope["rope_type"] == "llama3"
+        assert rope["factor"] == pytest.approx(8.0)
+
+
+# -- tokenizers ----------------------------------------------------------------------------------------
+
+TEXTS = [
+    "Hello, world!", " two  spaces\tand\n\nlines ", "I'll say 12345 it's 3.14", "naïve Ünï — e\u0301 日本",
+    "def f(x):\n    return x ** 2  # 100%", "<|im_start|>user\nHi<|im_end|>", "a" * 40, "", " ", "\n\n",
+]  # fmt: skip
+
+
+def original(pre: str) -> Tokenizer:
+    """A tokenizer as its model's authors publish it, of a small vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre == "gpt-2":
+        tokenizer.pre_tokenizer = byte_level
+    elif pre == "smollm":
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
+    else:
+        from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+        tokenizer.normalizer = normalizers.NFC()
+        from tokenizers import Regex
+
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated", invert=False),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )  # fmt: skip
+    tokenizer.train_from_iterator(TEXTS * 5 + [Path(__file__).read_text()], trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2"])
+def test_a_tokenizer_encodes_as_the_one_that_it_was_made_of(tmp_path: Path, pre: str) -> None:
+    import json
+
+    tokenizer = original(pre)
+    model = json.loads(tokenizer.to_str())["model"]
+    special = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 0,
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
+    write_tokenizer(tmp_path / "t.gguf", metadata)
+    found = HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf"))
+    assert found is not None
+    for text in TEXTS:
+        assert found.encode(text) == tokenizer.encode(text).ids, text
+        assert found.decode(found.encode(text)) == tokenizer.decode(tokenizer.encode(text).ids)
+    assert found.special_tokens == special
+    assert found.render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
+    assert 2 in found.eos_token_ids
+
+
+def test_sentence_pieces_merge_by_their_scores(tmp_path: Path) -> None:
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "ab",
+        "▁ab",
+        "▁a",
+    ]
+    scores = [0.0] * 259 + [-9.0, -8.0, -8.0, -1.0, -2.0, -3.0]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 6],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    write_tokenizer(tmp_path / "t.gguf", metadata)
+    found = HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf"))
+    assert found is not None
+    at = {token: index for index, token in enumerate(tokens)}
+    assert found.encode("ab a") == [1, at["▁ab"], at["▁a"]]
+    assert found.encode("é") == [1, at["▁"], at["<0xC3>"], at["<0xA9>"]]
+    assert found.decode(found.encode("ab aé b")) == "ab aé b"
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_tokenizer(file, {"tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.model": "gpt2",
+                           "tokenizer.ggml.pre": "unheard-of", "tokenizer.ggml.merges": ["a b"]})  # fmt: skip
+    with pytest.raises(ConfigError, match="cuts text by the rule 'unheard-of'"):
+        GGUFCheckpoint(file).tokenizer()
+    write_tokenizer(file, {"tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.model": "t5"})
+    with pytest.raises(ConfigError, match="of the kind 't5'"):
+        GGUFCheckpoint(file).tokenizer()
+    write_tokenizer(file, {})
+    assert GGUFCheckpoint(file).tokenizer() is None
+    with pytest.raises(ConfigError, match=r"does not state llama\.attention\.head_count"):
+        GGUFCheckpoint(file).config()
+    writer: Any = gguf.GGUFWriter(str(file), "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        ConfigError, match="architecture 'mamba' are not supported: llama, qwen2, qwen3, qwen3moe"
+    ):
+        GGUFCheckpoint(file).config()
+
+
+def test_what_a_directory_offers_and_a_file_does_not(tmp_path: Path) -> None:
+    make_checkpoint("qwen3-blocks", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "Q8_0")
+    for changes, message in (
+        (
+            {"cache_weights": True, "attention_backend": "native"},
+            "quantised in the checkpoint are not cached",
+        ),
+        ({"transformers_fallback": True}, "GGUF files cannot be loaded"),
+    ):
+        if "cache_weights" in changes:
+            require("native")
+        with pytest.raises(ConfigError, match=message):
+            LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, threads=1, **changes))
+    assert Directory(tmp_path / "hf").generation_config() == Directory(tmp_path / "hf").generation_config()
+
+
+# -- damage --------------------------------------------------------------------------------------------
+
+
+def examine(path: Path) -> None:
+    """All that a start reads of a file."""
+    checkpoint = open_checkpoint(path)
+    checkpoint.config()
+    tensors = checkpoint.tensors()
+    for name in tensors.names:
+        tensors.shape(name)
+        tensors.read(name)
+        if tensors.rounding(name) is not None:
+            tensors.quantised(name)
+    checkpoint.tokenizer()
+
+
+def test_damaged_files_are_errors_in_words(tmp_path: Path) -> None:
+    """Cut anywhere, with any byte of the header changed, and with sizes that promise anything."""
+    make_checkpoint("qwen3", tmp_path / "hf")
+    target = tmp_path / "m.gguf"
+    write_gguf(tmp_path / "hf", target, more={"tokenizer.ggml.model": "gpt2"})
+    good = target.read_bytes()
+    header = good.index(b"blk.0.")
+    rng = random.Random(20)
+    damaged = [good[: rng.randrange(len(good))] for _ in range(30)]
+    for _ in range(60):
+        at = rng.randrange(8, header + 2000)
+        damaged.append(good[:at] + bytes([rng.randrange(256)]) + good[at + 1 :])
+    for _ in range(30):
+        at = rng.randrange(8, header + 2000)
+        huge = rng.choice([2**63, 2**64 - 1, 2**40, 2**31]).to_bytes(8, "little")
+        damaged.append(good[:at] + huge + good[at + 8 :])
+    damaged += [b"", b"GGUF", b"GGUF" + b"\xff" * 40, good[:4] + b"\x00\x00\x00\x03" + good[8:]]
+    refused = 0
+    for contents in damaged:
+        target.write_bytes(contents)
+        try:
+            examine(target)
+        except ConfigError as error:
+            refused += 1
+            assert str(error), contents[:40]
+    assert refused >= 60
+    target.write_bytes(good)
+    examine(target)
