@@ -1,0 +1,67 @@
+"""AWQ: 4 bits in groups with scales and zeros, ``weight = scale * (q - zero)`` (arXiv 2306.00978).
+
+qweight [inner, outputs / 8], int32     a word has outputs 0 2 4 6 1 3 5 7, the lowest bits first
+qzeros  [groups, outputs / 8]           in the same order
+scales  [groups, outputs]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.checkpoint.formats.base import Stored, dequantised, rounding_of_groups, unpacked
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AWQ"]
+
+#: place in a word of each of eight neighbouring outputs
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class AWQ:
+    """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
+
+    marker = "qweight"
+    others = frozenset({"qzeros", "scales"})
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        bits, version = config.get("bits", config.get("w_bit")), str(config.get("version", "gemm")).lower()
+        if bits != 4 or version != "gemm":
+            raise ConfigError(
+                f"model: AWQ of {shown(bits)} bits in the layout {shown(version)} is not supported"
+            )
+
+    def quantised(self, stored: Stored) -> bool:
+        return True
+
+    def shape(self, stored: Stored) -> tuple[int, int]:
+        inner, words = stored.shape("qweight")
+        groups, outputs = stored.shape("scales")
+        if outputs != words * 8 or inner % groups or stored.shape("qzeros") != (groups, words):
+            raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
+        return outputs, inner
+
+    def rounding(self, stored: Stored) -> Rounding | None:
+        return rounding_of_groups(4, self.shape(stored)[1], stored.shape("scales")[0])
+
+    def matrix(self, stored: Stored) -> QuantisedMatrix:
+        rounding = self.rounding(stored)
+        assert rounding is not None
+        return QuantisedMatrix(*self._parts(stored), rounding)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        values, scales, offsets = self._parts(stored)
+        return dequantised(
+            QuantisedMatrix(values, scales, offsets, Rounding(4, values.shape[1] // scales.shape[1]))
+        )
+
+    def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values [outputs, inner], scales and offsets [outputs, groups]."""
+        values = unpacked(stored.read("qweight"), 4, _PLACES.__getitem__)
+        zeros = unpacked(stored.read("qzeros"), 4, _PLACES.__getitem__)
+        scales = stored.read("scales").float().T.contiguous()
+        return values.T.contiguous(), scales, -scales * zeros.T.float()

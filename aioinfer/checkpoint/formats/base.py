@@ -1,0 +1,155 @@
+"""Format: how a checkpoint stores a quantised matrix in several tensors; QuantisedTensors joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Protocol
+
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Format", "QuantisedTensors", "Stored", "dequantised", "rounding_of_groups", "unpacked"]
+
+#: scales of keys and values, which are not quantised here
+_OF_KV = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale"})
+#: sizes of groups that native kernels multiply; 0: one group
+_GROUPS = (0, 32, 64, 128)
+
+
+class Stored:
+    """The tensors that make up one module's weight."""
+
+    def __init__(self, tensors: Tensors, module: str) -> None:
+        self._tensors = tensors
+        self.module = module
+
+    def has(self, part: str) -> bool:
+        return f"{self.module}.{part}" in self._tensors.names
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        """Raises ConfigError if the part is missing."""
+        return self._tensors.shape(self._name(part))
+
+    def read(self, part: str) -> torch.Tensor:
+        """Raises ConfigError if the part is missing."""
+        return self._tensors.read(self._name(part))
+
+    def expect(self, part: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Raise ConfigError unless a part has this shape."""
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(f"model: {self._name(part)} is shaped {tuple(tensor.shape)}, not {shape}")
+        return tensor
+
+    def _name(self, part: str) -> str:
+        name = f"{self.module}.{part}"
+        if name not in self._tensors.names:
+            raise ConfigError(f"model: {self.module} is quantised, and the checkpoint has no {name}")
+        return name
+
+
+class Format(Protocol):
+    """Reads quantised weights. What it raises is a ConfigError that names the tensor."""
+
+    #: the part by which a quantised module is recognised
+    marker: str
+    #: the other parts, which no model takes; some may be missing
+    others: frozenset[str]
+
+    def quantised(self, stored: Stored) -> bool:
+        """Whether a module that has the marker is quantised."""
+
+    def shape(self, stored: Stored) -> tuple[int, int]:
+        """Of the weight that the parts stand for."""
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """The weight, float32."""
+
+    def rounding(self, stored: Stored) -> Rounding | None:
+        """How :meth:`matrix` returns it; None if it cannot, and :meth:`read` has to do."""
+
+    def matrix(self, stored: Stored) -> QuantisedMatrix:
+        """The weight as whole numbers with factors."""
+
+
+class QuantisedTensors:
+    """See :class:`~aioinfer.checkpoint.tensors.Tensors`; weights that a format stores in parts have the names
+    of weights."""
+
+    def __init__(self, tensors: Tensors, form: Format) -> None:
+        """Raises ConfigError if a part of a weight is missing."""
+        self._tensors = tensors
+        self._format = form
+        self._modules: dict[str, Stored] = {}
+        names = set(tensors.names)
+        for name in tensors.names:
+            module, _, part = name.rpartition(".")
+            stored = Stored(tensors, module)
+            if part == form.marker and form.quantised(stored):
+                names.discard(name)
+                names -= {f"{module}.{other}" for other in form.others}
+                self._modules[f"{module}.weight"] = stored
+                form.shape(stored)
+        if not self._modules:
+            raise ConfigError(
+                "model: the config says that weights are quantised, and the checkpoint has none"
+            )
+        plain = {name for name in names if name.rpartition(".")[2] not in _OF_KV}
+        self._names = frozenset(plain | self._modules.keys())
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self._modules.get(name)
+        return self._tensors.shape(name) if stored is None else self._format.shape(stored)
+
+    def read(self, name: str) -> torch.Tensor:
+        stored = self._modules.get(name)
+        return self._tensors.read(name) if stored is None else self._format.read(stored)
+
+    def rounding(self, name: str) -> Rounding | None:
+        stored = self._modules.get(name)
+        return None if stored is None else self._format.rounding(stored)
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        return self._format.matrix(self._modules[name])
+
+
+def rounding_of_groups(bits: int, inner: int, groups: int) -> Rounding | None:
+    """The rounding of rows of ``inner`` numbers in equal groups; None if no kernel multiplies it."""
+    if bits not in (4, 8) or groups < 1 or inner % groups:
+        return None
+    group = 0 if groups == 1 else inner // groups
+    return Rounding(4 if bits == 4 else 8, group) if group in _GROUPS else None
+
+
+def unpacked(
+    words: torch.Tensor, bits: int, order: Callable[[int], int] = lambda place: place
+) -> torch.Tensor:
+    """The numbers in int32 words [rows, words], uint8 [rows, words * 32 / bits], the lowest bits first.
+
+    ``order``: at which of its word's places a number of the result is.
+    """
+    import torch
+
+    count = 32 // bits
+    shifts = torch.tensor([order(place) * bits for place in range(count)], dtype=torch.int32)
+    found: torch.Tensor = (words[..., None] >> shifts) & (2**bits - 1)
+    return found.to(torch.uint8).flatten(-2)
+
+
+def dequantised(matrix: QuantisedMatrix) -> torch.Tensor:
+    """float32 [rows, inner]."""
+    values, scales, offsets, rounding = matrix
+    rows, inner = values.shape
+    group = rounding.group or inner
+    wide = values.float().reshape(rows, -1, group)
+    if offsets is None:
+        wide = (wide - 8 if rounding.bits == 4 else wide) * scales[..., None]
+    else:
+        wide = wide * scales[..., None] + offsets[..., None]
+    return wide.reshape(rows, inner)

@@ -1,0 +1,162 @@
+"""compressed-tensors: whole numbers of 8 bits, or of 4 or 8 in words of 32.
+
+    int-quantized      weight [outputs, inner], int8; weight_scale
+    pack-quantized     weight_packed [outputs, words], int32, the lowest bits first, unsigned: 8 more than the
+                       number of 4 bits; weight_shape [2]; weight_scale [outputs, groups];
+                       weight_zero_point [outputs * bits / 32, groups], packed along the outputs, or none;
+                       weight_g_idx [inner], the group of each element, if those are not in order
+
+Source: https://github.com/vllm-project/compressed-tensors
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.checkpoint.formats.base import Stored, dequantised, rounding_of_groups, unpacked
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["IntQuantized", "PackQuantized"]
+
+
+def _weights(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config says of weights; of all of them the same. Raises ConfigError."""
+    stated = [group["weights"] for group in config["config_groups"].values()]
+    facts = {(each.get("num_bits"), each.get("type"), each.get("symmetric", True)) for each in stated}
+    if len(facts) != 1:
+        raise ConfigError("model: weights quantised in several ways are not supported")
+    found: dict[str, Any] = stated[0]
+    return found
+
+
+class IntQuantized:
+    """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
+
+    marker = "weight"
+    others = frozenset({"weight_scale", "weight_zero_point", "input_scale", "input_zero_point"})
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        stated = _weights(config)
+        if stated.get("num_bits") != 8 or not stated.get("symmetric", True):
+            raise ConfigError(f"model: int-quantized weights of {shown(stated.get('num_bits'))} bits or with "
+                              "zero points, are not supported")  # fmt: skip
+
+    def quantised(self, stored: Stored) -> bool:
+        import torch
+
+        return stored.has("weight_scale") or stored.read("weight").dtype == torch.int8
+
+    def shape(self, stored: Stored) -> tuple[int, int]:
+        outputs, inner = stored.shape("weight")
+        scale = stored.shape("weight_scale")
+        if scale not in ((1,), (), (outputs, 1)) and not (len(scale) == 2 and scale[0] == outputs):
+            raise ConfigError(f"model: {stored.module}.weight_scale is shaped {scale}")
+        return outputs, inner
+
+    def rounding(self, stored: Stored) -> Rounding | None:
+        scale = stored.shape("weight_scale")
+        return rounding_of_groups(8, self.shape(stored)[1], scale[1] if len(scale) == 2 else 1)
+
+    def matrix(self, stored: Stored) -> QuantisedMatrix:
+        rounding = self.rounding(stored)
+        assert rounding is not None
+        values = stored.read("weight")
+        return QuantisedMatrix(values, self._scales(stored, len(values)), None, rounding)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        values = stored.read("weight")
+        scales = self._scales(stored, len(values))
+        return dequantised(
+            QuantisedMatrix(values, scales, None, Rounding(8, values.shape[1] // scales.shape[1]))
+        )
+
+    def _scales(self, stored: Stored, outputs: int) -> torch.Tensor:
+        scales = stored.read("weight_scale").float()
+        return scales.expand(outputs).reshape(outputs, 1) if scales.numel() == 1 else scales.contiguous()
+
+
+class PackQuantized:
+    """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
+
+    marker = "weight_packed"
+    others = frozenset({"weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"})
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        stated = _weights(config)
+        bits, kind = stated.get("num_bits"), stated.get("type", "int")
+        if bits not in (4, 8) or kind != "int":
+            raise ConfigError(
+                f"model: packed weights of {shown(bits)} bits of the type {shown(kind)} are not supported"
+            )
+        self._bits: int = bits
+        #: elements that share a scale; None: a whole row
+        self._group: int | None = int(stated["group_size"]) if stated.get("strategy") == "group" else None
+
+    def quantised(self, stored: Stored) -> bool:
+        return True
+
+    def shape(self, stored: Stored) -> tuple[int, int]:
+        outputs, words = stored.shape("weight_packed")
+        if stored.shape("weight_shape") != (2,):
+            raise ConfigError(f"model: {stored.module}.weight_shape is shaped {stored.shape('weight_shape')}")
+        rows, inner = (int(size) for size in stored.read("weight_shape").tolist())
+        scales = stored.shape("weight_scale")
+        fits = (
+            rows == outputs
+            and words == -(-inner * self._bits // 32)
+            and len(scales) == 2
+            and scales[0] == rows
+        )
+        fits = fits and scales[1] == -(-inner // (self._group or inner))
+        if fits and stored.has("weight_zero_point"):
+            fits = stored.shape("weight_zero_point") == (-(-rows * self._bits // 32), scales[1])
+        if fits and stored.has("weight_g_idx"):
+            fits = stored.shape("weight_g_idx") == (inner,)
+        if not fits:
+            raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
+        return rows, inner
+
+    def rounding(self, stored: Stored) -> Rounding | None:
+        if stored.has("weight_g_idx"):
+            return None
+        return rounding_of_groups(self._bits, self.shape(stored)[1], stored.shape("weight_scale")[1])
+
+    def matrix(self, stored: Stored) -> QuantisedMatrix:
+        import torch
+
+        rounding = self.rounding(stored)
+        assert rounding is not None
+        values, scales, zeros = self._parts(stored)
+        if rounding.bits == 8:
+            values, zeros = (values ^ 128).view(torch.int8), zeros - 128
+        plain = not stored.has("weight_zero_point")
+        return QuantisedMatrix(values, scales, None if plain else -scales * zeros, rounding)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        import torch
+
+        values, scales, zeros = self._parts(stored)
+        inner, groups = values.shape[1], scales.shape[1]
+        if stored.has("weight_g_idx"):
+            of_element = stored.read("weight_g_idx").long()
+            if int(of_element.min()) < 0 or int(of_element.max()) >= groups:
+                raise ConfigError(f"model: {stored.module}.weight_g_idx names groups that do not exist")
+        else:
+            of_element = torch.arange(inner) // -(-inner // groups)
+        return (values - zeros[:, of_element]) * scales[:, of_element]
+
+    def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values [outputs, inner], unsigned, scales and zeros [outputs, groups]."""
+        import torch
+
+        outputs, inner = self.shape(stored)
+        values = unpacked(stored.read("weight_packed"), self._bits)[:, :inner].contiguous()
+        scales = stored.read("weight_scale").float().contiguous()
+        if not stored.has("weight_zero_point"):
+            return values, scales, torch.full_like(scales, 2 ** (self._bits - 1))
+        packed = stored.read("weight_zero_point").T.contiguous()
+        return values, scales, unpacked(packed, self._bits)[:, :outputs].T.float()

@@ -1,0 +1,316 @@
+"""Quantised safetensors: every format against an encoder that is written here, from its description."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aioinfer.checkpoint.files import Directory
+from aioinfer.checkpoint.formats import quantised_tensors
+from aioinfer.checkpoint.formats.base import dequantised
+from aioinfer.checkpoint.tensors import SafetensorsTensors
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
+from aioinfer.llm import LLM
+from aioinfer.params import SamplingParams
+from tests.model.checkpoints import greedy, make_checkpoint
+from tests.model.harness import require
+
+Parts = dict[str, torch.Tensor]
+GROUP = 32
+
+
+class Encoded(NamedTuple):
+    """What a format stores of a weight, and what that stands for."""
+
+    parts: Parts
+    weight: torch.Tensor
+
+
+def _words(numbers: torch.Tensor, bits: int, order: list[int] | None = None) -> torch.Tensor:
+    """Numbers along the last dimension in int32 words, the first in the lowest bits."""
+    each = 32 // bits
+    short = -numbers.shape[-1] % each
+    numbers = torch.nn.functional.pad(numbers.long(), (0, short))
+    groups = numbers.reshape(*numbers.shape[:-1], -1, each)
+    words = torch.zeros(groups.shape[:-1], dtype=torch.int64)
+    for place in range(each):
+        words |= groups[..., order[place] if order else place] << (place * bits)
+    return words.to(torch.uint32).view(torch.int32) if hasattr(torch, "uint32") else words.to(torch.int32)
+
+
+def _grid(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers [rows, inner], scales and zeros [rows, groups]."""
+    rows, inner = weight.shape
+    parts = weight.reshape(rows, -1, group)
+    low, high = parts.amin(2).clamp_max(0), parts.amax(2).clamp_min(0)
+    scales = ((high - low) / (2**bits - 1)).half().float().clamp_min(1e-4)
+    zeros = (-low / scales).round().clamp(1, 2**bits - 1)
+    numbers = ((parts / scales[..., None]).round() + zeros[..., None]).clamp(0, 2**bits - 1)
+    return numbers.reshape(rows, inner), scales, zeros
+
+
+def _spread(values: torch.Tensor, group: int) -> torch.Tensor:
+    return values.repeat_interleave(group, dim=1)
+
+
+def awq(weight: torch.Tensor) -> Encoded:
+    numbers, scales, zeros = _grid(weight, 4, GROUP)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    parts = {
+        "qweight": _words(numbers.T.contiguous(), 4, order),
+        "qzeros": _words(zeros.T.contiguous(), 4, order),
+        "scales": scales.T.half().contiguous(),
+    }
+    return Encoded(parts, (numbers - _spread(zeros, GROUP)) * _spread(scales, GROUP))
+
+
+def gptq(weight: torch.Tensor, bits: int = 4, *, order: torch.Tensor | None = None, less: int = 1) -> Encoded:
+    inner = weight.shape[1]
+    groups = torch.arange(inner) // GROUP
+    sorted_weight = weight if order is None else weight[:, order]
+    numbers, scales, zeros = _grid(sorted_weight, bits, GROUP)
+    made = (numbers - _spread(zeros, GROUP)) * _spread(scales, GROUP)
+    if order is not None:
+        back = order.argsort()
+        numbers, made, groups = numbers[:, back], made[:, back], groups[back]
+    parts = {
+        "qweight": _words(numbers.contiguous(), bits).T.contiguous(),
+        "qzeros": _words((zeros - less).T.contiguous(), bits),
+        "scales": scales.T.half().contiguous(),
+        "g_idx": groups.int(),
+    }
+    return Encoded(parts, made)
+
+
+def packed(weight: torch.Tensor, bits: int = 4, *, symmetric: bool = True) -> Encoded:
+    rows, inner = weight.shape
+    numbers, scales, zeros = _grid(weight, bits, GROUP)
+    if symmetric:
+        half = 2 ** (bits - 1)
+        scales = weight.reshape(rows, -1, GROUP).abs().amax(2) / (half - 1)
+        numbers = (weight / _spread(scales, GROUP)).round() + half
+        zeros = torch.full_like(scales, half)
+    parts = {
+        "weight_packed": _words(numbers, bits),
+        "weight_shape": torch.tensor([rows, inner]),
+        "weight_scale": scales,
+    }
+    if not symmetric:
+        parts["weight_zero_point"] = _words(zeros.T.contiguous(), bits).T.contiguous()
+    return Encoded(parts, (numbers - _spread(zeros, GROUP)) * _spread(scales, GROUP))
+
+
+def int8(weight: torch.Tensor) -> Encoded:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    numbers = (weight / scales).round()
+    return Encoded({"weight": numbers.to(torch.int8), "weight_scale": scales}, numbers * scales)
+
+
+def fp8_blocks(weight: torch.Tensor, block: int = 48) -> Encoded:
+    rows, inner = weight.shape
+    scales = torch.zeros(-(-rows // block), -(-inner // block))
+    stored, made = torch.zeros_like(weight), torch.zeros_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
+            scales[i, j] = weight[part].abs().max() / 448
+            stored[part] = (weight[part] / scales[i, j]).to(torch.float8_e4m3fn).float()
+            made[part] = stored[part] * scales[i, j]
+    return Encoded({"weight": stored.to(torch.float8_e4m3fn), "weight_scale_inv": scales}, made)
+
+
+def fp8_channels(weight: torch.Tensor) -> Encoded:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    stored = (weight / scales).to(torch.float8_e4m3fn)
+    return Encoded(
+        {"weight": stored, "weight_scale": scales, "input_scale": torch.ones(1)}, stored.float() * scales
+    )
+
+
+def fp8_tensor(weight: torch.Tensor) -> Encoded:
+    scale = weight.abs().max() / 448
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    return Encoded({"weight": stored, "weight_scale": scale.reshape(1)}, stored.float() * scale)
+
+
+def _groups(
+    bits: int, kind: str = "int", *, symmetric: bool = True, form: str = "pack-quantized"
+) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": symmetric,
+        "strategy": "group",
+        "group_size": GROUP,
+    }
+    return {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+
+
+def shuffled(weight: torch.Tensor) -> Encoded:
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(5))
+    return gptq(weight, order=order)
+
+
+#: name -> (quantization_config, encoder, whether native kernels take the numbers as they are)
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Encoded], bool]] = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq, True),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq, True),
+    "gptq-8": ({"quant_method": "gptq", "bits": 8}, lambda weight: gptq(weight, 8), True),
+    "gptq-v2": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+        lambda weight: gptq(weight, less=0), True,
+    ),
+    "gptq-shuffled": ({"quant_method": "gptq", "bits": 4, "desc_act": True}, shuffled, False),
+    "packed-4": (_groups(4), packed, True),
+    "packed-8": (_groups(8), lambda weight: packed(weight, 8), True),
+    "packed-4-zeros": (_groups(4, symmetric=False), lambda weight: packed(weight, symmetric=False), True),
+    "int8": (_groups(8, form="int-quantized"), int8, True),
+    "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [48, 48]}, fp8_blocks, False),
+    "fp8-channels": (_groups(8, "float", form="float-quantized"), fp8_channels, False),
+    "fp8-tensor": (_groups(8, "float", form="float-quantized"), fp8_tensor, False),
+}  # fmt: skip
+
+
+def stored(
+    name: str, folder: Path, weight: torch.Tensor
+) -> tuple[SafetensorsTensors, dict[str, Any], torch.Tensor]:
+    config, encode, _ = FORMATS[name]
+    parts, made = encode(weight)
+    plain = {"other.weight": torch.ones(3, 4), "norm.weight": torch.ones(5)}
+    save_file(
+        {**{f"at.{part}": tensor for part, tensor in parts.items()}, **plain}, folder / "model.safetensors"
+    )
+    return SafetensorsTensors(folder), config, made
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_is_what_was_encoded(tmp_path: Path, name: str) -> None:
+    weight = torch.randn(72, 128, generator=torch.Generator().manual_seed(1))
+    files, config, made = stored(name, tmp_path, weight)
+    tensors = quantised_tensors(files, config)
+    assert set(tensors.names) == {"at.weight", "other.weight", "norm.weight"}
+    assert tensors.shape("at.weight") == (72, 128)
+    torch.testing.assert_close(tensors.read("at.weight"), made, rtol=1e-5, atol=1e-6)
+    assert torch.equal(tensors.read("other.weight"), torch.ones(3, 4))
+    kept = FORMATS[name][2]
+    assert (tensors.rounding("at.weight") is not None) == kept
+    assert tensors.rounding("other.weight") is None
+    if kept:
+        matrix = tensors.quantised("at.weight")
+        assert matrix.rounding == tensors.rounding("at.weight")
+        torch.testing.assert_close(dequantised(matrix), made, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_without_one_of_its_parts_is_an_error(tmp_path: Path, name: str) -> None:
+    weight = torch.randn(72, 128, generator=torch.Generator().manual_seed(1))
+    config, encode, _ = FORMATS[name]
+    parts, _ = encode(weight)
+    optional = {"g_idx", "input_scale", "weight_zero_point", *("weight", "qweight", "weight_packed")}
+    for missing in parts.keys() - optional:
+        rest = {f"at.{part}": tensor for part, tensor in parts.items() if part != missing}
+        save_file(rest, tmp_path / "model.safetensors")
+        with pytest.raises(
+            ConfigError, match=rf"at is quantised, and the checkpoint has no at\.{missing.split('_inv')[0]}"
+        ):
+            quantised_tensors(SafetensorsTensors(tmp_path), config)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_that_do_not_fit_are_an_error(tmp_path: Path, name: str) -> None:
+    """Every part with a row or a column less: an error, or the part does not matter."""
+    weight = torch.randn(72, 128, generator=torch.Generator().manual_seed(1))
+    config, encode, _ = FORMATS[name]
+    parts, made = encode(weight)
+    for part, tensor in parts.items():
+        for dimension in range(tensor.dim()):
+            if tensor.shape[dimension] < 2:
+                continue
+            short = tensor.narrow(dimension, 0, tensor.shape[dimension] - 1).contiguous()
+            changed = {f"at.{each}": short if each == part else value for each, value in parts.items()}
+            save_file(changed, tmp_path / "model.safetensors")
+            try:
+                tensors = quantised_tensors(SafetensorsTensors(tmp_path), config)
+                tensors.read("at.weight")
+                # Only a whole matrix may come of it, of another size: which the config refuses.
+                assert tensors.shape("at.weight") != made.shape, (part, dimension)
+            except ConfigError as error:
+                assert "at" in str(error)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_of_a_format_is_the_dequantised_one(tmp_path: Path, name: str) -> None:
+    """Greedy ids of torch's kernels; of native ones, which multiply the numbers as they are, logits."""
+    oracle = make_checkpoint("qwen3-blocks", tmp_path)
+    config, encode, _ = FORMATS[name]
+    tensors: Parts = {}
+    with torch.no_grad():
+        for key, tensor in load_file(tmp_path / "model.safetensors").items():
+            module = key.removesuffix(".weight")
+            if "_proj" not in key or "layers.1.self_attn" in key:
+                tensors[key] = tensor
+                continue
+            parts, made = encode(tensor)
+            tensors |= {f"{module}.{part}": value for part, value in parts.items()}
+            oracle.get_parameter(key).copy_(made)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+    prompt = [random.Random(3).randrange(200) for _ in range(9)]
+    wanted = greedy(oracle, prompt, 10)
+    options = {"model": str(tmp_path), "dtype": "float32", "num_pages": 64, "threads": 1}
+    with LLM(EngineConfig(**options, attention_backend="sdpa")) as llm:
+        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
+    assert result.token_ids == wanted
+    require("native")
+    with LLM(EngineConfig(**options, attention_backend="native")) as llm:
+        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=3))
+    expected = oracle(torch.tensor([prompt])).logits[0, -1].detach().log_softmax(0)
+    (first,) = result.logprobs
+    for token, logprob in first.top:
+        assert logprob == pytest.approx(float(expected[token]), abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes' are not supported: awq, compressed"),
+        ({}, "quantised by None"),
+        ([], "must be an object"),
+        ({"quant_method": "awq", "bits": 3}, "AWQ of 3 bits"),
+        ({"quant_method": "gptq", "bits": 2}, "GPTQ of 2 bits"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24' of compressed-tensors"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "describes no compressed-tensors",
+        ),
+        (_groups(8, form="int-quantized", symmetric=False), "zero points"),
+        (_groups(4, "float"), "of the type 'float'"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size must be two sizes"),
+    ],
+)
+def test_what_is_not_supported_is_said(tmp_path: Path, config: Any, message: str) -> None:
+    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        quantised_tensors(SafetensorsTensors(tmp_path), config)
+
+
+def test_transformers_code_takes_no_quantised_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint("gpt2", tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    stated["quantization_config"] = FORMATS["gptq"][0]
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert Directory(tmp_path).config()["quantization_config"]
+    with pytest.raises(ConfigError, match=r"of GPT2LMHeadModel, quantised checkpoints cannot be loaded"):
+        LLM(EngineConfig(model=str(tmp_path), num_pages=64, threads=1))
