@@ -29,11 +29,11 @@ files. Some touch their whole KV budget at the start, others take of it what the
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 from pathlib import Path
 from typing import Any, get_args
 
+from aioinfer.checkpoint.files import open_checkpoint
 from bench.command import BadOptions
 from bench.cpu.accuracy import measure_accuracy, measure_perplexity
 from bench.cpu.busy import measure_busy
@@ -69,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bf16",
         help="of the weights, unless peers are named",
     )
-    parser.add_argument("--model", default="0.6b", help="a shape (0.6b, tiny, ...), or a model directory")
+    parser.add_argument(
+        "--model", default="0.6b", help="a shape (0.6b, tiny, ...), a model directory, or a GGUF file"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -158,7 +160,8 @@ def contestants(
 ) -> list[Contestant]:
     """Those whose checkpoint could be made; notes say what was wrong with others."""
     found = []
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**30
+    files = [model] if model.suffix == ".gguf" else model.glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files) / 2**30
     longest = max(options.prompt_tokens + options.output_tokens, options.prefill_tokens + 1)
     for peer in peers:
         python = python_of(peer.environment, options.place)
@@ -208,7 +211,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
     if not engines or not cells:
         report.error("nothing to measure")
         return
-    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    vocab = open_checkpoint(model).config()["vocab_size"]
     limits = Limits(run=options.patience, noise=options.noise, attempts=options.attempts)
     contest = Contest(engines, cells, vocab, limits, seed=options.seed, lock=options.lock)
     try:

@@ -30,7 +30,7 @@ _PATIENCE = 900.0
 
 
 def find_model(name: str, place: Path) -> Path:
-    """A directory as it is; the name of a shape (``0.6b``, ``tiny``) is made under ``place`` first.
+    """A directory or GGUF file as it is; a shape (``0.6b``, ``tiny``) is made under ``place`` first.
 
     Raises FileNotFoundError for anything else.
     """
@@ -38,6 +38,8 @@ def find_model(name: str, place: Path) -> Path:
         folder = place / "models" / f"qwen3-{name}"
         return folder if folder.is_dir() else make_checkpoint(SHAPES[name], folder)
     folder = Path(name).expanduser().resolve()
+    if folder.suffix == ".gguf" and folder.is_file():
+        return folder
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{name} is neither a model directory nor one of {', '.join(SHAPES)}")
     return folder
@@ -91,6 +93,10 @@ def prepared(peer: Peer, model: Path, place: Path) -> Path:
 
     Raises RuntimeError with the end of what the converter said.
     """
+    if model.suffix == ".gguf":
+        if peer.checkpoint != "gguf" and peer.environment is not None:
+            raise RuntimeError("it reads no GGUF files here")
+        return model
     if peer.checkpoint == "safetensors":
         return model
     form = peer.checkpoint if peer.precision == "bf16" else f"{peer.precision}.{peer.checkpoint}"
