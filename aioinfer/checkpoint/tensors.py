@@ -121,18 +121,21 @@ class SafetensorsTensors:
 
 
 def stored_bytes(
-    tensors: Tensors, itemsize: int, rounding: Rounding | None = None, *, kept: bool = False
+    tensors: Tensors,
+    itemsize: int,
+    rounding: Rounding | None = None,
+    kept: Collection[str] = (),
 ) -> int:
     """Bytes that the tensors of a checkpoint take at least.
 
     Args:
         itemsize: bytes of an element that is not rounded.
         rounding: as if all of them were rounded so.
-        kept: those that are quantised stay so.
+        kept: names of those that stay as they are quantised.
     """
     bits = 0
     for name in tensors.names:
-        own = rounding or (tensors.rounding(name) if kept else None)
+        own = rounding or (tensors.rounding(name) if name in kept else None)
         bits += math.prod(tensors.shape(name)) * (8 * itemsize if own is None else own.bits)
     return bits // 8
 

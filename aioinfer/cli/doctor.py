@@ -97,6 +97,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     model = inspect_model(
         config.model_path,
         dtype=config.dtype,
+        device=device,
         load_format=config.load_format,
         force_transformers=config.transformers_fallback,
         block_size=config.block_size,
@@ -124,6 +125,11 @@ def _plan(config: EngineConfig) -> list[Finding]:
         from aioinfer.native import bindings
 
         instructions = [Finding("instructions", bindings.instructions())]
+    weights: list[Finding] = []
+    if model.stored_bits:
+        kept = layers.name == "native" and config.quantization == "auto"
+        bits = f"{' and '.join(map(str, model.stored_bits))} bits in the checkpoint"
+        weights = [Finding("weights", f"{bits}, {'kept' if kept else 'dequantised'}")]
     blocks: list[Finding] = []
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
@@ -141,6 +147,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         captured = f"{config.round_rows(model.blocks.size)} blocks"
     return [
         Finding("model", f"{config.model_name}: {model.architecture}, {dtype}, by {code}"),
+        *weights,
         *blocks,
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{attention.name}: {attention.reason}"),

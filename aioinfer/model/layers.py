@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -43,6 +43,10 @@ class LayerKernels(Protocol):
     @property
     def native(self) -> bool:
         """Whether the layers are computed by native kernels, which can compute experts, too."""
+
+    @property
+    def kept_bits(self) -> Collection[int]:
+        """Of the weights that were quantised in the checkpoint and have stayed so, in what has been made."""
 
     @property
     def operations(self) -> Operations:
@@ -92,6 +96,7 @@ class TorchLayers:
     operations: Operations
     make_linear: MakeLinear
     native = False
+    kept_bits: ClassVar[Collection[int]] = ()
 
     def linear(self, stored: StoredMatrix) -> Linear:
         return self.make_linear(stored.load(), stored.bias())

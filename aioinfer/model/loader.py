@@ -92,7 +92,7 @@ def load_model(
     """
     checkpoint = open_checkpoint(path)
     config = _read_config(checkpoint)
-    chosen = _choose_dtype(config, dtype)
+    chosen = _choose_dtype(config, dtype, device)
     family = _family(config, force_transformers)
     blocks = _blocks(config, family, block_size)
     stored = load_format != "random"
@@ -113,40 +113,40 @@ def load_model(
     sizes = _inner_sizes(config)
     layers = choose_layers(attention, sizes)
     check_quantization(quantization, layers, config.architectures[0])
-    kept = _kept_bits(tensors) if quantization == "auto" and layers.name == "native" else []
     if tensors is not None and check_size is not None:
-        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept=bool(kept)))
+        kept = _kept(tensors) if quantization == "auto" and layers.name == "native" else frozenset()
+        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept))
 
     def build(blobs: Blobs | None) -> CausalLM:
         weights: Weights | None = random_weights
         if tensors is not None:
             weights = Weights(tensors, dtype=chosen, device=device, progress=progress)
         assert weights is not None
-        return build_decoder(
+        made = make_layers(attention, device, chosen, sizes, quantization, blobs)
+        decoder = build_decoder(
             checkpoint,
             family,
             config,
             weights,
             dtype=chosen,
             device=device,
-            kernels=make_layers(attention, device, chosen, sizes, quantization, blobs),
+            kernels=made,
             experts=experts,
             blocks=blocks,
         )
+        reason = layers.reason
+        if made.kept_bits:
+            reason += f"; weights of {' and '.join(map(str, sorted(made.kept_bits)))} bits as they are stored"
+        name = "torch" if layers.name == "sdpa" else layers.name
+        decoder.spec = dataclasses.replace(decoder.spec, layer_kernels=name, layer_reason=reason)
+        return decoder
 
-    reason, mapped = layers.reason, 0
-    if kept:
-        reason += f"; weights of {' and '.join(map(str, kept))} bits as they are stored"
-    if cache_weights:
-        check_cache_weights(layers, load_format, config.architectures[0])
-        if kept:
-            raise ConfigError("cache_weights: weights that are quantised in the checkpoint are not cached")
-        model, done, mapped = _load_cached(checkpoint, build, progress, str(chosen), quantization, experts)
-        reason = f"{reason}; {done}"
-    else:
-        model = build(None)
-    name = "torch" if layers.name == "sdpa" else layers.name
-    model.spec = dataclasses.replace(model.spec, layer_kernels=name, layer_reason=reason, mapped_bytes=mapped)
+    if not cache_weights:
+        return build(None)
+    check_cache_weights(layers, load_format, config.architectures[0])
+    model, done, mapped = _load_cached(checkpoint, build, progress, str(chosen), quantization, experts)
+    reason = f"{model.spec.layer_reason}; {done}"
+    model.spec = dataclasses.replace(model.spec, layer_reason=reason, mapped_bytes=mapped)
     return model
 
 
@@ -170,10 +170,11 @@ def _check_fallback(
         raise ConfigError(f"model: of {architecture}, quantised checkpoints cannot be loaded ({reason})")
 
 
-def _kept_bits(tensors: Tensors | None) -> list[int]:
-    """Of the weights that are quantised in a checkpoint."""
-    roundings = () if tensors is None else map(tensors.rounding, tensors.names)
-    return sorted({rounding.bits for rounding in roundings if rounding is not None})
+def _kept(tensors: Tensors) -> frozenset[str]:
+    """Names of the weights that native layers keep as they are quantised; experts are dequantised."""
+    return frozenset(
+        name for name in tensors.names if ".experts" not in name and tensors.rounding(name) is not None
+    )
 
 
 def _load_cached(
@@ -202,6 +203,8 @@ class ModelInfo:
     #: whether a built-in implementation computes it, not transformers'; and why not
     own: bool
     fallback_reason: str
+    #: of the weights that native layers would keep as they are quantised in the checkpoint
+    stored_bits: list[int]
     head_dim: int
     dtype: torch.dtype
     #: inner dimensions of the layers' matrix products
@@ -217,6 +220,7 @@ def inspect_model(
     path: Path,
     *,
     dtype: str,
+    device: torch.device,
     load_format: Literal["auto", "random"] = "auto",
     force_transformers: bool = False,
     block_size: int | None = None,
@@ -224,15 +228,20 @@ def inspect_model(
     """Examine a checkpoint as :func:`load_model` would, without reading weights. Raises ConfigError."""
     checkpoint = open_checkpoint(path)
     config = _read_config(checkpoint)
-    if load_format == "auto":
-        checkpoint.files()
+    stored = load_format != "random"
     family = _family(config, force_transformers)
+    reason = "" if family else "asked for" if force_transformers else why_not_own(config)
+    if family is None:
+        _check_fallback(checkpoint, config, reason, "auto", cache_weights=False, stored=stored)
+    tensors = checkpoint.tensors() if stored else None
+    roundings = () if tensors is None else map(tensors.rounding, _kept(tensors))
     return ModelInfo(
         architecture=config.architectures[0],
         own=family is not None,
-        fallback_reason="" if family else "asked for" if force_transformers else why_not_own(config),
+        fallback_reason=reason,
+        stored_bits=sorted({rounding.bits for rounding in roundings if rounding is not None}),
         head_dim=_head_dim(config),
-        dtype=_choose_dtype(config, dtype),
+        dtype=_choose_dtype(config, dtype, device),
         inner_sizes=_inner_sizes(config),
         experts=expert_shape(family, config) if family else None,
         blocks=_blocks(config, family, block_size),
@@ -297,7 +306,7 @@ def _inner_sizes(config: Any) -> list[int]:
     return [size for size in sizes if size is not None]
 
 
-def _choose_dtype(config: Any, wanted: str) -> torch.dtype:
+def _choose_dtype(config: Any, wanted: str, device: torch.device) -> torch.dtype:
     if wanted != "auto":
         if wanted not in _DTYPES:
             raise ConfigError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {wanted!r}")
@@ -305,4 +314,8 @@ def _choose_dtype(config: Any, wanted: str) -> torch.dtype:
     stated = config.get_text_config().dtype or config.dtype
     if isinstance(stated, str):
         stated = _DTYPES.get(stated)
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised and stated is torch.float16 and device.type == "cpu":
+        # What is quantised says float16 as a rule; native kernels, which keep it so, have none of it.
+        return torch.bfloat16
     return stated if stated in _DTYPES.values() else torch.float32

@@ -182,6 +182,7 @@ class NativeLayers:
         self._pool = pool
         #: weights that are quantised in the checkpoint stay as they are
         self._kept = quantization == "auto"
+        self.kept_bits: set[int] = set()
         self._rounding, self._head_rounding = rounding_of(quantization), rounding_of(quantization, head=True)
         self._blobs = blobs
         self.operations = TorchOperations()
@@ -279,7 +280,10 @@ class NativeLayers:
 
     def _as_stored(self, stored: StoredMatrix, *, gated: bool) -> NativeLinear:
         """A matrix that is quantised in the checkpoint, without loss."""
+        if self._blobs is not None:
+            raise ConfigError("cache_weights: weights that are quantised in the checkpoint are not cached")
         matrix, bias = stored.quantised(), stored.bias()
+        self.kept_bits.add(matrix.rounding.bits)
         return NativeLinear.given(
             self._pool,
             matrix.values,

@@ -96,10 +96,14 @@ class Weights:
             name
             for name in self._names - self._taken - set(ignore)
             # Old checkpoints contain the rotary frequencies, which follow from the config.
-            if not name.endswith("rotary_emb.inv_freq")
+            if not name.endswith("rotary_emb.inv_freq") and not self._adds_nothing(name)
         )
         if left:
             raise ConfigError(f"model: the checkpoint has {len(left)} unexpected tensors, first {left[0]}")
+
+    def _adds_nothing(self, name: str) -> bool:
+        """Whether it is a bias of zeros: tools that quantise write one for every layer."""
+        return name.endswith(".bias") and not bool(self._tensors.read(name).any())
 
 
 class RandomWeights(Weights):

@@ -300,10 +300,12 @@ def _checksum(pool: ThreadPool, address: int, size: int, progress: Progress | No
 
 @functools.cache
 def _own_code() -> str:
-    """A hash of the code that decides which tensors are packed, and in which order."""
+    """A hash of the code that reads checkpoints, and decides which tensors are packed and in which order."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(file.read_bytes())
+    model = Path(__file__).parent
+    for folder in (model, model.parent / "checkpoint"):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -94,7 +94,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 7},
     ),
-    "mixtral": ("Mixtral", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (
+        "Mixtral",
+        {
+            "head_dim": 16,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "mixtral-window": (
         "Mixtral",
         {

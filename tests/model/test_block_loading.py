@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def inspect(path: Path, **options: Any) -> Any:
-    return inspect_model(path, dtype="auto", load_format="random", **options)
+    return inspect_model(path, dtype="auto", device=CPU, load_format="random", **options)
 
 
 def load(path: Path, **options: Any) -> Any:

@@ -61,7 +61,7 @@ class AWQ:
 
     def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values [outputs, inner], scales and offsets [outputs, groups]."""
-        values = unpacked(stored.read("qweight"), 4, _PLACES.__getitem__)
-        zeros = unpacked(stored.read("qzeros"), 4, _PLACES.__getitem__)
+        values = unpacked(stored.words("qweight"), 4, _PLACES.__getitem__)
+        zeros = unpacked(stored.words("qzeros"), 4, _PLACES.__getitem__)
         scales = stored.read("scales").float().T.contiguous()
         return values.T.contiguous(), scales, -scales * zeros.T.float()

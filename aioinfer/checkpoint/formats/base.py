@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
@@ -11,10 +11,21 @@ from aioinfer.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Format", "QuantisedTensors", "Stored", "dequantised", "rounding_of_groups", "unpacked"]
+__all__ = [
+    "Format",
+    "QuantisedTensors",
+    "Stored",
+    "dequantised",
+    "dequantised_elements",
+    "rounding_of_groups",
+    "row_slices",
+    "unpacked",
+]
 
 #: scales of keys and values, which are not quantised here
 _OF_KV = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale"})
+#: elements that are dequantised at a time
+_SLICE = 1 << 22
 #: sizes of groups that native kernels multiply; 0: one group
 _GROUPS = (0, 32, 64, 128)
 
@@ -36,6 +47,17 @@ class Stored:
     def read(self, part: str) -> torch.Tensor:
         """Raises ConfigError if the part is missing."""
         return self._tensors.read(self._name(part))
+
+    def words(self, part: str) -> torch.Tensor:
+        """A part of int32 words. Raises ConfigError if it is of another type."""
+        return self.typed(part, "int32")
+
+    def typed(self, part: str, *types: str) -> torch.Tensor:
+        """A part of one of these types. Raises ConfigError for another one."""
+        found = self.read(part)
+        if str(found.dtype).removeprefix("torch.") not in types:
+            raise ConfigError(f"model: {self._name(part)} is of {found.dtype}, not {' or '.join(types)}")
+        return found
 
     def expect(self, part: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
         """Raise ConfigError unless a part has this shape."""
@@ -137,19 +159,48 @@ def unpacked(
     import torch
 
     count = 32 // bits
-    shifts = torch.tensor([order(place) * bits for place in range(count)], dtype=torch.int32)
-    found: torch.Tensor = (words[..., None] >> shifts) & (2**bits - 1)
-    return found.to(torch.uint8).flatten(-2)
+    found = torch.empty((*words.shape, count), dtype=torch.uint8)
+    for place in range(count):
+        found[..., place] = (words >> (order(place) * bits)) & (2**bits - 1)
+    return found.flatten(-2)
+
+
+def row_slices(rows: int, inner: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices of rows of so many elements, which are worked on at a time; each begins at a multiple."""
+    step = max(1, _SLICE // max(1, inner * multiple)) * multiple
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 def dequantised(matrix: QuantisedMatrix) -> torch.Tensor:
-    """float32 [rows, inner]."""
+    """float32 [rows, inner]; groups divide the inner dimension."""
+    import torch
+
     values, scales, offsets, rounding = matrix
     rows, inner = values.shape
     group = rounding.group or inner
-    wide = values.float().reshape(rows, -1, group)
-    if offsets is None:
-        wide = (wide - 8 if rounding.bits == 4 else wide) * scales[..., None]
-    else:
-        wide = wide * scales[..., None] + offsets[..., None]
-    return wide.reshape(rows, inner)
+    found = torch.empty(rows, inner)
+    for part in row_slices(rows, inner):
+        wide = values[part].float().reshape(-1, inner // group, group)
+        if offsets is None and rounding.bits == 4:
+            wide -= 8
+        wide *= scales[part, :, None]
+        if offsets is not None:
+            wide += offsets[part, :, None]
+        found[part] = wide.reshape(-1, inner)
+    return found
+
+
+def dequantised_elements(
+    stored: Stored, part: str, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    """float32 [rows, inner], of elements in any order: ``part`` has the group of each. Raises ConfigError."""
+    import torch
+
+    groups = stored.read(part).long()
+    if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[1]:
+        raise ConfigError(f"model: {stored.module}.{part} names groups that do not exist")
+    found = torch.empty(values.shape)
+    for rows in row_slices(*values.shape):
+        found[rows] = (values[rows] - zeros[rows][:, groups]) * scales[rows][:, groups]
+    return found

@@ -13,7 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.checkpoint.formats.base import Stored, dequantised, rounding_of_groups, unpacked
+from aioinfer.checkpoint.formats.base import (
+    Stored,
+    dequantised,
+    dequantised_elements,
+    rounding_of_groups,
+    unpacked,
+)
 from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
@@ -33,6 +39,11 @@ def _weights(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _group(stated: dict[str, Any]) -> int | None:
+    """Elements that share a scale; None: a whole row."""
+    return int(stated["group_size"]) if stated.get("strategy") == "group" else None
+
+
 class IntQuantized:
     """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
 
@@ -41,34 +52,36 @@ class IntQuantized:
 
     def __init__(self, config: dict[str, Any]) -> None:
         stated = _weights(config)
-        if stated.get("num_bits") != 8 or not stated.get("symmetric", True):
-            raise ConfigError(f"model: int-quantized weights of {shown(stated.get('num_bits'))} bits or with "
-                              "zero points, are not supported")  # fmt: skip
+        bits = stated.get("num_bits")
+        if bits != 8 or not stated.get("symmetric", True):
+            raise ConfigError(
+                f"model: int-quantized weights of {shown(bits)} bits or with zero points are not supported"
+            )
+        self._group = _group(stated)
 
     def quantised(self, stored: Stored) -> bool:
-        import torch
-
-        return stored.has("weight_scale") or stored.read("weight").dtype == torch.int8
+        return stored.has("weight_scale") or str(stored.read("weight").dtype) == "torch.int8"
 
     def shape(self, stored: Stored) -> tuple[int, int]:
         outputs, inner = stored.shape("weight")
-        scale = stored.shape("weight_scale")
-        if scale not in ((1,), (), (outputs, 1)) and not (len(scale) == 2 and scale[0] == outputs):
-            raise ConfigError(f"model: {stored.module}.weight_scale is shaped {scale}")
+        scale, groups = stored.shape("weight_scale"), -(-inner // (self._group or inner))
+        whole = ((1,), ()) if self._group is None else ()
+        if inner % (self._group or inner) or (scale not in whole and scale != (outputs, groups)):
+            raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
         return outputs, inner
 
     def rounding(self, stored: Stored) -> Rounding | None:
-        scale = stored.shape("weight_scale")
-        return rounding_of_groups(8, self.shape(stored)[1], scale[1] if len(scale) == 2 else 1)
+        inner = self.shape(stored)[1]
+        return rounding_of_groups(8, inner, inner // (self._group or inner))
 
     def matrix(self, stored: Stored) -> QuantisedMatrix:
         rounding = self.rounding(stored)
         assert rounding is not None
-        values = stored.read("weight")
+        values = stored.typed("weight", "int8")
         return QuantisedMatrix(values, self._scales(stored, len(values)), None, rounding)
 
     def read(self, stored: Stored) -> torch.Tensor:
-        values = stored.read("weight")
+        values = stored.typed("weight", "int8")
         scales = self._scales(stored, len(values))
         return dequantised(
             QuantisedMatrix(values, scales, None, Rounding(8, values.shape[1] // scales.shape[1]))
@@ -93,8 +106,9 @@ class PackQuantized:
                 f"model: packed weights of {shown(bits)} bits of the type {shown(kind)} are not supported"
             )
         self._bits: int = bits
-        #: elements that share a scale; None: a whole row
-        self._group: int | None = int(stated["group_size"]) if stated.get("strategy") == "group" else None
+        self._group = _group(stated)
+        self._symmetric = bool(stated.get("symmetric", True))
+        self._shuffled = stated.get("actorder") == "group"
 
     def quantised(self, stored: Stored) -> bool:
         return True
@@ -104,26 +118,22 @@ class PackQuantized:
         if stored.shape("weight_shape") != (2,):
             raise ConfigError(f"model: {stored.module}.weight_shape is shaped {stored.shape('weight_shape')}")
         rows, inner = (int(size) for size in stored.read("weight_shape").tolist())
-        scales = stored.shape("weight_scale")
-        fits = (
-            rows == outputs
-            and words == -(-inner * self._bits // 32)
-            and len(scales) == 2
-            and scales[0] == rows
-        )
-        fits = fits and scales[1] == -(-inner // (self._group or inner))
-        if fits and stored.has("weight_zero_point"):
-            fits = stored.shape("weight_zero_point") == (-(-rows * self._bits // 32), scales[1])
-        if fits and stored.has("weight_g_idx"):
+        groups = -(-inner // (self._group or inner)) if inner > 0 else 0
+        fits = rows == outputs and words == -(-inner * self._bits // 32)
+        fits = fits and stored.shape("weight_scale") == (rows, groups)
+        if fits and not self._symmetric:
+            fits = stored.shape("weight_zero_point") == (-(-rows * self._bits // 32), groups)
+        if fits and self._in_any_order(stored):
             fits = stored.shape("weight_g_idx") == (inner,)
         if not fits:
             raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
         return rows, inner
 
     def rounding(self, stored: Stored) -> Rounding | None:
-        if stored.has("weight_g_idx"):
+        inner = self.shape(stored)[1]
+        if self._in_any_order(stored) or inner % (self._group or inner):
             return None
-        return rounding_of_groups(self._bits, self.shape(stored)[1], stored.shape("weight_scale")[1])
+        return rounding_of_groups(self._bits, inner, inner // (self._group or inner))
 
     def matrix(self, stored: Stored) -> QuantisedMatrix:
         import torch
@@ -133,30 +143,34 @@ class PackQuantized:
         values, scales, zeros = self._parts(stored)
         if rounding.bits == 8:
             values, zeros = (values ^ 128).view(torch.int8), zeros - 128
-        plain = not stored.has("weight_zero_point")
-        return QuantisedMatrix(values, scales, None if plain else -scales * zeros, rounding)
+        return QuantisedMatrix(values, scales, None if self._symmetric else -scales * zeros, rounding)
 
     def read(self, stored: Stored) -> torch.Tensor:
         import torch
 
         values, scales, zeros = self._parts(stored)
-        inner, groups = values.shape[1], scales.shape[1]
-        if stored.has("weight_g_idx"):
-            of_element = stored.read("weight_g_idx").long()
-            if int(of_element.min()) < 0 or int(of_element.max()) >= groups:
-                raise ConfigError(f"model: {stored.module}.weight_g_idx names groups that do not exist")
-        else:
-            of_element = torch.arange(inner) // -(-inner // groups)
-        return (values - zeros[:, of_element]) * scales[:, of_element]
+        if self._in_any_order(stored):
+            return dequantised_elements(stored, "weight_g_idx", values, scales, zeros)
+        rows, inner = values.shape
+        found = torch.empty(rows, inner)
+        for start in range(0, inner, self._group or inner):
+            group = slice(start, min(start + (self._group or inner), inner))
+            at = start // (self._group or inner)
+            found[:, group] = (values[:, group] - zeros[:, at : at + 1]) * scales[:, at : at + 1]
+        return found
+
+    def _in_any_order(self, stored: Stored) -> bool:
+        """Whether a part says to which group each element belongs."""
+        return self._shuffled or stored.has("weight_g_idx")
 
     def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values [outputs, inner], unsigned, scales and zeros [outputs, groups]."""
         import torch
 
         outputs, inner = self.shape(stored)
-        values = unpacked(stored.read("weight_packed"), self._bits)[:, :inner].contiguous()
+        values = unpacked(stored.words("weight_packed"), self._bits)[:, :inner].contiguous()
         scales = stored.read("weight_scale").float().contiguous()
-        if not stored.has("weight_zero_point"):
+        if self._symmetric:
             return values, scales, torch.full_like(scales, 2 ** (self._bits - 1))
-        packed = stored.read("weight_zero_point").T.contiguous()
+        packed = stored.words("weight_zero_point").T.contiguous()
         return values, scales, unpacked(packed, self._bits)[:, :outputs].T.float()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from aioinfer.checkpoint.formats.base import Stored
+from aioinfer.checkpoint.formats.base import Stored, row_slices
 from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["FP8"]
+
+
+_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 class FP8:
@@ -58,20 +61,25 @@ class FP8:
         return rows, inner
 
     def read(self, stored: Stored) -> torch.Tensor:
-        weight = stored.read("weight").float()
-        part = self._scale(stored)
+        import torch
+
+        weight, part = stored.typed("weight", *_TYPES), self._scale(stored)
         scale = stored.read(part).float()
         rows, inner = weight.shape
         if scale.numel() == 1:
-            return weight * scale.reshape(())
+            return weight.float().mul_(scale.reshape(()))
         if scale.shape in ((rows,), (rows, 1)):
-            return weight * scale.reshape(rows, 1)
+            return weight.float().mul_(scale.reshape(rows, 1))
         if self._block is None:
             raise ConfigError(f"model: {stored.module}.{part} is shaped {tuple(scale.shape)} without blocks")
         height, width = self._block
         stored.expect(part, scale, -(-rows // height), -(-inner // width))
-        wide = scale.repeat_interleave(height, dim=0)[:rows].repeat_interleave(width, dim=1)[:, :inner]
-        return weight * wide
+        found = torch.empty(rows, inner)
+        for each in row_slices(rows, inner, height):
+            blocks = scale[each.start // height : -(-each.stop // height)]
+            wide = blocks.repeat_interleave(width, dim=1)[:, :inner].repeat_interleave(height, dim=0)
+            found[each] = weight[each].float() * wide[: each.stop - each.start]
+        return found
 
     def _scale(self, stored: Stored) -> str:
         """The name of the part with the scales."""
@@ -85,6 +93,4 @@ class FP8:
 
 
 def _is_float8(stored: Stored) -> bool:
-    import torch
-
-    return stored.read("weight").dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return str(stored.read("weight").dtype).removeprefix("torch.") in _TYPES

@@ -1,17 +1,25 @@
 """GPTQ: 4 or 8 bits in groups with scales and zeros, ``weight = scale * (q - zero)`` (arXiv 2210.17323).
 
-qweight [inner * bits / 32, outputs], int32     a word has neighbours along the inner dimension
-qzeros  [groups, outputs * bits / 32]           a word has neighbouring outputs; one less than the zeros,
-                                                but for the format "gptq_v2"
-scales  [groups, outputs]
-g_idx   [inner]                                 the group of each element, if those are not in order
+    qweight [inner * bits / 32, outputs], int32     a word has neighbours along the inner dimension
+    qzeros  [groups, outputs * bits / 32]           a word has neighbouring outputs; in the first version of
+                                                    the format less 1 in each place
+    scales  [groups, outputs]
+    g_idx   [inner]                                 the group of each element, if those are not in order
+
+Files of symmetric weights state the first version and hold zeros of the second, too: there the zeros tell.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.checkpoint.formats.base import Stored, dequantised, rounding_of_groups, unpacked
+from aioinfer.checkpoint.formats.base import (
+    Stored,
+    dequantised,
+    dequantised_elements,
+    rounding_of_groups,
+    unpacked,
+)
 from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
@@ -19,6 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["GPTQ"]
+
+#: 1 in each place of a word
+_ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 class GPTQ:
@@ -31,8 +42,13 @@ class GPTQ:
         bits = config.get("bits")
         if bits not in (4, 8):
             raise ConfigError(f"model: GPTQ of {shown(bits)} bits is not supported, 4 and 8 are")
+        if config.get("dynamic"):
+            raise ConfigError("model: GPTQ with settings of its own for some modules is not supported")
         self._bits: int = bits
-        self._less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        version = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+        self._second = version == "gptq_v2"
+        self._symmetric = config.get("sym") is True
+        self._shuffled = config.get("desc_act") is True
 
     def quantised(self, stored: Stored) -> bool:
         return True
@@ -42,6 +58,8 @@ class GPTQ:
         each = 32 // self._bits
         inner, (groups, width) = words * each, stored.shape("scales")
         ordered = not stored.has("g_idx") or stored.shape("g_idx") == (inner,)
+        if self._shuffled and groups > 1:
+            ordered = stored.shape("g_idx") == (inner,)
         if width != outputs or stored.shape("qzeros") != (groups, outputs // each) or not ordered:
             raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
         return outputs, inner
@@ -51,21 +69,20 @@ class GPTQ:
         return rounding_of_groups(self._bits, inner, groups) if self._in_order(stored, groups) else None
 
     def matrix(self, stored: Stored) -> QuantisedMatrix:
+        import torch
+
         rounding = self.rounding(stored)
         assert rounding is not None
         values, scales, zeros = self._parts(stored)
         if rounding.bits == 8:
             # Signed, the zeros shifted as well.
-            values, zeros = (values ^ 128).view(_int8()), zeros - 128
+            values, zeros = (values ^ 128).view(torch.int8), zeros - 128
         return QuantisedMatrix(values, scales, -scales * zeros, rounding)
 
     def read(self, stored: Stored) -> torch.Tensor:
         values, scales, zeros = self._parts(stored)
         if not self._in_order(stored, scales.shape[1]):
-            groups = stored.read("g_idx").long()
-            if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[1]:
-                raise ConfigError(f"model: {stored.module}.g_idx names groups that do not exist")
-            return (values - zeros[:, groups]) * scales[:, groups]
+            return dequantised_elements(stored, "g_idx", values, scales, zeros)
         group = values.shape[1] // scales.shape[1]
         # As of 4 bits: the offsets say what is subtracted.
         return dequantised(QuantisedMatrix(values, scales, -scales * zeros, Rounding(4, group)))
@@ -82,12 +99,17 @@ class GPTQ:
 
     def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values [outputs, inner], scales and zeros [outputs, groups]."""
-        values = unpacked(stored.read("qweight").T.contiguous(), self._bits)
-        zeros = unpacked(stored.read("qzeros"), self._bits).T.float() + self._less
+        import torch
+
+        values = unpacked(stored.words("qweight").T.contiguous(), self._bits)
+        words, second = stored.words("qzeros"), self._second
+        if self._symmetric:
+            half = 2 ** (self._bits - 1)
+            second = bool((unpacked(words, self._bits) == half).all())
+        if not second:
+            # In whole words: a place that was 0 has borrowed from the next.
+            words = words + torch.tensor(_ONES[self._bits], dtype=torch.int32)
+        zeros = unpacked(words, self._bits).T.float()
+        if self._symmetric and bool((zeros != half).any()):
+            raise ConfigError(f"model: {stored.module} is said to be symmetric, and its zeros are not")
         return values, stored.read("scales").float().T.contiguous(), zeros
-
-
-def _int8() -> Any:
-    import torch
-
-    return torch.int8
