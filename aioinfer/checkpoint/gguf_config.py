@@ -12,9 +12,24 @@ from typing import Any, NamedTuple
 from aioinfer.checkpoint.gguf_file import GGUFFile
 from aioinfer.errors import ConfigError, shown
 
-__all__ = ["config_of", "end_tokens", "name_of"]
+__all__ = ["ADDED", "CONTROL", "config_of", "end_tokens", "name_of"]
 
 _NUMBER = (int, float)
+#: kinds of tokens in ``tokenizer.ggml.token_type``
+CONTROL, ADDED = 3, 4
+#: tokens that end a turn wherever they are control tokens
+_ENDS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "<|eot|>",
+    }
+)
 
 
 class _Architecture(NamedTuple):
@@ -28,6 +43,8 @@ class _Architecture(NamedTuple):
 
 def _llama(file: GGUFFile, prefix: str) -> dict[str, Any]:
     tensors = file.tensors
+    if file.value(f"{prefix}.expert_count", int, 0):
+        raise ConfigError("model: GGUF files of Mixtral, which are Llama with experts, are not supported")
     return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_gate.bias" in tensors}
 
 
@@ -142,9 +159,16 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
-    """The tokens that end a text, a turn, or a message."""
+    """The tokens that end a text, a turn, or a message: those that the metadata name, and those whose text
+    says so, which many files do not name."""
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    return sorted({file.value(name, int) for name in names if name in file.metadata})
+    found = {file.value(name, int) for name in names if name in file.metadata}
+    tokens = file.value("tokenizer.ggml.tokens", list, [])
+    kinds = file.value("tokenizer.ggml.token_type", list, [])
+    for at, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind in (CONTROL, ADDED) and token in _ENDS:
+            found.add(at)
+    return sorted(found)
 
 
 def _vocabulary(file: GGUFFile) -> int:
@@ -168,9 +192,14 @@ def _rope(file: GGUFFile, prefix: str, size: int) -> dict[str, Any]:
         plain["partial_rotary_factor"] = file.metadata[f"{prefix}.rope.dimension_count"] / size
     if "rope_freqs.weight" in file.tensors:
         return {**plain, **_llama3(file, base, size)}
-    kind = file.value(f"{prefix}.rope.scaling.type", str, "none")
-    factor = file.metadata.get(f"{prefix}.rope.scaling.factor")
-    if kind == "none" or not isinstance(factor, _NUMBER) or factor in (0, 1):
+    if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
+        raise ConfigError("model: rotary positions that depend on the length (LongRoPE) are not supported")
+    # Old files have a factor under another name, and no type.
+    factor = file.value(
+        f"{prefix}.rope.scaling.factor", _NUMBER, file.metadata.get(f"{prefix}.rope.scale_linear", 1.0)
+    )
+    kind = file.value(f"{prefix}.rope.scaling.type", str, "linear")
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return plain
     if kind == "linear":
         return {**plain, "rope_type": "linear", "factor": float(factor)}

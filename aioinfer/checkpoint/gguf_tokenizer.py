@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aioinfer.checkpoint.gguf_config import ADDED, CONTROL
 from aioinfer.checkpoint.gguf_file import GGUFFile
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["tokenizer_of"]
 
-#: kinds of tokens in ``tokenizer.ggml.token_type``
-_CONTROL, _ADDED = 3, 4
+#: characters of a piece of SentencePiece; longer ones are whole tokens that nothing is merged into
+_LONGEST_PIECE = 128
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 #: how the tokenizers of these models cut words, numbers and the rest
@@ -58,6 +59,8 @@ _CUTS: dict[str, Callable[[Any], Any]] = {
     "qwen2": _by_pattern(_QWEN2, composed=True),
     "deepseek-r1-qwen": _by_pattern(_QWEN2, composed=True),
 }
+#: by architecture, of files that name none: those that can have no other
+_RULES = {"gpt2": "gpt-2", "qwen2": "qwen2"}
 #: those whose vocabulary has whole words that merges do not lead to, and whose texts begin with a token
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3"}
 
@@ -94,7 +97,7 @@ def _byte_level(file: GGUFFile) -> Any:
     """Merges of bytes, as GPT-2 has them."""
     from tokenizers import Tokenizer, decoders, models
 
-    pre = file.value("tokenizer.ggml.pre", str, "gpt-2")
+    pre = file.value("tokenizer.ggml.pre", str, _RULES.get(file.value("general.architecture", str)))
     cut = _CUTS.get(pre)
     if cut is None:
         raise ConfigError(
@@ -148,6 +151,8 @@ def _merges(tokens: list[str], scores: list[float], vocabulary: dict[str, int]) 
     """All pairs of tokens that make a token, the highest score first, as SentencePiece merges them."""
     found = []
     for token, score in zip(tokens, scores, strict=True):
+        if len(token) > _LONGEST_PIECE:
+            continue
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:
@@ -184,9 +189,9 @@ def _add_tokens(tokenizer: Any, file: GGUFFile) -> None:
     kinds = file.value("tokenizer.ggml.token_type", list, [])
     marked = list(zip(tokens, kinds, strict=False))
     tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, kind in marked if kind == _CONTROL]
+        [AddedToken(token, normalized=False, special=True) for token, kind in marked if kind == CONTROL]
     )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in marked if kind == _ADDED])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in marked if kind == ADDED])
 
 
 def _wrapped(tokenizer: Any, file: GGUFFile) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from aioinfer.checkpoint.hub import HubModel, Progress, cached, download
+from aioinfer.checkpoint.hub import HubModel, Progress, cached, download, entry_of, wanted_files
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["PACKAGED", "Progress", "bundled_models", "locate", "model_name", "packaged"]
@@ -52,7 +52,19 @@ def locate(model: str, *, fetch: bool = False, progress: Progress | None = None)
             f"model: there is no directory or file {path}, and no bundled model of that name "
             f"({', '.join(bundled_models())})"
         )
-    return cached(wanted) or download(wanted, fetch, progress)
+    found = cached(wanted)
+    if found is not None:
+        return found
+    # Without a tokenizer, for example: as long as nothing better can be had.
+    partial = cached(wanted, complete=False)
+    if partial is not None and not fetch:
+        return partial
+    try:
+        return download(wanted, fetch, progress)
+    except ConfigError:
+        if partial is None:
+            raise
+        return partial
 
 
 def model_name(model: str) -> str:
@@ -86,8 +98,11 @@ def _gguf_within(path: Path) -> Path | None:
     several."""
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise ConfigError(f"model: {path} holds several models, name one: {names}")
-    return found[0] if found else None
+    names = [file.name for file in path.glob("*.gguf")]
+    if not names:
+        return None
+    try:
+        return entry_of(path, wanted_files(names, HubModel(str(path))))
+    except ConfigError:
+        text = f"model: {path} holds several models, name one: {', '.join(sorted(names))}"
+        raise ConfigError(text) from None

@@ -68,6 +68,12 @@ class FakeHub:
         return [request for request in self.requests if part in request[1]]
 
 
+def _etag(contents: bytes) -> str:
+    """The name of a file among the blobs of a cache."""
+    algorithm = hashlib.sha256 if len(contents) >= _LARGE else hashlib.sha1
+    return algorithm(contents).hexdigest()
+
+
 def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -108,7 +114,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             repository, files = found
             siblings: list[dict[str, Any]] = []
             for file, contents in files.items():
-                sibling: dict[str, Any] = {"rfilename": file, "size": len(contents), "blobId": "0"}
+                sibling: dict[str, Any] = {
+                    "rfilename": file, "size": len(contents), "blobId": _etag(contents),
+                }  # fmt: skip
                 if len(contents) >= _LARGE:
                     checksum = repository.checksums.get(file) or hashlib.sha256(contents).hexdigest()
                     sibling["lfs"] = {"sha256": checksum, "size": len(contents), "pointerSize": 130}
@@ -129,9 +137,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self._error(404, "EntryNotFound")
                 return
             contents = files[file]
-            etag = hashlib.sha256(contents).hexdigest()
             headers = {
-                "ETag": f'"{etag}"', "X-Repo-Commit": repository.commit(revision), "Accept-Ranges": "bytes",
+                "ETag": f'"{_etag(contents)}"', "X-Repo-Commit": repository.commit(revision),
+                "Accept-Ranges": "bytes",
             }  # fmt: skip
             status, begin = 200, 0
             if wanted.startswith("bytes="):

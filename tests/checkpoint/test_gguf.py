@@ -12,9 +12,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from aioinfer.checkpoint.files import Directory, GGUFCheckpoint, open_checkpoint
+from aioinfer.checkpoint.files import GGUFCheckpoint, open_checkpoint
 from aioinfer.checkpoint.gguf_blocks import BLOCKS
+from aioinfer.checkpoint.gguf_config import end_tokens
 from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.locate import locate
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
@@ -232,6 +234,47 @@ def test_llama_3s_rotary_factors_are_recognised(tmp_path: Path) -> None:
         assert rope["factor"] == pytest.approx(8.0)
 
 
+def test_rotary_positions_are_scaled_as_the_file_says_or_refused(tmp_path: Path) -> None:
+    make_checkpoint("llama-gqa-tied", tmp_path / "hf")
+    file = tmp_path / "m.gguf"
+
+    def rope(**more: Any) -> dict[str, Any]:
+        stated = {f"llama.rope.{name.replace('__', '.')}": value for name, value in more.items()}
+        write_gguf(tmp_path / "hf", file, more=stated)
+        found: dict[str, Any] = open_checkpoint(file).config()["rope_parameters"]
+        return found
+
+    assert rope()["rope_type"] == "default"
+    assert rope(scale_linear=4)["factor"] == 4
+    assert rope(scaling__factor=2)["rope_type"] == "linear"
+    assert rope(scaling__type="none", scaling__factor=2)["rope_type"] == "default"
+    with pytest.raises(ConfigError, match="scaled by 'longrope'"):
+        rope(scaling__type="longrope")
+    write_gguf(tmp_path / "hf", file, more={"llama.expert_count": 8})
+    with pytest.raises(ConfigError, match="GGUF files of Mixtral"):
+        open_checkpoint(file).config()
+
+
+def test_turns_end_at_control_tokens_that_files_do_not_name(tmp_path: Path) -> None:
+    file = tmp_path / "t.gguf"
+    metadata = {
+        "tokenizer.ggml.tokens": ["a", "</s>", "<|eot_id|>", "<|im_end|>"],
+        "tokenizer.ggml.token_type": [1, 3, 3, 1],
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    write_tokenizer(file, metadata)
+    assert end_tokens(GGUFFile(file)) == [1, 2]
+
+
+def test_a_directory_that_holds_one_model_is_that(tmp_path: Path) -> None:
+    for name in ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj-m.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert locate(str(tmp_path)) == tmp_path / "m-00001-of-00002.gguf"
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="holds several models"):
+        locate(str(tmp_path))
+
+
 # -- tokenizers ----------------------------------------------------------------------------------------
 
 TEXTS = [
@@ -339,6 +382,10 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     write_tokenizer(file, {"tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.model": "t5"})
     with pytest.raises(ConfigError, match="of the kind 't5'"):
         GGUFCheckpoint(file).tokenizer()
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}
+    write_tokenizer(file, {"tokenizer.ggml.tokens": TOKENS, **metadata})
+    with pytest.raises(ConfigError, match=r"does not state tokenizer\.ggml\.pre"):
+        GGUFCheckpoint(file).tokenizer()
     write_tokenizer(file, {})
     assert GGUFCheckpoint(file).tokenizer() is None
     with pytest.raises(ConfigError, match=r"does not state llama\.attention\.head_count"):
@@ -368,7 +415,6 @@ def test_what_a_directory_offers_and_a_file_does_not(tmp_path: Path) -> None:
             require("native")
         with pytest.raises(ConfigError, match=message):
             LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, threads=1, **changes))
-    assert Directory(tmp_path / "hf").generation_config() == Directory(tmp_path / "hf").generation_config()
 
 
 # -- damage --------------------------------------------------------------------------------------------

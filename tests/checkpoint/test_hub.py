@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from aioinfer.checkpoint import hub as hubs
+from aioinfer.checkpoint import fetching
 from aioinfer.checkpoint.hub import HubModel, cached_models, wanted_files
 from aioinfer.checkpoint.locate import bundled_models, locate, model_name
 from aioinfer.config import EngineConfig
@@ -34,11 +36,15 @@ WEIGHTS = "model.safetensors"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub with the bundled model, and an empty cache."""
     with fake_hub() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        # In the process that downloads, and in this one, where the library has read them already.
         template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            monkeypatch.setenv(name, "0")
         files = contents_of(EngineConfig().model_path)
         other = {**files, "generation_config.json": b'{"top_k": 7}'}
         found.repositories[NAME] = Repository({"main": files, "v2": other})
@@ -76,9 +82,12 @@ def test_of_a_repository_only_what_is_read_is_wanted() -> None:
     other = {"README.md", "pytorch_model.bin", "onnx/model.onnx", "original/params.json"}
     small = sorted(set(names) - other - {WEIGHTS})
     assert wanted_files(names, HubModel(NAME)) == [*small, WEIGHTS]
-    shards = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    # The index says which shards.
     index = "model.safetensors.index.json"
-    assert wanted_files(["config.json", *shards, index], HubModel(NAME)) == ["config.json", index, *shards]
+    sharded = ["config.json", "a-1-of-1.safetensors", index]
+    assert wanted_files(sharded, HubModel(NAME)) == ["config.json", index]
+    outside = ["config.json", WEIGHTS, "tokenizer/../../x.json"]
+    assert wanted_files(outside, HubModel(NAME)) == ["config.json", WEIGHTS]
 
 
 def test_of_several_gguf_files_one_is_named() -> None:
@@ -89,6 +98,11 @@ def test_of_several_gguf_files_one_is_named() -> None:
         wanted_files(names, HubModel(NAME))
     with pytest.raises(ConfigError, match=r"neither config\.json with safetensors nor a GGUF"):
         wanted_files(["pytorch_model.bin", "config.json"], HubModel(NAME))
+    larger = ["m-Q6_K.gguf", "m-Q6_K_L.gguf", "m-BF16.gguf"]
+    assert wanted_files(larger, HubModel(NAME, "Q6_K")) == ["m-Q6_K.gguf"]
+    assert wanted_files(larger, HubModel(NAME, "F16")) == ["m-BF16.gguf"]
+    with pytest.raises(ConfigError, match="neither"):
+        wanted_files(larger, HubModel(NAME, "F16"), loosely=False)
     parts = [f"m-Q4_0-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
     assert wanted_files([*parts, "m-Q8_0.gguf"], HubModel(NAME, "Q4_0")) == parts
     with pytest.raises(ConfigError, match="several"):
@@ -136,20 +150,19 @@ def test_a_revision_is_another_model(hub: FakeHub) -> None:
         locate(f"{NAME}@v3", fetch=True)
 
 
-def test_a_connection_that_breaks_is_taken_up_where_it_broke(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 18)
-    hub.cuts = [1 << 20]
+def test_a_connection_that_breaks_is_taken_up_where_it_broke(hub: FakeHub) -> None:
+    # The library takes up multiples of 10 MB.
+    weights = random.Random(1).randbytes(24 << 20)
+    hub.repositories[NAME].revisions["main"][WEIGHTS] = weights
+    hub.cuts = [22 << 20]
     path = locate(NAME, fetch=True)
-    assert (path / WEIGHTS).read_bytes() == (EngineConfig().model_path / WEIGHTS).read_bytes()
+    assert (path / WEIGHTS).read_bytes() == weights
     ranges = [wanted for _, _, wanted in hub.asked(WEIGHTS) if wanted]
-    assert any(int(wanted.removeprefix("bytes=").rstrip("-")) >= 1 << 19 for wanted in ranges)
+    assert any(int(wanted.removeprefix("bytes=").rstrip("-")) >= 20_000_000 for wanted in ranges)
 
 
-def test_what_has_arrived_is_not_downloaded_again(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    # In order: the weights come last.
-    monkeypatch.setattr(hubs, "_THREADS", 1)
+def test_what_has_arrived_is_not_downloaded_again(hub: FakeHub) -> None:
+    """The weights come last."""
     hub.repositories[NAME].lost = {WEIGHTS}
     with pytest.raises(ConfigError, match="missing"):
         locate(NAME, fetch=True)
@@ -176,6 +189,52 @@ def test_an_index_whose_shard_is_missing_is_no_model(hub: FakeHub) -> None:
         LLM(EngineConfig(model=str(path)))
 
 
+def test_shards_are_those_that_the_index_names(hub: FakeHub) -> None:
+    files = dict(hub.repositories[NAME].revisions["main"])
+    files["first.safetensors"] = files.pop(WEIGHTS)
+    files["other-00001-of-00001.safetensors"] = b"x"
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "first.safetensors"}}).encode()
+    hub.repositories["org/sharded"] = Repository({"main": files})
+    path = locate("org/sharded", fetch=True)
+    assert {file.name for file in path.glob("*.safetensors")} == {"first.safetensors"}
+
+
+def test_a_snapshot_without_a_tokenizer_is_completed(hub: FakeHub) -> None:
+    """As far as that is possible: other programs download weights alone."""
+    path = locate(NAME, fetch=True)
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer_config.json").unlink()
+    assert locate(NAME) == path
+    repository = hub.repositories.pop(NAME)
+    assert locate(NAME, fetch=True) == path
+    hub.repositories[NAME] = repository
+    assert (locate(NAME, fetch=True) / "tokenizer.json").is_file()
+
+
+def test_a_gguf_file_that_another_program_downloaded_is_found(hub: FakeHub) -> None:
+    """Beside files that it left out, which its listing of the repository names."""
+    files = {"config.json": b"{}", "m-Q4_0.gguf": b"GGUF", "m-Q8_0.gguf": b"GGUF."}
+    hub.repositories["org/some-gguf"] = Repository({"main": files})
+    path = locate("org/some-gguf:Q4_0", fetch=True)
+    assert path.name == "m-Q4_0.gguf"
+    entry = {"size": 4, "blob_id": "0", "lfs_sha256": None, "lfs_size": None, "xet_hash": None}
+    listings = path.parents[2] / "trees"
+    listings.mkdir()
+    (listings / f"{path.parent.name}.json").write_text(json.dumps(dict.fromkeys(files, entry)))
+    assert locate("org/some-gguf:Q4_0") == path
+    with pytest.raises(ConfigError, match="neither a directory nor in"):
+        locate("org/some-gguf:Q8_0")
+
+
+def test_what_a_killed_process_left_is_removed(hub: FakeHub) -> None:
+    path = locate(NAME, fetch=True)
+    blob = (path / WEIGHTS).resolve()
+    (path / WEIGHTS).unlink()
+    blob.rename(blob.with_name(f"{blob.name}.0123abcd.incomplete"))
+    locate(NAME, fetch=True)
+    assert not list(blob.parent.glob("*.incomplete"))
+
+
 def test_a_wrong_checksum_removes_the_file(hub: FakeHub) -> None:
     hub.repositories[NAME].checksums[WEIGHTS] = "0" * 64
     with pytest.raises(ConfigError, match=r"model\.safetensors of org/tiny arrived damaged"):
@@ -195,36 +254,42 @@ def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
         locate("org/absent", fetch=True)
     with pytest.raises(ConfigError, match=r"there is no directory or file absent.*tiny-chat"):
         locate("absent", fetch=True)
+    hub.repositories[NAME].gated = False
     disk = namedtuple("disk", "total used free")
-    monkeypatch.setattr(hubs.shutil, "disk_usage", lambda _: disk(10, 9, 1))
-    with pytest.raises(ConfigError, match=r"org/tiny takes 0\.0 GiB, and the disk of .* HF_HOME"):
-        locate(NAME, fetch=True)
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: disk(10, 9, 1))
+    read, write = os.pipe()
+    message = r"org/tiny takes 0\.0 GiB.* HF_HOME"
+    with os.fdopen(read), fetching.Output(write) as output, pytest.raises(ConfigError, match=message):
+        fetching.fetch(HubModel(NAME), output)
 
 
 def test_without_a_network_the_cache_is_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     path = locate(NAME, fetch=True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert locate(NAME, fetch=True) == path
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids to download it: run 'hf download org/new"):
         locate("org/new@v1", fetch=True)
 
 
 def test_a_hub_that_cannot_be_reached(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 cannot be reached.*'hf download org/tiny'"):
         locate(NAME, fetch=True)
 
 
-async def test_a_start_that_downloads_can_be_cancelled(hub: FakeHub) -> None:
+async def test_a_start_that_downloads_can_be_cancelled(hub: FakeHub, tmp_path: Path) -> None:
     hub.stall = 1 << 20
     engine = Engine(EngineConfig(model=NAME, download=True, num_pages=64, threads=1))
     starting = asyncio.create_task(engine.start())
     await asyncio.to_thread(hub.stalling.wait, 60)
     starting.cancel()
-    # The hub stands still until the end of the test: nobody waits for it.
-    with pytest.raises(asyncio.CancelledError):
-        await starting
+    # The hub stands still until the end of the test: nothing waits for it.
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await starting
     assert engine.state is EngineState.CLOSED
+    assert not any("download" in thread.name for thread in threading.enumerate())
+    assert not await asyncio.to_thread(lambda: list(tmp_path.rglob("*.incomplete")))
     hub.stall = None
     hub.released.set()
     await engine.start()
