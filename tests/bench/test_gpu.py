@@ -137,6 +137,9 @@ def test_a_token_is_multiplied_with_the_experts_that_it_passes() -> None:
     expert = 3 * shape.hidden * shape.intermediate
     idle = shape.experts - shape.chosen
     assert shape.layer_parameters - shape.token_parameters == shape.layers * idle * expert
+    slow = Peaks(bandwidth=1, flops=float("inf"))
+    read = shape.step_bytes - 2 * shape.layers * idle * expert
+    assert decode_step(shape, 0, 1, slow) == read + shape.kv_bytes + 8 * shape.vocab
     fast = Peaks(bandwidth=float("inf"), flops=1)
     prefill, _ = offline(shape, [1], [1], fast)
     assert prefill == 2 * shape.token_parameters + shape.attention_flops / 2

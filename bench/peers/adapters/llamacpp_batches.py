@@ -87,15 +87,18 @@ def _kv_bytes(model: Any) -> int:
 
     import llama_cpp
 
-    def value(name: str) -> bytes:
+    def number(name: str) -> int | None:
         text = ctypes.create_string_buffer(64)
-        llama_cpp.llama_model_meta_val_str(model, name.encode(), text, len(text))
-        return text.value
+        found = llama_cpp.llama_model_meta_val_str(model, f"{family}.{name}".encode(), text, len(text))
+        return None if found < 0 else int(text.value)
 
-    family = value("general.architecture").decode()
-    sizes = sum(int(value(f"{family}.attention.{name}_length")) for name in ("key", "value"))
-    heads = int(value(f"{family}.attention.head_count_kv"))
-    return 2 * int(value(f"{family}.block_count")) * heads * sizes
+    name = ctypes.create_string_buffer(64)
+    llama_cpp.llama_model_meta_val_str(model, b"general.architecture", name, len(name))
+    family = name.value.decode()
+    heads = number("attention.head_count") or 1
+    usual = (number("embedding_length") or 0) // heads
+    sizes = sum(number(f"attention.{part}_length") or usual for part in ("key", "value"))
+    return 2 * (number("block_count") or 0) * (number("attention.head_count_kv") or heads) * sizes
 
 
 if __name__ == "__main__":
