@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -225,6 +226,9 @@ def explained(model: HubModel, error: BaseException) -> str:
 
 def main() -> int:
     """Returns the exit status."""
+    # Also where the other process ignores it, as one that a shell put in the background does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Only messages go where the other process reads.
     output = Output(os.dup(1))
     os.dup2(2, 1)

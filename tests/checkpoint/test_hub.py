@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -277,7 +278,13 @@ def test_a_hub_that_cannot_be_reached(hub: FakeHub, monkeypatch: pytest.MonkeyPa
         locate(NAME, fetch=True)
 
 
-async def test_a_start_that_downloads_can_be_cancelled(hub: FakeHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignored", [False, True])
+async def test_a_start_that_downloads_can_be_cancelled(
+    hub: FakeHub, tmp_path: Path, ignored: bool, request: pytest.FixtureRequest
+) -> None:
+    """Also where interrupts are ignored, as in what a shell starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     hub.stall = 1 << 20
     engine = Engine(EngineConfig(model=NAME, download=True, num_pages=64, threads=1))
     starting = asyncio.create_task(engine.start())
