@@ -384,10 +384,10 @@ class ServerConfig:
     )
 
     tool_call_parser: str | None = _option(
-        None, "chat", "format of tool calls: hermes; without a parser tools are refused"
+        "auto", "chat", "format of tool calls: hermes; auto: the chat template's; none: tools are refused"
     )
     reasoning_parser: str | None = _option(
-        None, "chat", "format of reasoning to split off: qwen3 or deepseek-r1"
+        "auto", "chat", "format of reasoning to split off: qwen3, deepseek-r1; auto: the chat template's"
     )
 
     max_body_mib: float | None = _option(
@@ -499,9 +499,10 @@ def policy_names() -> tuple[str, ...]:
 
 def _known_parsers(config: ServerConfig) -> None:
     from aioinfer.text.reasoning import REASONING_PARSERS
-    from aioinfer.text.tool_calls import PARSERS
+    from aioinfer.text.tool_calls import AUTO, PARSERS
 
     for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING_PARSERS)):
         value = getattr(config, name)
-        if value is not None and value not in known:
-            raise ConfigError(f"{name} must be one of {', '.join(known)}; got {shown(value)}")
+        if value not in (None, AUTO) and value not in known:
+            names = ", ".join((AUTO, *known))
+            raise ConfigError(f"{name} must be one of {names}, or none; got {shown(value)}")

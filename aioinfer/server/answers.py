@@ -12,9 +12,11 @@ from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.server.tools import Tools
-from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
+from aioinfer.text import reasoning as reasoning_formats
+from aioinfer.text import tool_calls
+from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.tokenizer import Tokenizer
-from aioinfer.text.tool_calls import PARSERS, Parsed, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls import Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_grammar import AnswerGrammar
 
 __all__ = ["AnswerFormat", "AnswerReader", "ChatFormat"]
@@ -54,13 +56,13 @@ class ChatFormat:
 
     @classmethod
     def of(cls, config: ServerConfig, tokenizer: Tokenizer | None) -> ChatFormat:
-        reasoning = None if config.reasoning_parser is None else REASONING_PARSERS[config.reasoning_parser]
-        tools = None if config.tool_call_parser is None else PARSERS[config.tool_call_parser]
+        templates = () if tokenizer is None else tokenizer.chat_templates
+        end = "" if tokenizer is None else tokenizer.prompt_end
+        tools = tool_calls.parser_of(config.tool_call_parser, templates)
+        parser = reasoning_formats.parser_of(config.reasoning_parser, templates, end)
         if tokenizer is None:
-            return cls(tools, reasoning)
-        return cls(
-            tools, reasoning, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names
-        )
+            return cls(tools, parser)
+        return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names)
 
     def apply(
         self, params: SamplingParams, tools: Tools | None

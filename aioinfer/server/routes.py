@@ -33,6 +33,7 @@ from aioinfer.server.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.sse import EventStream
 from aioinfer.server.whole import whole_answer
 from aioinfer.stream import Stream
+from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Routes"]
 
@@ -53,6 +54,7 @@ class Routes:
         self._parser = BodyParser()
         self._key = ApiKey(config.api_key)
         self._access = WebAccess(config)
+        self._chat: tuple[Tokenizer | None, ChatFormat] | None = None
 
     def add_to(self, app: web.Application, prefix: str, health: str | None) -> None:
         """Raises ConfigError if the application has one of the routes."""
@@ -140,6 +142,13 @@ class Routes:
 
         return guarded
 
+    def _chat_format(self) -> ChatFormat:
+        """Of the engine's tokenizer, found out once for each."""
+        tokenizer = self._engine.tokenizer
+        if self._chat is None or self._chat[0] is not tokenizer:
+            self._chat = tokenizer, ChatFormat.of(self._config, tokenizer)
+        return self._chat[1]
+
     # -- generation -----------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request, parse: _Parser, shape: Shape) -> web.StreamResponse:
@@ -149,7 +158,7 @@ class Routes:
         most = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, most)
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
-        chat = ChatFormat.of(self._config, engine.tokenizer)
+        chat = self._chat_format()
         computes = fingerprint(self._model, engine.config, engine.info)
         served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
         call = await self._parser.parse(lambda body: parse(body, served), raw, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -35,6 +36,10 @@ _RESERVED = frozenset(
 )
 
 
+#: characters of what templates put in front of an answer
+_PROMPT_END = 64
+
+
 class Tokenizer(Protocol):
     """Text to ids and back. Encoding happens on worker threads, detokenizing on the loop.
 
@@ -46,6 +51,8 @@ class Tokenizer(Protocol):
             included.
         special_tokens: the texts among them that ``skip_special_tokens`` omits.
         longest_token: bytes of a text that one token stands for, at most; None if no bound is known.
+        chat_templates: the texts of its chat templates.
+        prompt_end: what these put in front of an answer; empty if they cannot be rendered.
         template_names: variables and keys of messages that the chat template reads; None if not known.
     """
 
@@ -55,6 +62,8 @@ class Tokenizer(Protocol):
     added_tokens: Mapping[str, int]
     special_tokens: frozenset[str]
     longest_token: int | None
+    chat_templates: tuple[str, ...]
+    prompt_end: str
     template_names: frozenset[str] | None
 
     def encode(self, text: str) -> list[int]:
@@ -102,8 +111,8 @@ class HFTokenizer:
             self._fast.no_padding()
         self.has_chat_template = bool(tokenizer.chat_template)
         templates = tokenizer.chat_template or {}
-        every = [templates] if isinstance(templates, str) else templates.values()
-        self.template_names = template.names_read(every)
+        self.chat_templates = (templates,) if isinstance(templates, str) else tuple(templates.values())
+        self.template_names = template.names_read(self.chat_templates)
         if templates:
             tokenizer.chat_template = template.counted(templates)
         self.vocab_size = len(tokenizer)
@@ -114,6 +123,10 @@ class HFTokenizer:
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset(ends if eos is None else {eos, *ends})
         self.longest_token = None if self._fast is None else longest_token(self._fast)
+        self.prompt_end = ""
+        if self.has_chat_template:
+            with suppress(InvalidRequest):
+                self.prompt_end = self.render_chat([{"role": "user", "content": "Hi"}])[-_PROMPT_END:]
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -6,9 +6,30 @@ to the tuple below.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from aioinfer.text.tool_calls.base import Parsed, ToolCallDelta, ToolCallParser, WrittenCall
 from aioinfer.text.tool_calls.hermes import Hermes
 
-__all__ = ["PARSERS", "Hermes", "Parsed", "ToolCallDelta", "ToolCallParser", "WrittenCall"]
+__all__ = [
+    "AUTO",
+    "PARSERS",
+    "Hermes",
+    "Parsed",
+    "ToolCallDelta",
+    "ToolCallParser",
+    "WrittenCall",
+    "parser_of",
+]
 
+AUTO = "auto"
 PARSERS: dict[str, type[ToolCallParser]] = {parser.name: parser for parser in (Hermes,)}
+
+
+def parser_of(name: str | None, templates: Iterable[str]) -> type[ToolCallParser] | None:
+    """The parser of a setting: the one of that name, none, or for "auto" the one in whose format one of the
+    chat templates writes calls, if there is one."""
+    if name != AUTO:
+        return None if name is None else PARSERS[name]
+    texts = tuple(templates)
+    return next((parser for parser in PARSERS.values() if any(map(parser.in_template, texts))), None)

@@ -54,6 +54,10 @@ class ToolCallParser(Protocol):
 
     def __init__(self) -> None: ...
 
+    @staticmethod
+    def in_template(template: str) -> bool:
+        """Whether a chat template writes calls in this format."""
+
     def push(self, text: str) -> Parsed:
         """Parse the next piece of output."""
 

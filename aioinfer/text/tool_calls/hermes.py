@@ -50,6 +50,11 @@ class Hermes:
         self._state: Callable[[], bool] = self._text
 
     @staticmethod
+    def in_template(template: str) -> bool:
+        # Others have something else than JSON between the same tags.
+        return _OPENING in template and all(f'"{key}"' in template for key in ("name", "arguments"))
+
+    @staticmethod
     def write(function: str) -> WrittenCall:
         before = f'\n{{"name": {json.dumps(function)}, "arguments": '
         return WrittenCall(_OPENING, before, "}\n", _CLOSING)

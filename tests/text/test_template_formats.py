@@ -1,0 +1,62 @@
+"""Parsers that follow from a chat template: the formats that it writes itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioinfer.config import ServerConfig
+from aioinfer.server.answers import ChatFormat
+from aioinfer.testing import ToyTokenizer
+from aioinfer.text import reasoning, tool_calls
+from aioinfer.text.reasoning import DeepSeekR1, Qwen3
+from aioinfer.text.tool_calls import Hermes
+
+#: parts of templates as models have them
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}"
+HERMES = PLAIN + "{{ '<tool_call>\\n{\"name\": \"' + tool.name + '\", \"arguments\": ' }}{{ '</tool_call>' }}"
+#: the same tags with something else between them: Qwen3-Coder, GLM
+CODER = PLAIN + "{{ '<tool_call>\\n<function=' + tool.name + '>\\n<parameter=' }}{{ '</tool_call>' }}"
+GLM = PLAIN + "{{ '<tool_call>' + tool.name }}<arg_key>{{ k }}</arg_key>{{ '</tool_call>' }}"
+THINKING = (
+    PLAIN + "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"), [(PLAIN, None), (HERMES, Hermes), (CODER, None), (GLM, None), (THINKING, None)]
+)
+def test_calls_are_read_in_the_format_that_the_template_writes(
+    template: str, parser: type[Hermes] | None
+) -> None:
+    assert tool_calls.parser_of("auto", [PLAIN, template]) is parser
+    assert tool_calls.parser_of("hermes", [template]) is Hermes
+    assert tool_calls.parser_of(None, [template]) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "parser"),
+    [
+        (PLAIN, "<|im_start|>assistant\n", None),
+        (THINKING, "<|im_start|>assistant\n", Qwen3),
+        (THINKING, "<|im_start|>assistant\n<think>\n", DeepSeekR1),
+        # Thinking is switched off: what a template closes itself is no part of the answer.
+        (THINKING, "<think>\n\n</think>\n\n", Qwen3),
+    ],
+)
+def test_reasoning_is_split_off_where_the_template_knows_it(
+    template: str, end: str, parser: type[Qwen3] | None
+) -> None:
+    assert reasoning.parser_of("auto", [template], end) is parser
+    assert reasoning.parser_of("qwen3", [PLAIN], end) is Qwen3
+    assert reasoning.parser_of(None, [template], end) is None
+
+
+def test_a_server_takes_the_formats_of_its_model_unless_told_otherwise() -> None:
+    tokenizer = ToyTokenizer()
+    assert ChatFormat.of(ServerConfig(), tokenizer).tools is None
+    tokenizer.chat_templates, tokenizer.prompt_end = (HERMES, THINKING), "<think>"
+    found = ChatFormat.of(ServerConfig(), tokenizer)
+    assert (found.tools, found.reasoning) == (Hermes, DeepSeekR1)
+    told = ChatFormat.of(ServerConfig(tool_call_parser=None, reasoning_parser="qwen3"), tokenizer)
+    assert (told.tools, told.reasoning) == (None, Qwen3)
+    assert ChatFormat.of(ServerConfig(), None).tools is None
