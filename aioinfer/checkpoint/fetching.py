@@ -1,4 +1,4 @@
-"""``python -m aioinfer.checkpoint.fetching``: downloads a model of a hub for another process.
+"""A program that downloads a model of a hub for another process.
 
 It reads what to download from its input, an object with the fields of HubModel, and writes lines of JSON:
 ``{"done": bytes, "total": bytes}``, and at the end ``{"entry": path}`` or ``{"error": text}``. SIGINT ends
@@ -241,7 +241,3 @@ def main() -> int:
         output.say(error=" ".join(explained(model, error).split()))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

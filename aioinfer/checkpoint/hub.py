@@ -42,6 +42,13 @@ _TOKENIZERS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vo
 INDEX = "model.safetensors.index.json"
 #: the end of the name of a GGUF file's part
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+#: runs the other process, with this package where this process has it
+_PROGRAM = """
+import sys
+sys.path.append(sys.argv[1])
+from aioinfer.checkpoint.fetching import main
+sys.exit(main())
+"""
 #: seconds between two calls of a progress function
 _LOOK = 0.1
 #: seconds that a process has for removing what has not arrived completely
@@ -211,12 +218,11 @@ class _Fetcher:
     def __init__(self, model: HubModel) -> None:
         self._model = model
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "aioinfer.checkpoint.fetching"],
-                env={**os.environ, **quiet, "PYTHONPATH": path},
+                # Whatever lies in the working directory is not imported.
+                [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[2])],
+                env={**os.environ, **quiet},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                 # An interrupt of the terminal is for this process, which ends the other one.
                 start_new_session=True,

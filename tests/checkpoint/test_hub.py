@@ -318,6 +318,15 @@ def test_two_processes_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
     assert (path / WEIGHTS).read_bytes() == (EngineConfig().model_path / WEIGHTS).read_bytes()
 
 
+def test_modules_in_the_working_directory_are_not_imported(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "queue", "huggingface_hub"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    assert locate(NAME, fetch=True).is_dir()
+
+
 def test_a_directory_comes_before_a_name_on_the_hub(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
