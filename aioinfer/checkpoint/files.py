@@ -151,11 +151,9 @@ def _unknown_config(path: Path) -> Any:
 
     Without it, AutoTokenizer logs a long warning for an unknown type before it loads the tokenizer anyway.
     """
-    import json
-
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     file = path / "config.json"
-    stated = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    stated = read_json_object(file) if file.is_file() else {}
     kind = stated.get("model_type")
     return None if kind is None or kind in CONFIG_MAPPING else PreTrainedConfig.from_dict(stated)

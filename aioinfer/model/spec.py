@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from aioinfer.checkpoint.hub import Progress
 from aioinfer.errors import ConfigError
 from aioinfer.settings import shown
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids"]
 
 _log = logging.getLogger("aioinfer")
-
-#: ``progress(stage, done, total)`` while a model loads
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

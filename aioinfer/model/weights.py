@@ -198,14 +198,13 @@ class StoredMatrix:
         """How :meth:`quantised` returns it; None if one of its tensors is not quantised."""
         parts = [self._weights.rounding(f"{name}.weight") for name in self._names]
         known = [part for part in parts if part is not None]
-        if len(known) < len(parts) or any(part.group == 0 for part in known) != all(
-            part.group == 0 for part in known
-        ):
+        if len(known) < len(parts):
             return None
-        group = min(part.group for part in known)
-        if any(part.group % group for part in known if group):
+        sizes = [part.group or self._width for part in known]
+        group = min(sizes)
+        if any(size % group for size in sizes):
             return None
-        return Rounding(max(part.bits for part in known), group)
+        return Rounding(max(part.bits for part in known), 0 if group == self._width else group)
 
     def quantised(self) -> QuantisedMatrix:
         """The matrix as it is stored; parts of fewer bits, or of larger groups, as the others have them,
@@ -253,8 +252,9 @@ def _widened(matrix: QuantisedMatrix, rounding: Rounding) -> QuantisedMatrix:
     values, offsets = matrix.values, matrix.offsets
     if matrix.rounding.bits != rounding.bits:
         values, offsets = values.to(torch.int8), _offsets(matrix)
-    times = matrix.rounding.group // rounding.group if rounding.group else 1
-    groups = -(-values.shape[1] // rounding.group) if rounding.group else 1
+    inner = values.shape[1]
+    group = rounding.group or inner
+    times, groups = (matrix.rounding.group or inner) // group, -(-inner // group)
     scales, offsets = (
         None if each is None else each.repeat_interleave(times, dim=1)[:, :groups]
         for each in (matrix.scales, offsets)

@@ -226,7 +226,7 @@ def test_the_checkpoint_is_qwen3s() -> None:
     assert len({name_in_gguf(name) for name in shapes}) == len(shapes)
     assert name_in_gguf("model.layers.27.self_attn.q_norm.weight") == "blk.27.attn_q_norm.weight"
     with pytest.raises(KeyError):
-        name_in_gguf("model.layers.0.self_attn.q_proj.bias")
+        name_in_gguf("model.layers.0.self_attn.q_scale.weight")
 
 
 def test_a_checkpoint_with_experts_has_the_parameters_of_its_shape() -> None:

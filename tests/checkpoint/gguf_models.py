@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from bench.peers.adapters.to_gguf import name_in_gguf
+
 __all__ = ["TOKENS", "write_gguf", "write_tokenizer"]
 
 _ARCHITECTURES = {
@@ -20,21 +22,6 @@ _ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
 }
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: of the smallest tokenizer there is
 TOKENS = ["<s>", "</s>", "a", "b", "ab"]
 
@@ -92,15 +79,7 @@ def _add_tensors(
 ) -> None:
     for name, tensor in _stacked(tensors).items():
         values = tensor.float().numpy()
-        stem, _, rest = name.rpartition(".")
-        if stem in _WHOLE:
-            place = f"{_WHOLE[stem]}.{rest}"
-        elif ".experts." in name:
-            _, _, layer, _, _, part, _ = name.split(".")
-            place = f"blk.{layer}.{_LAYER[f'mlp.{part}']}_exps.weight"
-        else:
-            _, _, layer, part = stem.split(".", 3)
-            place = f"blk.{layer}.{_LAYER[part]}.{rest}"
+        place = name_in_gguf(name)
         for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
             if llama and part in name:
                 # Neighbours rotate together.
@@ -115,14 +94,14 @@ def _add_tensors(
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the experts of a layer in one tensor."""
+    """With the experts of a layer in one tensor, called as the first one."""
     found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     groups: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if ".experts." in name:
             before, _, after = name.partition(".experts.")
             number, _, rest = after.partition(".")
-            groups.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
+            groups.setdefault(f"{before}.experts.0.{rest}", {})[int(number)] = tensor
     for name, group in groups.items():
         found[name] = torch.stack([group[number] for number in sorted(group)])
     return found

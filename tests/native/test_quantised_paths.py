@@ -56,12 +56,12 @@ class Build:
     """The entry points of quantised layers in one library."""
 
     def __init__(self, path: str) -> None:
-        self.library = ctypes.CDLL(path)
-        self.library.aioinfer_thread_pool.restype = ctypes.c_void_p
-        self.pool = self.library.aioinfer_thread_pool(2)
+        self.built = ctypes.CDLL(path)
+        self.built.aioinfer_thread_pool.restype = ctypes.c_void_p
+        self.pool = self.built.aioinfer_thread_pool(2)
 
     def call(self, name: str, arguments: Arguments, result: Any) -> Any:
-        function = self.library[f"aioinfer_{name}_float32"]
+        function = self.built[f"aioinfer_{name}_float32"]
         function.restype = result
         made = function(ctypes.byref(arguments))
         assert made
@@ -85,7 +85,7 @@ class Build:
             )  # fmt: skip
             self.call("linear", arguments, ctypes.c_bool)
             found.append(out)
-        self.library.aioinfer_free_weights_float32(ctypes.c_void_p(handle))
+        self.built.aioinfer_free_weights_float32(ctypes.c_void_p(handle))
         return found
 
 

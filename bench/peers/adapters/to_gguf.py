@@ -37,12 +37,14 @@ _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 
 def name_in_gguf(name: str) -> str:
-    """Raises KeyError for a tensor that Qwen3 does not have."""
-    stem = name.removesuffix(".weight")
+    """Of an expert, that of the stack of all. Raises KeyError for a tensor that is not known."""
+    if match := _EXPERT.fullmatch(name):
+        return f"blk.{match[1]}.{_LAYER[f'mlp.{match[3]}']}_exps.weight"
+    stem, _, kind = name.rpartition(".")
     if stem in _WHOLE:
-        return f"{_WHOLE[stem]}.weight"
+        return f"{_WHOLE[stem]}.{kind}"
     _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER[rest]}.weight"
+    return f"blk.{layer}.{_LAYER[rest]}.{kind}"
 
 
 def convert(folder: Path, target: Path, name_of_type: str = "BF16") -> None:
@@ -60,7 +62,7 @@ def convert(folder: Path, target: Path, name_of_type: str = "BF16") -> None:
     experts: dict[str, dict[int, Any]] = {}
     for name, rows in tensors(folder):
         if match := _EXPERT.fullmatch(name):
-            stack = f"blk.{match[1]}.{_LAYER[f'mlp.{match[3]}']}_exps.weight"
+            stack = name_in_gguf(name)
             gathered = experts.setdefault(stack, {})
             gathered[int(match[2])] = rows
             if len(gathered) == config["num_experts"]:
