@@ -498,8 +498,9 @@ def policy_names() -> tuple[str, ...]:
 
 
 def _known_parsers(config: ServerConfig) -> None:
+    from aioinfer.text import AUTO
     from aioinfer.text.reasoning import REASONING_PARSERS
-    from aioinfer.text.tool_calls import AUTO, PARSERS
+    from aioinfer.text.tool_calls import PARSERS
 
     for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING_PARSERS)):
         value = getattr(config, name)

@@ -193,7 +193,7 @@ def _bar(output: Output) -> Any:
     return Bar
 
 
-def explained(model: HubModel, error: BaseException) -> str:
+def _explained(model: HubModel, error: BaseException) -> str:
     """What went wrong, and what to do about it."""
     from huggingface_hub import constants, errors
 
@@ -238,6 +238,6 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        output.say(error=" ".join(explained(model, error).split()))
+        output.say(error=" ".join(_explained(model, error).split()))
         return 1
     return 0

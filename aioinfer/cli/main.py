@@ -181,8 +181,7 @@ async def _generate(options: argparse.Namespace) -> int:
     config = read_settings(EngineConfig, options)
     engine = Engine(config)
     await engine.start(_Progress())
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_exit(engine.__aexit__)
+    async with contextlib.aclosing(engine):
         tokenizer = engine.tokenizer
         chat = not options.raw and tokenizer is not None and tokenizer.has_chat_template
         prompt: Any = [{"role": "user", "content": options.prompt}] if chat else options.prompt

@@ -47,7 +47,7 @@ def test_a_signal_during_a_generation_closes_the_engine(
 
     async def aclose(self: Engine, **options: Any) -> None:
         await real(self, **options)
-        closed.append(not options["drain"])
+        closed.append(not options.get("drain", False))
 
     generate = Engine.generate
 

@@ -115,7 +115,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {"hidden_size": 64}),
-    "phi4-mini": (
+    "phi3-partial-rotary": (
         "Phi3",
         {
             "hidden_size": 64,

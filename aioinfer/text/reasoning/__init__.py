@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from aioinfer.text import AUTO
 from aioinfer.text.reasoning.base import ReasoningParser
 from aioinfer.text.reasoning.deepseek_r1 import DeepSeekR1
 from aioinfer.text.reasoning.qwen3 import Qwen3
 
-__all__ = ["AUTO", "REASONING_PARSERS", "DeepSeekR1", "Qwen3", "ReasoningParser", "parser_of"]
-
-AUTO = "auto"
+__all__ = ["REASONING_PARSERS", "DeepSeekR1", "Qwen3", "ReasoningParser", "parser_of"]
 
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {parser.name: parser for parser in (Qwen3, DeepSeekR1)}
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from aioinfer.text import AUTO
 from aioinfer.text.tool_calls.base import Parsed, ToolCallDelta, ToolCallParser, WrittenCall
 from aioinfer.text.tool_calls.hermes import Hermes
 
 __all__ = [
-    "AUTO",
     "PARSERS",
     "Hermes",
     "Parsed",
@@ -22,7 +22,6 @@ __all__ = [
     "parser_of",
 ]
 
-AUTO = "auto"
 PARSERS: dict[str, type[ToolCallParser]] = {parser.name: parser for parser in (Hermes,)}
 
 
