@@ -63,7 +63,7 @@ _NUMBERS = frozenset(
         "rotary_emb_base",
     }
 )
-#: objects whose numbers are checked, too
+#: objects whose numbers are checked, too, and those of the objects in them: rotations by type of layers
 _PARTS = frozenset({"rope_parameters", "rope_scaling", "text_config"})
 
 
@@ -75,10 +75,10 @@ def check_numbers(stated: Mapping[str, Any], file: str = "config.json", prefix: 
     for name, value in stated.items():
         if value is None:
             continue
-        if name in _PARTS and isinstance(value, Mapping):
-            check_numbers(value, file, f"{prefix}{name}.")
-        elif (wanted := _wanted(name, value)) is not None:
+        if (wanted := _wanted(name, value)) is not None:
             raise ConfigError(f"model: {prefix}{name} in {file} must be {wanted}, got {shown(value)}")
+        if (name in _PARTS or prefix) and isinstance(value, Mapping):
+            check_numbers(value, file, f"{prefix}{name}.")
 
 
 def _wanted(name: str, value: Any) -> str | None:

@@ -1,7 +1,7 @@
-"""Decoder: layers of pre-norm attention and a feed-forward part, the architecture of all built-in families.
+"""Decoder: layers of attention and a feed-forward part over a residual: all built-in families.
 
-Families differ in the content of their layers (:mod:`aioinfer.model.families`): biases, norms of heads,
-windows, blocks, experts. They share one forward.
+Families differ in the content of their layers (:mod:`aioinfer.model.families`): norms in front of the parts,
+behind them, or both, biases, norms of heads, rotations, windows, blocks, experts. They share one forward.
 """
 
 from __future__ import annotations
@@ -15,30 +15,49 @@ import torch.nn.functional as F
 
 from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.batch import Batch
-from aioinfer.model.heads import HeadNorm
+from aioinfer.model.heads import HeadNorm, norm_projection
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
+from aioinfer.model.norm import Norm
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.rope import Rope, Rotary
 from aioinfer.model.spec import ModelSpec
 
-__all__ = ["Decoder", "Layer"]
+__all__ = ["Decoder", "Embedding", "Layer"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Layer:
-    """The weights and constants of one layer."""
+    """The weights and constants of one layer.
 
-    #: [hidden]
-    attention_norm: torch.Tensor
+    A part without a norm in front of it reads the residual itself; the norm behind a part is that of its
+    output, before it is added to the residual.
+    """
+
+    attention_norm: Norm | None
     #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]
     qkv: Linear
-    qk_norm: HeadNorm | None
+    qk_norm: HeadNorm | None = None
+    #: None: queries and keys are not rotated
+    rope: Rope | None
     attention_params: AttentionParams
+    #: [num_heads] float32, see :class:`~aioinfer.model.attention.base.Attention`; None for none
+    sinks: torch.Tensor | None = None
     out: Linear
-    #: [hidden]
-    mlp_norm: torch.Tensor
+    attention_post_norm: Norm | None = None
+    mlp_norm: Norm | None
     mlp: FeedForward
+    mlp_post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What becomes of the vectors of tokens before the first layer."""
+
+    #: their factor, as the model's dtype has it (Gemma)
+    scale: float = 1.0
+    #: [max_model_len, hidden], added by position (GPT-2); None for none
+    positions: torch.Tensor | None = None
 
 
 class Decoder:
@@ -53,60 +72,85 @@ class Decoder:
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
-        embedding: torch.Tensor,
-        norm: torch.Tensor,
+        words: torch.Tensor,
+        embedding: Embedding,
+        norm: Norm,
         head: Linear,
-        eps: float,
-        rope: Rope,
+        logit_cap: float | None,
         operations: Operations,
     ) -> None:
         """
         Args:
             spec: shapes and limits of the model.
             layers: the layers in order.
-            embedding: [vocab_size, hidden].
-            norm: [hidden], the weight of the last norm.
+            words: [vocab_size, hidden], the vectors of tokens.
+            embedding: what becomes of them.
+            norm: the last norm.
             head: hidden to logits.
-            eps: added to the mean square in every norm of the residual.
-            rope: rotary factors by position.
+            logit_cap: logits become ``logit_cap * tanh(logit / logit_cap)``; None for none.
             operations: the kernels between matrix products.
         """
         self.spec = spec
         self._layers = layers
+        self._words = words
         self._embedding = embedding
         self._norm = norm
         self._head = head
-        self._eps = eps
-        self._rope = rope
+        self._logit_cap = logit_cap
         self._operations = operations
+        #: every table once, by its identity
+        self._ropes = {id(layer.rope): layer.rope for layer in layers if layer.rope is not None}
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """See :class:`~aioinfer.model.spec.CausalLM`."""
-        norm, eps = self._operations.add_rms_norm, self._eps
-        rotary = self._rope.at(batch.positions)
-        hidden = F.embedding(batch.input_ids, self._embedding)
+        rotaries = {key: rope.at(batch.positions) for key, rope in self._ropes.items()}
+        hidden = self._embed(batch)
         # The norm of the next part adds the output of a part to the residual, in one kernel.
         delta = None
         for index, layer in enumerate(self._layers):
-            hidden, normed = norm(hidden, delta, layer.attention_norm, eps)
-            delta = self._attend(index, layer, normed, rotary, batch, attention)
-            hidden, normed = norm(hidden, delta, layer.mlp_norm, eps)
-            delta = layer.mlp(normed)
+            hidden, normed = self._add_norm(hidden, delta, layer.attention_norm)
+            delta = self._attend(index, layer, normed, rotaries.get(id(layer.rope)), batch, attention)
+            delta = self._post_norm(delta, layer.attention_post_norm)
+            hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
+            delta = self._post_norm(layer.mlp(normed), layer.mlp_post_norm)
         rows = batch.logits_rows
-        _, normed = norm(hidden[rows], None if delta is None else delta[rows], self._norm, eps)
-        return self._head(normed)
+        _, normed = self._add_norm(hidden[rows], None if delta is None else delta[rows], self._norm)
+        logits = self._head(normed)
+        return logits if self._logit_cap is None else (logits / self._logit_cap).tanh() * self._logit_cap
+
+    def _embed(self, batch: Batch) -> torch.Tensor:
+        hidden = F.embedding(batch.input_ids, self._words)
+        if self._embedding.scale != 1.0:
+            hidden = hidden * self._embedding.scale
+        if self._embedding.positions is not None:
+            hidden = hidden + F.embedding(batch.positions, self._embedding.positions)
+        return hidden
+
+    def _add_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual with ``delta`` added, and what the next part reads of it."""
+        if norm is not None:
+            return self._operations.add_norm(hidden, delta, norm)
+        hidden = hidden if delta is None else hidden + delta
+        return hidden, hidden
+
+    def _post_norm(self, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return output if norm is None else self._operations.add_norm(output, None, norm)[1]
 
     def _attend(
         self,
         index: int,
         layer: Layer,
         normed: torch.Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         batch: Batch,
         attention: Attention,
     ) -> torch.Tensor:
-        spec = self.spec
+        spec, norm = self.spec, layer.qk_norm
         shape = len(normed), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim
         qkv = layer.qkv(normed).view(shape)
-        mixed = attention.fused(index, qkv, layer.qk_norm, rotary, batch, layer.attention_params)
+        if norm is not None and norm.whole:
+            qkv, norm = norm_projection(qkv, spec.num_kv_heads, norm), None
+        mixed = attention.fused(index, qkv, norm, rotary, batch, layer.attention_params, layer.sinks)
         return layer.out(mixed.flatten(1))

@@ -8,20 +8,38 @@ import torch
 
 from aioinfer.model.rope import Rotary, rotate
 
-__all__ = ["HeadNorm", "split_heads"]
+__all__ = ["HeadNorm", "norm_projection", "split_heads"]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """The root mean square norm of each head's query and key (Qwen3, LLaDA2)."""
+    """The root mean square norm of queries and keys: of each head by itself (Qwen3, LLaDA2, Gemma 3), or of
+    all heads of a token as one vector (OLMo 2)."""
 
-    #: [num_heads + num_kv_heads, head_dim]: the query norm for each head, then the key norm for each KV head
+    #: [num_heads + num_kv_heads, head_dim]: the query norm for each head, then the key norm for each KV head;
+    #: in the model's dtype or float32, see :class:`~aioinfer.model.norm.Norm`
     weight: torch.Tensor
     eps: float
+    #: whether all queries are normed as one vector, and all keys
+    whole: bool = False
+
+
+def norm_projection(qkv: torch.Tensor, num_kv_heads: int, norm: HeadNorm) -> torch.Tensor:
+    """A projection [T, num_heads + 2 * num_kv_heads, head_dim] with all queries normed as one vector, and all
+    keys as another."""
+    heads = qkv.shape[1] - 2 * num_kv_heads
+    counts = (heads, num_kv_heads)
+    parts = [
+        _normed(part.flatten(1), weight.flatten(), norm.eps).view(part.shape)
+        for part, weight in zip(
+            qkv[:, :-num_kv_heads].split(counts, dim=1), norm.weight.split(counts), strict=True
+        )
+    ]
+    return torch.cat((*parts, qkv[:, -num_kv_heads:]), dim=1)
 
 
 def split_heads(
-    qkv: torch.Tensor, num_kv_heads: int, norm: HeadNorm | None, rotary: Rotary
+    qkv: torch.Tensor, num_kv_heads: int, norm: HeadNorm | None, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split a projection into normed and rotated q and k, and v.
 
@@ -32,14 +50,23 @@ def split_heads(
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim].
         num_kv_heads: number of heads of keys, and of values.
         norm: norm of each head's query and key, or None.
-        rotary: rotary factors at the tokens' positions.
+        rotary: rotary factors at the tokens' positions; None: nothing is rotated.
 
     Returns:
         q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]
     """
-    _, total, head_dim = qkv.shape
+    total = qkv.shape[1]
     qk, v = qkv.split((total - num_kv_heads, num_kv_heads), dim=1)
     if norm is not None:
-        qk = torch.rms_norm(qk, (head_dim,), None, norm.eps) * norm.weight
-    q, k = rotate(qk, rotary).split((total - 2 * num_kv_heads, num_kv_heads), dim=1)
+        qk = _normed(qk, norm.weight, norm.eps)
+    if rotary is not None:
+        qk = rotate(qk, rotary)
+    q, k = qk.split((total - 2 * num_kv_heads, num_kv_heads), dim=1)
     return q, k, v
+
+
+def _normed(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    size = values.shape[-1]
+    if weight.dtype == values.dtype:
+        return torch.rms_norm(values, (size,), None, eps) * weight
+    return (torch.rms_norm(values.float(), (size,), None, eps) * weight).to(values.dtype)

@@ -12,8 +12,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.attention.backend import make_operations
 from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder, Layer
+from aioinfer.model.gates import Gate
 from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
-from aioinfer.model.mlp import FeedForward, SwiGLU
+from aioinfer.model.mlp import FeedForward, GatedMLP, PlainMLP
 from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import StoredExperts
@@ -55,9 +56,12 @@ class LayerKernels(Protocol):
     def linear(self, stored: StoredMatrix) -> Linear:
         """A linear layer from a weight [outputs, inner]."""
 
-    def swiglu(self, gate_up: StoredMatrix, down: StoredMatrix) -> FeedForward:
-        """The dense feed-forward part, from ``gate_up`` [2 * middle, hidden], the rows of gate first, and
+    def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+        """A dense feed-forward part, from ``gate_up`` [2 * middle, hidden], the rows of gate first, and
         ``down`` [hidden, middle]."""
+
+    def plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+        """A dense feed-forward part, from ``up`` [middle, hidden] and ``down`` [hidden, middle]."""
 
     def sparse(
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
@@ -76,14 +80,14 @@ class LayerKernels(Protocol):
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
-        embedding: StoredMatrix,
+        words: StoredMatrix,
         head: StoredMatrix,
         **parts: Any,
     ) -> CausalLM:
         """The model.
 
         Args:
-            embedding: [vocab_size, hidden].
+            words: [vocab_size, hidden], the vectors of tokens.
             head: the weight of the linear layer to logits, of the same shape; the same object if it is tied.
             parts: the other arguments of :class:`~aioinfer.model.decoder.Decoder`.
         """
@@ -101,8 +105,11 @@ class TorchLayers:
     def linear(self, stored: StoredMatrix) -> Linear:
         return self.make_linear(stored.load(), stored.bias())
 
-    def swiglu(self, gate_up: StoredMatrix, down: StoredMatrix) -> FeedForward:
-        return SwiGLU(self.linear(gate_up), self.linear(down), self.operations)
+    def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+        return GatedMLP(self.linear(gate_up), self.linear(down), gate, self.operations)
+
+    def plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+        return PlainMLP(self.linear(up), self.linear(down), gate)
 
     def sparse(
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
@@ -114,13 +121,13 @@ class TorchLayers:
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
-        embedding: StoredMatrix,
+        words: StoredMatrix,
         head: StoredMatrix,
         **parts: Any,
     ) -> CausalLM:
-        words = embedding.view()
-        to_logits = self.make_linear(words if head is embedding else head.view(), None)
-        return Decoder(spec, layers, embedding=words, head=to_logits, operations=self.operations, **parts)
+        vectors = words.view()
+        to_logits = self.make_linear(vectors if head is words else head.view(), None)
+        return Decoder(spec, layers, words=vectors, head=to_logits, operations=self.operations, **parts)
 
 
 def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:

@@ -301,7 +301,7 @@ def _head_dim(config: Any) -> int:
 
 def _inner_sizes(config: Any) -> list[int]:
     """Inner dimensions of the layers' matrix products."""
-    names = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_inner")
     sizes = [getattr(config, name, None) for name in names]
     return [size for size in sizes if size is not None]
 

@@ -1,4 +1,4 @@
-"""FeedForward: the interface of a layer's feed-forward part; and the dense one, SwiGLU (Shazeer, 2020)."""
+"""FeedForward: the interface of a layer's feed-forward part; and the dense ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Protocol
 
 import torch
 
+from aioinfer.model.gates import Gate, activated
 from aioinfer.model.linear import Linear
 from aioinfer.model.operations.base import Operations
 
-__all__ = ["FeedForward", "SwiGLU"]
+__all__ = ["FeedForward", "GatedMLP", "PlainMLP"]
 
 
 class FeedForward(Protocol):
@@ -21,14 +22,30 @@ class FeedForward(Protocol):
 
 
 @dataclass(slots=True)
-class SwiGLU:
-    """``down(silu(gate(x)) * up(x))``, with gate and up in one matrix."""
+class GatedMLP:
+    """``down(gate_function(gate(x)) * up(x))``, with gate and up in one matrix (SwiGLU and GeGLU: Shazeer,
+    arXiv 2002.05202)."""
 
     #: to [T, 2 * intermediate]
     gate_up: Linear
     down: Linear
+    gate: Gate
     operations: Operations
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See :class:`FeedForward`."""
-        return self.down(self.operations.silu_mul(self.gate_up(hidden)))
+        return self.down(self.operations.gate_mul(self.gate_up(hidden), self.gate))
+
+
+@dataclass(slots=True)
+class PlainMLP:
+    """``down(gate_function(up(x)))`` (GPT-2)."""
+
+    #: to [T, intermediate]
+    up: Linear
+    down: Linear
+    gate: Gate
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See :class:`FeedForward`."""
+        return self.down(activated(self.gate, self.up(hidden)))

@@ -18,7 +18,8 @@ from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.backend import Backend
 from aioinfer.model.batch import Batch
-from aioinfer.model.decoder import Decoder, Layer
+from aioinfer.model.decoder import Decoder, Embedding, Layer
+from aioinfer.model.gates import Gate
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import make_sparse
@@ -26,6 +27,7 @@ from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.quantization import Quantization, Rounding, rounding_of
 from aioinfer.model.rope import Rope
@@ -33,24 +35,26 @@ from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import Blobs, MappedMemory
 from aioinfer.native.arguments import Address, DecoderArguments, ForwardArguments, LayerArguments
-from aioinfer.native.bindings import PARTS, PackedExperts, PackedRouter, Stack, ThreadPool
+from aioinfer.native.bindings import GATES, PARTS, PackedExperts, PackedRouter, Stack, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
-__all__ = ["NativeDecoder", "NativeLayers", "NativeSwiGLU"]
+__all__ = ["NativeDecoder", "NativeLayers", "NativeMLP"]
 
 
-class NativeSwiGLU:
-    """See :class:`~aioinfer.model.mlp.FeedForward`; :class:`~aioinfer.model.mlp.SwiGLU` in two calls."""
+class NativeMLP:
+    """See :class:`~aioinfer.model.mlp.FeedForward`; :class:`~aioinfer.model.mlp.GatedMLP`, or, of weights
+    that are not gated, :class:`~aioinfer.model.mlp.PlainMLP`, in two calls."""
 
-    __slots__ = ("down", "gate_up")
+    __slots__ = ("down", "gate", "gate_up")
 
-    def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
+    def __init__(self, gate_up: NativeLinear, down: NativeLinear, gate: Gate = "silu") -> None:
         self.gate_up = gate_up
         self.down = down
+        self.gate = gate
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.model.mlp.FeedForward`."""
-        return self.down(self.gate_up(hidden))
+        return self.down(self.gate_up(hidden, self.gate))
 
 
 class NativeDecoder:
@@ -69,38 +73,45 @@ class NativeDecoder:
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
-        embedding: torch.Tensor | NativeLinear | MappedMemory,
-        norm: torch.Tensor,
+        words: torch.Tensor | NativeLinear | MappedMemory,
+        embedding: Embedding,
+        norm: Norm,
         head: NativeLinear,
-        eps: float,
-        rope: Rope,
+        logit_cap: float | None,
     ) -> None:
-        """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native. ``embedding`` may
-        be a layer of rounded weights, the head's for example: its weights are the vectors. Mapped memory
-        holds them as a tensor of the model's type does."""
+        """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native. ``words`` may be a
+        layer of rounded weights, the head's for example: its weights are the vectors. Mapped memory holds
+        them as a tensor of the model's type does. All norms of the residual have the same eps."""
         if head.packed.outputs != spec.vocab_size:
             raise ValueError(f"the head has {head.packed.outputs} outputs for {spec.vocab_size} tokens")
         self.spec = spec
-        cos, sin = rope.table
-        norm, dtype, rotary_dim = _own(norm), spec.dtype, cos.shape[-1]
-        vectors, words, kept = _vectors(embedding, spec)
+        self._eps = norm.eps
+        #: owners of what the arguments refer to, until the stack has them
+        self._keep: list[object] = [head.packed]
+        vectors, quantised, kept = _vectors(words, spec)
+        weight, bias = self._norm(norm)
+        head_norms = [layer.qk_norm.eps for layer in layers if layer.qk_norm is not None]
+        positions = embedding.positions
         constants = DecoderArguments(
             embedding=vectors,
-            words=words,
-            norm=address(norm, dtype, spec.hidden_size),
+            words=quantised,
+            embedding_scale=embedding.scale,
+            position_embedding=None
+            if positions is None
+            else self._address(positions, spec.dtype, spec.max_model_len * spec.hidden_size),
+            norm=weight,
+            norm_bias=bias,
             head=head.packed.handle,
-            cos=address(cos, dtype, len(cos) * rotary_dim),
-            sin=address(sin, dtype, len(cos) * rotary_dim),
-            positions=len(cos),
+            logit_cap=logit_cap or 0.0,
+            positions=spec.max_model_len,
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            rotary_dim=rotary_dim,
             hidden=spec.hidden_size,
-            head_norm_eps=next((layer.qk_norm.eps for layer in layers if layer.qk_norm is not None), 0.0),
-            norm_eps=eps,
+            head_norm_eps=head_norms[0] if head_norms else 0.0,
+            norm_eps=norm.eps,
         )
-        self._stack = Stack(pool, NUMBERS[dtype], constants, (kept, norm, head.packed, cos, sin))
+        self._stack = Stack(pool, NUMBERS[spec.dtype], constants, (kept, *self._keep))
         for layer in layers:
             self._add(layer)
         self._seconds = (ctypes.c_double * len(PARTS))()
@@ -112,35 +123,78 @@ class NativeDecoder:
     def _add(self, layer: Layer) -> None:
         assert isinstance(layer.qkv, NativeLinear)
         assert isinstance(layer.out, NativeLinear)
-        parts, spec, params = _parts(layer.mlp), self.spec, layer.attention_params
+        self._keep = []
+        parts, params = _parts(layer.mlp), layer.attention_params
         assert parts is not None
         qkv, out = layer.qkv.packed, layer.out.packed
         gate_up = down = router = experts = None
+        gate: Gate = "silu"
         if parts.dense is not None:
-            gate_up, down = parts.dense.gate_up.packed, parts.dense.down.packed
+            gate_up, down, gate = parts.dense.gate_up.packed, parts.dense.down.packed, parts.dense.gate
         if parts.experts is not None:
             router, experts = parts.experts
-        attention_norm, mlp_norm = _own(layer.attention_norm), _own(layer.mlp_norm)
-        head_norm = None if layer.qk_norm is None else _own(layer.qk_norm.weight)
-        normed_heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        attention_norm, mlp_norm = self._norm(layer.attention_norm), self._norm(layer.mlp_norm)
+        post_norms = self._norm(layer.attention_post_norm), self._norm(layer.mlp_post_norm)
+        assert not any(bias for _, bias in post_norms), "layer norms are in front of a part"
+        cos, sin, rotary_dim = self._tables(layer.rope)
+        norm, sinks, spec = layer.qk_norm, layer.sinks, self.spec
+        normed = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         arguments = LayerArguments(
             decoder=self._stack.handle,
-            attention_norm=address(attention_norm, spec.dtype, spec.hidden_size),
+            attention_norm=attention_norm[0],
+            attention_norm_bias=attention_norm[1],
             qkv=qkv.handle,
-            head_norm=None if head_norm is None else address(head_norm, spec.dtype, normed_heads),
+            head_norm=None if norm is None else self._address(norm.weight, torch.float32, normed),
+            whole_norm=norm is not None and norm.whole,
+            cos=cos,
+            sin=sin,
+            rotary_dim=rotary_dim,
             out=out.handle,
-            mlp_norm=address(mlp_norm, spec.dtype, spec.hidden_size),
+            attention_post_norm=post_norms[0][0],
+            mlp_norm=mlp_norm[0],
+            mlp_norm_bias=mlp_norm[1],
             gate_up=None if gate_up is None else gate_up.handle,
             down=None if down is None else down.handle,
             router=None if router is None else router.handle,
             experts=None if experts is None else experts.handle,
+            gate=GATES[gate],
+            mlp_post_norm=post_norms[1][0],
             window=params.window or 0,
             block=params.block,
             scale=params.scale,
             soft_cap=params.soft_cap or 0.0,
+            sinks=None if sinks is None else self._address(sinks, torch.float32, spec.num_heads),
         )
-        tensors = attention_norm, head_norm, mlp_norm
-        self._stack.add_layer(arguments, (*tensors, qkv, out, gate_up, down, router, experts))
+        self._stack.add_layer(arguments, (*self._keep, qkv, out, gate_up, down, router, experts))
+
+    def _address(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:
+        """The address of a copy in a type, of so many elements. A view of a mapped checkpoint would keep all
+        of it mapped, packed weights included."""
+        own = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self._keep.append(own)
+        return address(own, dtype, count)
+
+    def _norm(self, norm: Norm | None) -> tuple[Address, Address]:
+        """The addresses of its weight and bias."""
+        if norm is None:
+            return None, None
+        size = self.spec.hidden_size
+        if norm.eps != self._eps or norm.weight.numel() != size:
+            raise ValueError("norms of one decoder have one size and one eps")
+        weight = self._address(norm.weight, torch.float32, size)
+        return weight, None if norm.bias is None else self._address(norm.bias, torch.float32, size)
+
+    def _tables(self, rope: Rope | None) -> tuple[Address, Address, int]:
+        """The addresses of cosines and sines, and how many dimensions they rotate."""
+        if rope is None:
+            return None, None, 0
+        cos, sin = rope.table
+        count, size = len(cos), cos.shape[-1]
+        if count < self.spec.max_model_len:
+            raise ValueError(f"a table of {count} positions for {self.spec.max_model_len}")
+        self._keep += (cos, sin)
+        dtype = self.spec.dtype
+        return address(cos, dtype, count * size), address(sin, dtype, count * size), size
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """See :class:`~aioinfer.model.spec.CausalLM`."""
@@ -190,10 +244,12 @@ class NativeLayers:
     def linear(self, stored: StoredMatrix) -> Linear:
         return self._packed(stored, self._rounding)
 
-    def swiglu(self, gate_up: StoredMatrix, down: StoredMatrix) -> FeedForward:
-        return NativeSwiGLU(
-            self._packed(gate_up, self._rounding, gated=True), self._packed(down, self._rounding)
-        )
+    def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+        both = self._packed(gate_up, self._rounding, gated=True)
+        return NativeMLP(both, self._packed(down, self._rounding), gate)
+
+    def plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+        return NativeMLP(self._packed(up, self._rounding), self._packed(down, self._rounding), gate)
 
     def sparse(
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
@@ -217,25 +273,25 @@ class NativeLayers:
         spec: ModelSpec,
         layers: Sequence[Layer],
         *,
-        embedding: StoredMatrix,
+        words: StoredMatrix,
         head: StoredMatrix,
         **parts: Any,
     ) -> CausalLM:
-        tied, cached = head is embedding, self._blobs is not None
+        tied, cached = head is words, self._blobs is not None
         # The vectors of a quantised embedding are read from it as it is packed.
-        quantised = self._head_rounding is not None or self._quantised(embedding)
+        quantised = self._head_rounding is not None or self._quantised(words)
         # A tied embedding that both need is read once.
-        words = embedding.view() if tied and not cached and not quantised else None
-        to_logits = self._packed(head, self._head_rounding, weight=words)
+        read = words.view() if tied and not cached and not quantised else None
+        to_logits = self._packed(head, self._head_rounding, weight=read)
         if not all(_parts(layer.mlp) for layer in layers):
-            words = embedding.view() if words is None else words
-            return Decoder(spec, layers, embedding=words, head=to_logits, operations=self.operations, **parts)
+            read = words.view() if read is None else read
+            return Decoder(spec, layers, words=read, head=to_logits, operations=self.operations, **parts)
         vectors: torch.Tensor | NativeLinear | MappedMemory
         if not quantised:
-            vectors = self._vectors(embedding) if words is None else words
+            vectors = self._vectors(words) if read is None else read
         else:
-            vectors = to_logits if tied else self._packed(embedding, self._head_rounding)
-        return NativeDecoder(self._pool, spec, layers, embedding=vectors, head=to_logits, **parts)
+            vectors = to_logits if tied else self._packed(words, self._head_rounding)
+        return NativeDecoder(self._pool, spec, layers, words=vectors, head=to_logits, **parts)
 
     def _quantised(self, stored: StoredMatrix) -> bool:
         """Whether a matrix is quantised in the checkpoint and stays so."""
@@ -309,29 +365,25 @@ def _vectors(
         if embedding.size != count * spec.dtype.itemsize:
             raise ValueError(f"an embedding of {embedding.size} bytes")
         return embedding.address, None, embedding.owner
-    vectors = _own(embedding)
+    # A view of a mapped checkpoint would keep all of it mapped, packed weights included.
+    vectors = embedding.clone(memory_format=torch.contiguous_format)
     return address(vectors, spec.dtype, count), None, vectors
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy: a view of a mapped checkpoint would keep all of it mapped, packed weights included."""
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Parts(NamedTuple):
     """What a feed-forward part is made of."""
 
     #: what every token passes
-    dense: NativeSwiGLU | None
+    dense: NativeMLP | None
     experts: tuple[PackedRouter, PackedExperts] | None
 
 
 def _parts(mlp: FeedForward) -> _Parts | None:
     """None if not all of it is native."""
-    if isinstance(mlp, NativeSwiGLU):
+    if isinstance(mlp, NativeMLP):
         return _Parts(mlp, None)
     if not (isinstance(mlp, SparseMLP) and isinstance(mlp.router, NativeRouter)):
         return None
-    if not (isinstance(mlp.experts, NativeExperts) and isinstance(mlp.shared, NativeSwiGLU | None)):
+    if not (isinstance(mlp.experts, NativeExperts) and isinstance(mlp.shared, NativeMLP | None)):
         return None
     return _Parts(mlp.shared, (mlp.router.packed, mlp.experts.packed))

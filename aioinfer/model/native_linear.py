@@ -13,10 +13,11 @@ from typing import Self
 
 import torch
 
+from aioinfer.model.gates import Gate
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import MappedWeightsArguments, QuantisedWeightsArguments, WeightsArguments
-from aioinfer.native.bindings import PackedWeights, ThreadPool
+from aioinfer.native.bindings import GATES, PackedWeights, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
 __all__ = ["NativeLinear"]
@@ -25,7 +26,7 @@ __all__ = ["NativeLinear"]
 class NativeLinear:
     """See :class:`~aioinfer.model.linear.Linear`."""
 
-    __slots__ = ("dtype", "packed", "rows")
+    __slots__ = ("dtype", "gated", "packed", "rows")
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class NativeLinear:
         """Pack a weight.
 
         Args:
-            weight: [outputs, inner]; gated [2 * outputs, inner], gates first: ``silu(gate) * up``.
+            weight: [outputs, inner]; gated [2 * outputs, inner], gates first.
             rounding: to 8 bits without offsets, the largest of a group 127 times its scale; to 4 bits with
                 scale and offset. None: not rounded.
 
@@ -66,6 +67,7 @@ class NativeLinear:
 
     def _take(self, packed: PackedWeights, rows: int, dtype: torch.dtype) -> None:
         self.packed, self.rows, self.dtype = packed, rows, dtype
+        self.gated = packed.outputs != rows
 
     @classmethod
     def mapped(
@@ -157,12 +159,18 @@ class NativeLinear:
         made._take(PackedWeights(pool, NUMBERS[dtype], arguments), rows, dtype)
         return made
 
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+    def __call__(self, values: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
         """See :class:`~aioinfer.model.linear.Linear`. With rounded weights, all results of a row that is not
-        finite are NaN."""
+        finite are NaN.
+
+        Args:
+            gate: of gated weights the results are ``gate(gates) * up``, by silu if it is None; of others
+                ``gate(outputs)``, or the outputs themselves.
+        """
         values, count, packed = values.contiguous(), len(values), self.packed
         out = values.new_empty((count, packed.outputs))
-        packed.apply(address(values, self.dtype, count * packed.inner), count, out.data_ptr())
+        number = GATES[gate or ("silu" if self.gated else "none")]
+        packed.apply(address(values, self.dtype, count * packed.inner), count, out.data_ptr(), number)
         return out
 
     def dequantised(self) -> torch.Tensor:

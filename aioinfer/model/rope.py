@@ -7,24 +7,35 @@ from typing import Any
 
 import torch
 
-__all__ = ["Rope", "Rotary", "rotate", "supported"]
+__all__ = ["Rope", "Rotary", "layer_type", "rotate", "supported"]
 
 
 def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
-    """Whether :class:`Rope` supports the config's variant, that is, whether one table by position suffices.
+    """Whether :class:`Rope` supports the config's variant, that is, whether a table by position suffices, one
+    for all layers or one for each type of layers.
 
-    Dynamic NTK and LongRoPE depend on the length of the sequence, and some models have a table per layer
-    type. ``partial``: the family allows configs that rotate only a part of each head.
+    Dynamic NTK and LongRoPE depend on the length of the sequence. ``partial``: the family allows configs that
+    rotate only a part of each head.
     """
-    parameters = _parameters(config)
+    types = set(config.layer_types) if _by_type(config) else {None}
+    if not all(_parameters(config, layer_type) for layer_type in types if layer_type is not None):
+        return False
+    return all(_supported(_parameters(config, layer_type), head_dim, partial) for layer_type in types)
+
+
+def _supported(parameters: dict[str, Any], head_dim: int, partial: bool) -> bool:
     rotated = _rotary_dim(parameters, head_dim)
     return (
         parameters.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
         and (rotated == head_dim or partial)
         and 2 <= rotated <= head_dim
         and rotated % 2 == 0
-        and not any(isinstance(value, dict) for value in parameters.values())
     )
+
+
+def layer_type(config: Any, index: int) -> str | None:
+    """The type of layer ``index``, which selects its table; None if all layers have the same."""
+    return config.layer_types[index] if _by_type(config) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +57,16 @@ class Rope:
     __slots__ = ("_cos", "_sin")
 
     def __init__(
-        self, config: Any, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: Any,
+        head_dim: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layer_type: str | None = None,
     ) -> None:
-        inv_freq, scaling = _frequencies(config, head_dim)
+        """``layer_type``: that of the layers that are rotated by it; see :func:`layer_type`."""
+        inv_freq, scaling = _frequencies(config, head_dim, layer_type)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         #: [positions, 1, rotary_dim]; the sine includes the sign of rotate-half
@@ -75,8 +93,8 @@ def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     return heads * rotary.cos + heads.roll(size // 2, dims=-1) * rotary.sin
 
 
-def _frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
-    parameters = _parameters(config)
+def _frequencies(config: Any, head_dim: int, layer_type: str | None) -> tuple[torch.Tensor, float]:
+    parameters = _parameters(config, layer_type)
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         rotary_dim = _rotary_dim(parameters, head_dim)
@@ -84,13 +102,19 @@ def _frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
     return inv_freq.float(), float(scaling)
 
 
-def _parameters(config: Any) -> dict[str, Any]:
+def _by_type(config: Any) -> bool:
+    """Whether the config has a rotation for each type of layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
+
+
+def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return parameters
+    return parameters if layer_type is None else parameters.get(layer_type) or {}
 
 
 def _rotary_dim(parameters: dict[str, Any], head_dim: int) -> int:

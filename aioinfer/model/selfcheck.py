@@ -25,7 +25,7 @@ from aioinfer.model.batch import Batch
 __all__ = ["LayerShape", "check_paged", "record"]
 
 #: options that transformers passes to attention and this package's attention does not support
-_REFUSED = ("softcap", "s_aux", "position_bias")
+_REFUSED = ("position_bias",)
 #: tokens of the two sequences in each step of the check: prefill, chunks, a mixed step, decodes
 _STEPS = ((4, 0), (3, 2), (1, 4), (1, 1), (0, 2))
 _PAGE_SIZE = 4

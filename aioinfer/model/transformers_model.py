@@ -100,8 +100,8 @@ class TransformersLM:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             scale = options.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            params = AttentionParams(scale, options.get("sliding_window"))
-            return attention(module.layer_idx, q, k, v, batch, params)[None]
+            params = AttentionParams(scale, options.get("sliding_window"), options.get("softcap"))
+            return attention(module.layer_idx, q, k, v, batch, params, options.get("s_aux"))[None]
 
         return self._run(batch.input_ids, batch.positions, batch.logits_rows, attend)
 

@@ -90,13 +90,13 @@ class Weights:
         return torch.cat(parts)
 
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
-        """Raise ConfigError if the checkpoint has tensors that were not taken, ``ignore`` and frequency
-        tables excepted."""
+        """Raise ConfigError if the checkpoint has tensors that were not taken, those excepted whose names end
+        with one of ``ignore``."""
+        endings = tuple(ignore)
         left = sorted(
             name
-            for name in self._names - self._taken - set(ignore)
-            # Old checkpoints contain the rotary frequencies, which follow from the config.
-            if not name.endswith("rotary_emb.inv_freq") and not self._adds_nothing(name)
+            for name in self._names - self._taken
+            if not name.endswith(endings) and not self._adds_nothing(name)
         )
         if left:
             raise ConfigError(f"model: the checkpoint has {len(left)} unexpected tensors, first {left[0]}")
@@ -167,16 +167,32 @@ class StoredMatrix:
     Its tensors count as taken when it is made; they are read by :meth:`load`.
     """
 
-    __slots__ = ("_bias", "_names", "_rows", "_weights", "_width")
+    __slots__ = ("_bias", "_names", "_order", "_rows", "_transposed", "_weights", "_width")
 
     def __init__(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[int], width: int, *, bias: bool = False
+        self,
+        weights: Weights,
+        names: Sequence[str],
+        rows: Sequence[int],
+        width: int,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        order: torch.Tensor | None = None,
     ) -> None:
-        """``names`` are those of the tensors, without ".weight" and ".bias". Raises ConfigError if one is
-        missing or has another shape."""
+        """
+        Args:
+            names: of the tensors, without ".weight" and ".bias".
+            transposed: they are stored as [width, rows[i]].
+            order: [sum of rows] int64: row i of the matrix is row ``order[i]`` of the tensors.
+
+        Raises:
+            ConfigError: one is missing or has another shape.
+        """
         self._weights, self._names, self._rows, self._width, self._bias = weights, names, rows, width, bias
+        self._transposed, self._order = transposed, order
         for name, count in zip(names, rows, strict=True):
-            weights.declare(f"{name}.weight", (count, width))
+            weights.declare(f"{name}.weight", (width, count) if transposed else (count, width))
 
     @property
     def name(self) -> str:
@@ -196,6 +212,8 @@ class StoredMatrix:
     @property
     def rounding(self) -> Rounding | None:
         """How :meth:`quantised` returns it; None if one of its tensors is not quantised."""
+        if self._transposed:
+            return None
         parts = [self._weights.rounding(f"{name}.weight") for name in self._names]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
@@ -212,23 +230,33 @@ class StoredMatrix:
         rounding = self.rounding
         assert rounding is not None, "it is not quantised"
         parts = [_widened(self._weights.quantised(f"{name}.weight"), rounding) for name in self._names]
-        if len(parts) == 1:
+        if len(parts) == 1 and self._order is None:
             return parts[0]
         offsets = [part.offsets for part in parts]
         whole = None
         if any(each is not None for each in offsets):
             whole = torch.cat([_offsets(part) for part in parts])
-        values = torch.cat([part.values for part in parts])
-        return QuantisedMatrix(values, torch.cat([part.scales for part in parts]), whole, rounding)
+        values, scales = (
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.scales for part in parts]),
+        )
+        if whole is not None:
+            whole = self._ordered(whole)
+        return QuantisedMatrix(self._ordered(values), self._ordered(scales), whole, rounding)
 
     def load(self) -> torch.Tensor:
         """The matrix, ``shape``, in memory of its own."""
-        return self._weights.fused([f"{name}.weight" for name in self._names], self._rows, self._width)
+        names = [f"{name}.weight" for name in self._names]
+        if not self._transposed:
+            return self._ordered(self._weights.fused(names, self._rows, self._width))
+        shapes = [(self._width, count) for count in self._rows]
+        parts = [self._weights.take(name, shape).T for name, shape in zip(names, shapes, strict=True)]
+        return self._ordered(torch.cat(parts).contiguous())
 
     def view(self) -> torch.Tensor:
         """The same to be read at once, or to be kept as long as the checkpoint does not change: a single
         tensor may stay mapped."""
-        if len(self._names) > 1:
+        if len(self._names) > 1 or self._transposed or self._order is not None:
             return self.load()
         return self._weights.take(f"{self._names[0]}.weight", self.shape)
 
@@ -236,7 +264,10 @@ class StoredMatrix:
         """[rows], or None. Raises ConfigError if one is missing or has another shape."""
         if not self._bias:
             return None
-        return self._weights.fused([f"{name}.bias" for name in self._names], self._rows)
+        return self._ordered(self._weights.fused([f"{name}.bias" for name in self._names], self._rows))
+
+    def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._order is None else rows[self._order.to(rows.device)]
 
 
 def _offsets(matrix: QuantisedMatrix) -> torch.Tensor:

@@ -127,7 +127,7 @@ class DequantiseArguments(Arguments):
 
 @_structure
 class LinearArguments(Arguments):
-    """``out`` = ``values`` times the weights; gated: silu(gate) * up."""
+    """``out`` = ``values`` times the weights; gated: gate(gates) * up, else gate(outputs)."""
 
     __slots__ = ()
 
@@ -136,6 +136,7 @@ class LinearArguments(Arguments):
     values: Address
     count: int
     inner: int
+    gate: int
     out: Address
 
 
@@ -226,6 +227,7 @@ class MixArguments(Arguments):
     top_k: int
     chosen: Address
     weights: Address
+    gate: int
     out: Address
 
 
@@ -262,6 +264,7 @@ class AttendArguments(Arguments):
     block: int
     scale: float
     soft_cap: float
+    sinks: Address
     norm_eps: float
     out: Address
 
@@ -274,15 +277,16 @@ class DecoderArguments(Arguments):
 
     embedding: Address
     words: Address
+    embedding_scale: float
+    position_embedding: Address
     norm: Address
+    norm_bias: Address
     head: Address
-    cos: Address
-    sin: Address
+    logit_cap: float
     positions: int
     heads: int
     kv_heads: int
     head_dim: int
-    rotary_dim: int
     hidden: int
     head_norm_eps: float
     norm_eps: float
@@ -296,18 +300,28 @@ class LayerArguments(Arguments):
 
     decoder: Address
     attention_norm: Address
+    attention_norm_bias: Address
     qkv: Address
     head_norm: Address
+    whole_norm: bool
+    cos: Address
+    sin: Address
+    rotary_dim: int
     out: Address
+    attention_post_norm: Address
     mlp_norm: Address
+    mlp_norm_bias: Address
     gate_up: Address
     down: Address
     router: Address
     experts: Address
+    gate: int
+    mlp_post_norm: Address
     window: int
     block: int
     scale: float
     soft_cap: float
+    sinks: Address
 
 
 @_structure

@@ -45,9 +45,9 @@ from aioinfer.native.build import UNITS, BuildFailed, build
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
 
 __all__ = [
-    "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number", "PackedExperts",
-    "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable", "instructions", "kernels",
-    "native_unsupported", "shared_thread_pool",
+    "GATES", "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number",
+    "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable",
+    "instructions", "kernels", "native_unsupported", "shared_thread_pool",
 ]  # fmt: skip
 
 #: types of models that there are kernels for
@@ -55,6 +55,8 @@ Number = Literal["float32", "bfloat16"]
 _NUMBERS: tuple[Number, ...] = ("float32", "bfloat16")
 #: parts of a forward's time, in the order of the C++ side
 PARTS = ("linear", "attention", "rest")
+#: numbers of the functions between the products of a feed-forward part, see ``gates.hpp``
+GATES = {"none": 0, "silu": 1, "gelu_tanh": 2}
 
 _log = logging.getLogger("aioinfer")
 _handle, _done, _text, _int = ctypes.c_void_p, ctypes.c_bool, ctypes.c_char_p, ctypes.c_int
@@ -355,11 +357,17 @@ class PackedWeights:
         """Address and size in bytes of the packed weights, without their bias."""
         return _memory(self.pool.kernels, "weights", self.number, self.handle)
 
-    def apply(self, values: int, count: int, out: int) -> None:
-        """[count, inner] to [count, outputs]; gated: ``silu(gate) * up``."""
+    def apply(self, values: int, count: int, out: int, gate: int = GATES["none"]) -> None:
+        """[count, inner] to [count, outputs], ``gate(outputs)``; gated: ``gate(gates) * up``."""
         pool = self.pool
         arguments = LinearArguments(
-            pool=pool.handle, weights=self.handle, values=values, count=count, inner=self.inner, out=out
+            pool=pool.handle,
+            weights=self.handle,
+            values=values,
+            count=count,
+            inner=self.inner,
+            gate=gate,
+            out=out,
         )
         pool.kernels.call(arguments, self.number)
 
@@ -457,7 +465,9 @@ class PackedExperts:
         )
         pool.kernels.call(arguments, self.number)
 
-    def apply(self, values: int, count: int, top_k: int, chosen: int, weights: int, out: int) -> None:
+    def apply(
+        self, values: int, count: int, top_k: int, chosen: int, weights: int, out: int, gate: int
+    ) -> None:
         """[count, hidden] to the same, by ``chosen`` int64 and ``weights`` float32, [count, top_k] each."""
         pool = self.pool
         arguments = MixArguments(
@@ -468,6 +478,7 @@ class PackedExperts:
             top_k=top_k,
             chosen=chosen,
             weights=weights,
+            gate=gate,
             out=out,
         )
         pool.kernels.call(arguments, self.number)

@@ -294,8 +294,8 @@ def rotate_and_store(
 # The names that the attention's module looks its kernels up by.
 for twin in (paged_decode, paged_prefill, rotate_and_store, store_kv):
     setattr(triton_attention, twin.__name__, twin)
-triton_operations.TritonOperations.add_rms_norm = TorchOperations.add_rms_norm  # type: ignore[assignment]
-triton_operations.TritonOperations.silu_mul = TorchOperations.silu_mul  # type: ignore[assignment]
+triton_operations.TritonOperations.add_norm = TorchOperations.add_norm  # type: ignore[assignment]
+triton_operations.TritonOperations.gate_mul = TorchOperations.gate_mul  # type: ignore[assignment]
 _choose = backend.choose_sampling
 backend.choose_sampling = lambda device, wanted="auto": _choose(
     device, "torch" if wanted == "auto" else wanted

@@ -30,6 +30,7 @@ from aioinfer.model.moe.experts import ExpertWeights
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.triton_experts import TritonExperts
 from aioinfer.model.moe.triton_routing import TritonRouter
+from aioinfer.model.norm import Norm
 from aioinfer.model.operations.triton_operations import TritonOperations
 from aioinfer.model.rope import Rotary
 
@@ -135,8 +136,8 @@ def compile_steps(
         attention.fused(0, qkv, norm, Rotary(factors, factors), batch, params)
         hidden = torch.empty(len(qkv), heads * head_dim, dtype=dtype)
         for delta in (None, hidden):
-            operations.add_rms_norm(hidden, delta, hidden[0], 1e-6)
-        operations.silu_mul(hidden)
+            operations.add_norm(hidden, delta, Norm(hidden[0], 1e-6))
+        operations.gate_mul(hidden, "silu")
 
 
 def compile_heads(name: str, heads: int, kv_heads: int, head_dim: int, rotated: int) -> None:

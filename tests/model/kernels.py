@@ -140,7 +140,13 @@ class Problem:
         return cls(q, keys, values, table, ends, kv_len, q_lens, kv_lens)
 
     def expected(
-        self, scale: float, *, window: int | None = None, soft_cap: float | None = None, block: int = 1
+        self,
+        scale: float,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        block: int = 1,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, heads, head_dim] in float64 on the CPU."""
         q, keys, values = (tensor.double().cpu() for tensor in (self.q, self.keys, self.values))
@@ -159,7 +165,9 @@ class Problem:
                     scores = torch.einsum("hd,nhd->hn", q[token], k) * scale
                     if soft_cap is not None:
                         scores = soft_cap * torch.tanh(scores / soft_cap)
-                    result[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
+                    if sinks is not None:
+                        scores = torch.cat((scores, sinks.double().cpu()[:, None]), 1)
+                    result[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(v)], v)
                 token += 1
         return result
 

@@ -60,7 +60,11 @@ class Bench:
         self.pool.write(0, torch.tensor(cells), self.k[sequence][:stop], self.v[sequence][:stop])
 
     def attend(
-        self, rows: Sequence[tuple[int, int, int]], num_decodes: int, params: AttentionParams = CAUSAL
+        self,
+        rows: Sequence[tuple[int, int, int]],
+        num_decodes: int,
+        params: AttentionParams = CAUSAL,
+        sinks: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Rows (sequence, start, stop) in one step; the output of each."""
         for sequence, start, _ in rows:
@@ -74,10 +78,15 @@ class Bench:
             torch.cat([source[at][start:stop] for at, start, stop in rows])
             for source in (self.q, self.k, self.v)
         )
-        output = SDPAAttention(self.pool)(0, q, k, v, batch, params)
+        output = SDPAAttention(self.pool)(0, q, k, v, batch, params, sinks)
         return list(output.split([stop - start for _, start, stop in rows]))
 
-    def expected(self, row: tuple[int, int, int], params: AttentionParams = CAUSAL) -> torch.Tensor:
+    def expected(
+        self,
+        row: tuple[int, int, int],
+        params: AttentionParams = CAUSAL,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention as the formula says, in float64."""
         sequence, start, stop = row
         results = []
@@ -91,7 +100,9 @@ class Bench:
             scores = torch.einsum("hd,nhd->hn", self.q[sequence][position].double(), k) * params.scale
             if params.soft_cap is not None:
                 scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
-            results.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None]), 1)
+            results.append(torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(v)], v))
         return torch.stack(results)
 
 
@@ -107,6 +118,17 @@ def test_a_mixed_step_is_what_the_formula_says(page_size: int, window: int | Non
     rows = MIXED
     for got, row in zip(bench.attend(rows, 3, params), rows, strict=True):
         torch.testing.assert_close(got.double(), bench.expected(row, params), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "params", [AttentionParams(0.3), AttentionParams(0.3, 6), AttentionParams(0.3, block=4)]
+)
+def test_sinks_take_a_share_of_the_weights(params: AttentionParams) -> None:
+    """Of decodes, of a fresh prompt, of a chunk behind a context, and of blocks."""
+    bench, sinks = Bench(8, LENGTHS), torch.linspace(-30, 9, HEADS)
+    rows = [*MIXED[:3], (4, 0, 61), (1, 0, 4), (2, 4, 8)]
+    for got, row in zip(bench.attend(rows, 3, params, sinks), rows, strict=True):
+        torch.testing.assert_close(got.double(), bench.expected(row, params, sinks), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 0.7])

@@ -8,7 +8,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.model.backend import Backend
 from aioinfer.model.linear import TorchLinear
-from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.mlp import GatedMLP
 from aioinfer.model.moe import backend as backends
 from aioinfer.model.moe.backend import choose_experts, make_experts
 from aioinfer.model.moe.experts import ExpertWeights, GroupedExperts, LoopExperts
@@ -124,7 +124,9 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
     shared = block.shared_experts
     gate_up = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
     stack = ExpertWeights(block.experts.gate_up_proj, block.experts.down_proj)
-    shared_mlp = SwiGLU(TorchLinear(gate_up), TorchLinear(shared.down_proj.weight), TorchOperations())
+    shared_mlp = GatedMLP(
+        TorchLinear(gate_up), TorchLinear(shared.down_proj.weight), "silu", TorchOperations()
+    )
     ours = SparseMLP(router, kind(stack), shared_mlp)
     assert_near(ours(hidden), block(hidden[None])[0])
 
@@ -132,7 +134,9 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
 def test_shared_experts_come_on_top() -> None:
     task = Mixture.make(5, num_experts=4)
     router = SoftmaxRouter(torch.randn(4, 32, generator=torch.Generator().manual_seed(3)), 2, True)
-    shared = SwiGLU(TorchLinear(torch.ones(8, 32)), TorchLinear(torch.ones(32, 4)), TorchOperations())
+    shared = GatedMLP(
+        TorchLinear(torch.ones(8, 32)), TorchLinear(torch.ones(32, 4)), "silu", TorchOperations()
+    )
     without = SparseMLP(router, LoopExperts(task.stack))(task.hidden)
     task.weights, task.experts = router(task.hidden)
     assert_close(without, task.expected(), torch.float32)

@@ -17,7 +17,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.loader import load_model
-from aioinfer.model.mlp import SwiGLU
+from aioinfer.model.mlp import GatedMLP
 from aioinfer.model.moe.sparse import SparseMLP
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import Driver
@@ -73,7 +73,7 @@ def test_the_config_says_which_layers_are_sparse(
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     model = load(tmp_path)
     kinds = [type(layer.mlp) for layer in model._layers]
-    assert kinds == [SparseMLP if index in sparse else SwiGLU for index in range(4)]
+    assert kinds == [SparseMLP if index in sparse else GatedMLP for index in range(4)]
     assert model.spec.expert_kernels == ("grouped" if sparse else None)
 
 

@@ -161,7 +161,7 @@ def test_weights_in_the_right_dtype_stay_mapped(tmp_path: Path) -> None:
 
     def mapped(dtype: str) -> bool:
         model = load(tmp_path, dtype=dtype, kernels="sdpa")
-        address = model._embedding.data_ptr()
+        address = model._words.data_ptr()
         with open("/proc/self/maps") as maps:
             ranges = [line.split()[0].split("-") for line in maps if line.rstrip().endswith(file)]
         return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)

@@ -16,7 +16,7 @@ SHARED = 227 << 10
 def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
     kernels = compiled("tests.model.compile_kernels", tmp_path)
     count = Counter((kernel["shape"], kernel["name"]) for kernel in kernels)
-    layer = dict.fromkeys(("_store_kernel", "_rotate_kernel", "_silu_mul_kernel"), 1)
+    layer = dict.fromkeys(("_store_kernel", "_rotate_kernel", "_gate_mul_kernel"), 1)
     layer |= dict.fromkeys(("_decode_kernel", "_combine_kernel", "_prefill_kernel"), 1)
     # With something to add and without.
     layer["_norm_kernel"] = 2

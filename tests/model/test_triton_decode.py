@@ -77,6 +77,15 @@ def test_windows_and_soft_caps(device: str, window: int, soft_cap: float | None)
     assert_close(got, task.expected(0.3, window=window, soft_cap=soft_cap), torch.float32)
 
 
+@pytest.mark.parametrize("window", grid([None], [4], INTERPRETER))
+def test_sinks_take_a_share_of_the_weights(device: str, window: int | None) -> None:
+    task = problem(LENGTHS, device, window=window)
+    # From one that takes nearly all of it to one that takes nothing.
+    sinks = torch.linspace(-30, 9, task.q.shape[1], device=device)
+    got = decode(task, window=window, sinks=sinks)
+    assert_close(got, task.expected(0.3, window=window, sinks=sinks), torch.float32)
+
+
 def test_a_row_without_work_gives_zeros_from_a_pool_of_nan(device: str) -> None:
     for extra_pages in (1, 8):
         task = problem([0, 0], device, extra_pages=extra_pages)

@@ -71,6 +71,15 @@ def test_windows_and_soft_caps(device: str, window: int, soft_cap: float | None)
     assert_close(got, task.expected(0.3, window=window, soft_cap=soft_cap), torch.float32)
 
 
+@pytest.mark.parametrize("window", grid([None], [4], INTERPRETER))
+def test_sinks_take_a_share_of_the_weights(device: str, window: int | None) -> None:
+    task = problem(MIXED, device, window=window)
+    # From one that takes nearly all of it to one that takes nothing.
+    sinks = torch.linspace(-30, 9, task.q.shape[1], device=device)
+    got = prefill(task, window=window, sinks=sinks)
+    assert_close(got, task.expected(0.3, window=window, sinks=sinks), torch.float32)
+
+
 @pytest.mark.parametrize(("block", "page_size"), points([(12, 24)], [(4, 16), (8, 8), (32, 32)], INTERPRETER))
 @pytest.mark.parametrize("window", [None, 10])
 def test_diffusion_blocks(device: str, block: int, page_size: int, window: int | None) -> None:

@@ -36,8 +36,9 @@ class Heads:
     dtype: torch.dtype
     scoring: AttentionParams
     norm: HeadNorm | None = None
-    #: rotated dimensions
+    #: rotated dimensions; 0: none
     rotary_dim: int = 0
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def draw(cls, rng: random.Random, dtype: torch.dtype, **fixed: Any) -> Heads:
@@ -53,8 +54,15 @@ class Heads:
         )
         weight = 1 + 0.3 * normal((group + 1) * kv_heads, head_dim, seed=3)
         norm = HeadNorm(weight.to(dtype), rng.choice([1e-6, 0.3]))
-        rotary = rng.choice([head_dim, head_dim, head_dim // 2, 10, 2])
-        values = {"norm": rng.choice([norm, None]), "rotary_dim": rotary, "scoring": scoring, **fixed}
+        rotary = rng.choice([head_dim, head_dim, head_dim // 2, 10, 2, 0])
+        sinks = rng.choice([None, None, 2 * normal(group * kv_heads, seed=4)])
+        values: dict[str, Any] = {
+            "norm": rng.choice([norm, None]),
+            "rotary_dim": rotary,
+            "scoring": scoring,
+            "sinks": sinks,
+        }
+        values |= fixed
         return cls(group * kv_heads, kv_heads, head_dim, dtype, **values)
 
     @property
@@ -125,13 +133,13 @@ class Bench:
         """Results [to - from, heads, head_dim] of each part."""
         heads, batch = self.heads, self.batch(parts)
         qkv = torch.cat([row.qkv[start:stop] for row, start, stop in parts])
-        rotary = heads.rotary(batch.positions)
+        rotary, sinks = heads.rotary(batch.positions) if heads.rotary_dim else None, heads.sinks
         if fused:
-            got = self.attention.fused(0, qkv.clone(), heads.norm, rotary, batch, heads.scoring)
+            got = self.attention.fused(0, qkv.clone(), heads.norm, rotary, batch, heads.scoring, sinks)
         else:
             kv, scoring = heads.kv_heads, heads.scoring
             q, k, v = qkv.split((heads.heads, kv, kv), 1)
-            got = self.attention(0, q, k, v, batch, scoring)
+            got = self.attention(0, q, k, v, batch, scoring, sinks)
         return list(got.split([stop - start for _, start, stop in parts]))
 
     def past(self, rows: Sequence[Row], *, fused: bool = True) -> None:
@@ -154,7 +162,7 @@ def expected(heads: Heads, row: Row, *, fused: bool = True) -> tuple[torch.Tenso
     if fused:
         rotary = heads.rotary(at)
         norm = None if heads.norm is None else HeadNorm(heads.norm.weight.double(), heads.norm.eps)
-        exact = Rotary(rotary.cos.double(), rotary.sin.double())
+        exact = Rotary(rotary.cos.double(), rotary.sin.double()) if heads.rotary_dim else None
         q, k, v = split_heads(qkv, heads.kv_heads, norm, exact)
     else:
         q, k, v = qkv.split((heads.heads, heads.kv_heads, heads.kv_heads), 1)
@@ -167,5 +175,9 @@ def expected(heads: Heads, row: Row, *, fused: bool = True) -> tuple[torch.Tenso
     seen = at < (own // block + 1) * block
     if scoring.window is not None:
         seen &= at > own - scoring.window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if heads.sinks is not None:
+        sinks = heads.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., :length]
     return torch.einsum("htn,nhd->thd", weights, v), torch.einsum("htn,nhd->thd", weights, v.abs())

@@ -13,14 +13,18 @@ import pytest
 import torch
 
 from aioinfer.config import EngineConfig
+from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.batch import Batch
-from aioinfer.model.decoder import Layer
+from aioinfer.model.decoder import Embedding, Layer
+from aioinfer.model.heads import HeadNorm
 from aioinfer.model.loader import load_model
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import SoftmaxRouter
-from aioinfer.model.native import NativeDecoder
+from aioinfer.model.native import NativeDecoder, NativeMLP
 from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.norm import Norm
 from aioinfer.model.quantization import Rounding
+from aioinfer.model.spec import ModelSpec
 from aioinfer.native.bindings import (
     InvalidArguments,
     ThreadPool,
@@ -142,20 +146,86 @@ def test_layers_that_do_not_fit_each_other_are_refused_when_a_decoder_is_made() 
     def linear(outputs: int, inner: int) -> NativeLinear:
         return NativeLinear(pool, normal(outputs, inner, seed=0), None)
 
-    class Rope:
-        table = (normal(8, spec.head_dim, seed=0), normal(8, spec.head_dim, seed=1))
-
-    parts: dict[str, Any] = {"eps": 1e-6, "rope": Rope(), "norm": torch.ones(hidden)}
-    parts["embedding"] = normal(spec.vocab_size, hidden, seed=2)
+    norm = Norm(torch.ones(hidden), 1e-6)
+    parts: dict[str, Any] = {"embedding": Embedding(), "norm": norm, "logit_cap": None}
+    parts["words"] = normal(spec.vocab_size, hidden, seed=2)
     layers: list[Layer] = []
     with pytest.raises(ValueError, match="outputs for"):
         NativeDecoder(pool, spec, layers, head=linear(spec.vocab_size + 32, hidden), **parts)
-    parts["embedding"] = linear(spec.vocab_size, hidden)
+    parts["words"] = linear(spec.vocab_size, hidden)
     with pytest.raises(InvalidArguments, match="not quantised"):
         NativeDecoder(pool, spec, layers, head=linear(spec.vocab_size, hidden), **parts)
     gated = NativeLinear(pool, normal(2 * spec.vocab_size, hidden, seed=0), None, Rounding(8, 32), gated=True)
     with pytest.raises(InvalidArguments, match="are gated"):
         NativeDecoder(pool, spec, layers, head=gated, **parts)
+
+
+class ShortRope:
+    """A table of eight positions."""
+
+    table = (normal(8, 16, seed=0), normal(8, 16, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope": ShortRope()}, "a table of 8 positions"),
+        ({"attention_norm": Norm(torch.ones(3), 1e-6)}, "norms of one decoder"),
+        ({"mlp_norm": Norm(torch.ones(64), 0.1)}, "norms of one decoder"),
+        ({"mlp": "tall"}, "weights of another size"),
+        ({"mlp": "odd"}, "no multiple of a vector"),
+        ({"qk_norm": "small"}, "needs 48 contiguous elements"),
+    ],
+    ids=["rope", "size", "eps", "mlp", "middle", "qk_norm"],
+)
+def test_parts_that_do_not_fit_a_layer_are_refused_when_it_is_added(
+    change: dict[str, Any], message: str
+) -> None:
+    """A decoder of two heads of 16 and a residual of 64 takes nothing else."""
+    pool, spec = shared_thread_pool(1), small_spec()
+
+    def linear(outputs: int, inner: int) -> NativeLinear:
+        return NativeLinear(pool, normal(outputs, inner, seed=0), None)
+
+    norm = Norm(torch.ones(64), 1e-6)
+    parts = {
+        "tall": NativeMLP(linear(32, 48), linear(64, 32)),
+        "odd": NativeMLP(linear(24, 64), linear(64, 24)),
+        "small": HeadNorm(torch.ones(2, 16), 1e-6, whole=True),
+    }
+    good: dict[str, Any] = {
+        "attention_norm": norm,
+        "qkv": linear(64, 64),
+        "rope": None,
+        "attention_params": AttentionParams(0.25),
+        "out": linear(64, 32),
+        "mlp_norm": norm,
+        "mlp": NativeMLP(linear(32, 64), linear(64, 32), "gelu_tanh"),
+    }
+    whole: dict[str, Any] = {"embedding": Embedding(), "norm": norm, "logit_cap": None}
+    whole |= {"words": normal(spec.vocab_size, 64, seed=1), "head": linear(spec.vocab_size, 64)}
+    NativeDecoder(pool, spec, [Layer(**good)], **whole)
+    changed = {
+        name: parts.get(value, value) if isinstance(value, str) else value for name, value in change.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        NativeDecoder(pool, spec, [Layer(**{**good, **changed})], **whole)
+
+
+def small_spec() -> ModelSpec:
+    return ModelSpec(
+        architecture="Small",
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        hidden_size=64,
+        vocab_size=97,
+        max_model_len=100,
+        dtype=torch.float32,
+        eos_token_ids=frozenset(),
+        num_parameters=0,
+    )
 
 
 def test_experts_that_do_not_exist_are_refused() -> None:

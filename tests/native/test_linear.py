@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.native import NativeSwiGLU
+from aioinfer.model.native import NativeMLP
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native.bindings import shared_thread_pool
 from tests.native.support import DTYPES, UNIT, normal
@@ -79,7 +79,7 @@ def test_gates_and_their_values(middle: int, bias: bool, dtype: torch.dtype) -> 
     both = normal(2 * middle, seed=1, dtype=dtype) if bias else None
     gated = NativeLinear(shared_thread_pool(2), weight, both, gated=True)
     down = normal(32, middle, seed=2, dtype=dtype) * 0.2
-    whole = NativeSwiGLU(gated, NativeLinear(shared_thread_pool(2), down, None))
+    whole = NativeMLP(gated, NativeLinear(shared_thread_pool(2), down, None))
     for rows in (0, 1, 2, 13, 14, 15, 40):
         values = normal(rows, 64, seed=rows, dtype=dtype) * 0.3
         wide = None if both is None else both.double()

@@ -24,8 +24,7 @@ class AttentionParams(NamedTuple):
     #: length of a sliding window: the most positions, up to and including its own, that a query attends to;
     #: None for all. The rest of the query's block is visible beyond the window.
     window: int | None = None
-    #: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118). No supported family
-    #: sets it yet: the kernels have it for Gemma 2.
+    #: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118)
     soft_cap: float | None = None
     #: length of a diffusion block in positions: a query attends to every position up to the end of its own
     #: block, as far as its row goes (block diffusion, arXiv 2503.09573). 1 is causal attention.
@@ -49,12 +48,16 @@ class Attention(Protocol):
         v: torch.Tensor,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention over heads that the model has normed and rotated itself.
 
         Args:
             q: [T, num_heads, head_dim], rotated.
             k, v: [T, num_kv_heads, head_dim] of the same tokens.
+            sinks: [num_heads] float32, of each head the score of one more position that every query attends
+                to and that has no value: it takes a share of the weights (gpt-oss; Xiao et al., arXiv
+                2309.17453); None for none.
         """
 
     def fused(
@@ -62,9 +65,10 @@ class Attention(Protocol):
         layer: int,
         qkv: torch.Tensor,
         norm: HeadNorm | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention from the fused projection, so that a kernel can norm, rotate and store in one launch.
 
@@ -72,6 +76,8 @@ class Attention(Protocol):
 
         Args:
             qkv: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values as projected.
-            norm: norm of each head's query and key, applied before the rotation; None for none.
-            rotary: rotary factors at the tokens' positions.
+            norm: norm of each head's query and key, applied before the rotation; None for none. One of all
+                heads as one vector is the caller's.
+            rotary: rotary factors at the tokens' positions; None: nothing is rotated.
+            sinks: as above.
         """

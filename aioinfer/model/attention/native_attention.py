@@ -75,6 +75,7 @@ class NativeAttention:
         v: torch.Tensor,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         tokens, heads, dtype = len(q), q.shape[1], self._dtype
@@ -86,16 +87,17 @@ class NativeAttention:
             query_stride,
             kv_stride,
         )
-        return self._attend(layer, projected, tokens, heads, None, None, batch, params)
+        return self._attend(layer, projected, tokens, heads, None, None, batch, params, sinks)
 
     def fused(
         self,
         layer: int,
         qkv: torch.Tensor,
         norm: HeadNorm | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         qkv, tokens, size = qkv.contiguous(), len(qkv), self._head_dim
         heads, stride = qkv.shape[1] - 2 * self._kv_heads, qkv.shape[1] * size
@@ -103,7 +105,7 @@ class NativeAttention:
         keys = queries + heads * size * qkv.element_size()
         values = keys + self._kv_heads * size * qkv.element_size()
         projected = _Projected(queries, keys, values, stride, stride)
-        return self._attend(layer, projected, tokens, heads, norm, rotary, batch, params)
+        return self._attend(layer, projected, tokens, heads, norm, rotary, batch, params, sinks)
 
     def _attend(
         self,
@@ -115,11 +117,13 @@ class NativeAttention:
         rotary: Rotary | None,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """The caller keeps what ``projected`` refers to."""
         size, dtype, int64 = self._head_dim, self._dtype, torch.int64
         rows, table_width = len(batch.q_lens), batch.block_table.shape[1]
-        weight = None if norm is None else norm.weight.contiguous()
+        weight = None if norm is None else norm.weight.float().contiguous()
+        sinks = None if sinks is None else sinks.float().contiguous()
         cos, sin = (None, None) if rotary is None else (rotary.cos.contiguous(), rotary.sin.contiguous())
         rotary_dim = 0 if cos is None else cos.shape[-1]
         out = torch.empty((tokens, heads, size), dtype=dtype)
@@ -133,7 +137,7 @@ class NativeAttention:
             heads=heads,
             kv_heads=self._kv_heads,
             head_dim=size,
-            norm=None if weight is None else address(weight, dtype, (heads + self._kv_heads) * size),
+            norm=None if weight is None else address(weight, torch.float32, (heads + self._kv_heads) * size),
             cos=None if cos is None else address(cos, dtype, tokens * rotary_dim),
             sin=None if sin is None else address(sin, dtype, tokens * rotary_dim),
             rotary_dim=rotary_dim,
@@ -151,6 +155,7 @@ class NativeAttention:
             block=params.block,
             scale=params.scale,
             soft_cap=params.soft_cap or 0.0,
+            sinks=None if sinks is None else address(sinks, torch.float32, heads),
             norm_eps=0.0 if norm is None else norm.eps,
             out=out.data_ptr(),
         )

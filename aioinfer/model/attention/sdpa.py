@@ -117,6 +117,7 @@ class SDPAAttention:
         v: torch.Tensor,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._pool.write(layer, batch.slot_mapping, k, v)
         plans = batch.attention_plan
@@ -126,13 +127,13 @@ class SDPAAttention:
         if plan is None:
             plan = plans[params] = self._plan(batch, params)
         if len(plan.groups) == 1 and not plan.chunks:
-            return self._together(layer, q, plan.groups[0], params)
+            return self._together(layer, q, plan.groups[0], params, sinks)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in plan.groups:
-            output[group.tokens] = self._together(layer, q[group.tokens], group, params)
+            output[group.tokens] = self._together(layer, q[group.tokens], group, params, sinks)
         for chunk in plan.chunks:
             at = chunk.tokens
-            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, params)
+            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, params, sinks)
         return output
 
     def fused(
@@ -140,24 +141,29 @@ class SDPAAttention:
         layer: int,
         qkv: torch.Tensor,
         norm: HeadNorm | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = split_heads(qkv, self._kv_heads, norm, rotary)
-        return self(layer, q, k, v, batch, params)
+        return self(layer, q, k, v, batch, params, sinks)
 
-    def _together(self, layer: int, q: torch.Tensor, group: _Group, params: AttentionParams) -> torch.Tensor:
+    def _together(
+        self, layer: int, q: torch.Tensor, group: _Group, params: AttentionParams, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         group.context.gather(self._pool, layer)
         count, num_kv_heads, _, head_dim = group.keys.shape
         if len(q) == count:
             # The general case below makes four views of views more, which is measurable in a decode.
             queries = q.view(count, num_kv_heads, -1, head_dim)
-            return _mix(queries, group.keys, group.values, group.mask, params).reshape(q.shape)
+            sink = None if sinks is None else sinks.view(num_kv_heads, -1)
+            return _mix(queries, group.keys, group.values, group.mask, params, sink).reshape(q.shape)
         # [rows, num_kv_heads, tokens, queries of a group, head_dim]: queries with common keys are adjacent.
         queries = q.view(count, len(q) // count, num_kv_heads, -1, head_dim).transpose(1, 2)
         folded = queries.reshape(count, num_kv_heads, -1, head_dim)
-        mixed = _mix(folded, group.keys, group.values, group.mask, params)
+        sink = None if sinks is None else sinks.view(num_kv_heads, -1).repeat(1, queries.shape[2])
+        mixed = _mix(folded, group.keys, group.values, group.mask, params, sink)
         return mixed.view(queries.shape).transpose(1, 2).reshape(q.shape)
 
     def _prefill(
@@ -168,6 +174,7 @@ class SDPAAttention:
         v: torch.Tensor,
         chunk: _Chunk,
         params: AttentionParams,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if chunk.context is not None:
             chunk.context.gather(self._pool, layer)
@@ -179,7 +186,8 @@ class SDPAAttention:
         queries = q.view(q_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         keys = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         values = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-        mixed = _mix(queries, keys, values, chunk.mask, params, causal=chunk.causal)
+        sink = None if sinks is None else sinks.view(num_kv_heads, group, 1)
+        mixed = _mix(queries, keys, values, chunk.mask, params, sink, causal=chunk.causal)
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
     def _plan(self, batch: Batch, params: AttentionParams) -> _Plan:
@@ -271,7 +279,7 @@ class SDPAAttention:
         if params.window is None or params.window >= kv_len:
             if (kv_len - q_len) // params.block == (kv_len - 1) // params.block:
                 return _Chunk(tokens, context, None)
-            if whole and params.block == 1 and params.soft_cap is None:
+            if whole and params.block == 1:
                 return _Chunk(tokens, context, None, causal=True)
         return _Chunk(tokens, context, visible(q_len, first, kv_len, params, device))
 
@@ -330,15 +338,23 @@ def _mix(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     params: AttentionParams,
+    sink: torch.Tensor | None,
     *,
     causal: bool = False,
 ) -> torch.Tensor:
-    """Softmax attention over [..., length, head_dim]; ``mask`` is additive or bool."""
-    if params.soft_cap is None:
+    """Softmax attention over [..., length, head_dim]; ``mask`` is additive or bool, ``sink`` [..., length]
+    has the score of one more position of each query."""
+    if params.soft_cap is None and sink is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=params.scale)
-    # torch's kernels have no soft cap.
-    scores = q.float() @ k.float().mT * (params.scale / params.soft_cap)
-    scores = scores.tanh() * params.soft_cap
+    # torch's kernels have neither soft cap nor sinks.
+    scores = q.float() @ k.float().mT * params.scale
+    if params.soft_cap is not None:
+        scores = (scores / params.soft_cap).tanh() * params.soft_cap
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    if sink is not None:
+        scores = torch.cat((scores, sink[..., None].float().expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[-2]]
+    return (weights @ v.float()).to(q.dtype)

@@ -48,24 +48,28 @@ class TritonAttention:
         v: torch.Tensor,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         store_kv(k, v, self._pool.keys[layer], self._pool.values[layer], batch.slot_mapping)
-        return self._attend(layer, q if q.stride(2) == 1 else q.contiguous(), batch, params)
+        return self._attend(layer, q if q.stride(2) == 1 else q.contiguous(), batch, params, sinks)
 
     def fused(
         self,
         layer: int,
         qkv: torch.Tensor,
         norm: HeadNorm | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         batch: Batch,
         params: AttentionParams,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         q = rotate_and_store(qkv, norm, rotary, keys, values, batch.slot_mapping)
-        return self._attend(layer, q, batch, params)
+        return self._attend(layer, q, batch, params, sinks)
 
-    def _attend(self, layer: int, q: torch.Tensor, batch: Batch, params: AttentionParams) -> torch.Tensor:
+    def _attend(
+        self, layer: int, q: torch.Tensor, batch: Batch, params: AttentionParams, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         scale, window, soft_cap = params.scale, params.window, params.soft_cap
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -75,13 +79,14 @@ class TritonAttention:
             # size of a block.
             paged_decode(
                 q[:decodes], keys, values, table[:decodes], kv_len[:decodes],
-                scale=scale, window=window, soft_cap=soft_cap, out=out[:decodes], tuning=self._decode,
+                scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out[:decodes],
+                tuning=self._decode,
             )  # fmt: skip
         if decodes < len(kv_len):
             paged_prefill(
                 q, keys, values, table[decodes:], batch.cu_q[decodes:], kv_len[decodes:],
                 num_tokens=len(q) - decodes, scale=scale, window=window, soft_cap=soft_cap,
-                block=params.block, out=out, tuning=self._prefill,
+                block=params.block, sinks=sinks, out=out, tuning=self._prefill,
             )  # fmt: skip
         return out
 

@@ -143,12 +143,13 @@ def _decode_kernel(
         tl.store(lse + part, peak + tl.log2(total), mask=valid)
 
 
-@triton.jit(do_not_specialize=["kv_len", "lse", "num_splits"])
+@triton.jit(do_not_specialize=["kv_len", "lse", "sinks", "num_splits"])
 def _combine_kernel(
-    partial: tl.tensor, lse: tl.tensor, kv_len: tl.tensor, out: tl.tensor,
+    partial: tl.tensor, lse: tl.tensor, kv_len: tl.tensor, sinks: tl.tensor, out: tl.tensor,
     num_splits: tl.tensor, stride_out_row: tl.tensor, stride_out_head: tl.tensor,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Combine the splits of one (head, row). BLOCK_S does not depend on the batch, hence nor do the sums."""
     head = tl.program_id(0)
@@ -160,8 +161,14 @@ def _combine_kernel(
     part = (row * NUM_HEADS + head) * num_splits + split
     weight = tl.load(lse + part, mask=valid, other=float("-inf"))
     peak = tl.max(weight, 0)
-    weight = tl.exp2(weight - tl.where(peak == float("-inf"), 0.0, peak))
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        peak = tl.maximum(peak, sink)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(weight - shift)
     total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - shift)
     wanted = valid[:, None] & (dim < HEAD_DIM)[None, :]
     value = tl.load(partial + part[:, None] * HEAD_DIM + dim[None, :], mask=wanted, other=0.0)
     result = tl.sum(value * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
@@ -197,6 +204,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
@@ -213,6 +221,7 @@ def paged_decode(
         scale: factor of the dot products.
         window: length of a sliding window in positions; None for none.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118).
+        sinks: [num_heads], see :class:`~aioinfer.model.attention.base.Attention`.
         out: where to write, [R, num_heads, head_dim].
 
     Returns:
@@ -241,8 +250,9 @@ def paged_decode(
         enable_fp_fusion=True,
     )  # fmt: skip
     _combine_kernel[(num_heads, rows)](
-        partial, lse, kv_len, out, splits, *out.stride()[:2],
-        NUM_HEADS=num_heads, BLOCK_S=triton.next_power_of_2(tuning.max_splits), **shape, **cut,
+        partial, lse, kv_len, lse if sinks is None else sinks, out, splits, *out.stride()[:2],
+        NUM_HEADS=num_heads, BLOCK_S=triton.next_power_of_2(tuning.max_splits), SINKS=sinks is not None,
+        **shape, **cut,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -43,9 +43,10 @@ def _rotate_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, eps: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     HALF: tl.constexpr, ROTATED: tl.constexpr, BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr, INTERPRETED: tl.constexpr,
+    NORM: tl.constexpr, ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK_H heads of one token. Grid (tokens, blocks of heads)."""
+    """BLOCK_H heads of one token; if ONCE, a norm is rounded only behind its weight. Grid (tokens, blocks of
+    heads)."""
     token = tl.program_id(0).to(tl.int64)
     cell = tl.load(slot_mapping + token).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -70,8 +71,13 @@ def _rotate_kernel(
         at = head * (2 * HALF)
         weight_a = tl.load(weight + at + a_dim, mask=is_query | is_key, other=0.0).to(tl.float32)
         weight_b = tl.load(weight + at + b_dim, mask=is_query | is_key, other=0.0).to(tl.float32)
-        a = rounded(rounded(a * factor, raw_a, INTERPRETED) * weight_a, raw_a, INTERPRETED)
-        b = rounded(rounded(b * factor, raw_b, INTERPRETED) * weight_b, raw_b, INTERPRETED)
+        a *= factor
+        b *= factor
+        if not ONCE:
+            a = rounded(a, raw_a, INTERPRETED)
+            b = rounded(b, raw_b, INTERPRETED)
+        a = rounded(a * weight_a, raw_a, INTERPRETED)
+        b = rounded(b * weight_b, raw_b, INTERPRETED)
     at = token * ROTATED + lane
     cos_a = tl.load(cos + at, mask=turns, other=0.0).to(tl.float32)
     cos_b = tl.load(cos + at + ROTATED // 2, mask=turns, other=0.0).to(tl.float32)
@@ -98,7 +104,7 @@ def _rotate_kernel(
 def rotate_and_store(
     qkv: torch.Tensor,
     norm: HeadNorm | None,
-    rotary: Rotary,
+    rotary: Rotary | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -112,7 +118,8 @@ def rotate_and_store(
     Args:
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim], float32, float16 or bfloat16, as all tensors here.
         norm: norm of each head's query and key, or None.
-        rotary: rotary factors at the tokens' positions, for the whole head or its first part.
+        rotary: rotary factors at the tokens' positions, for the whole head or its first part; None: nothing
+            is rotated.
         keys, values: [pages, page_size, num_kv_heads, head_dim], contiguous.
         slot_mapping: [T] cells, any integer type.
 
@@ -126,9 +133,11 @@ def rotate_and_store(
         raise ValueError("the pool must be contiguous")
     if head_dim % 2 or heads < 1 or keys.shape[3] != head_dim:
         raise ValueError(f"a projection {tuple(qkv.shape)} does not fit a pool {tuple(keys.shape)}")
-    qkv, cos, sin = (tensor.contiguous() for tensor in (qkv, rotary.cos, rotary.sin))
-    rotated = cos.shape[-1]
-    if rotated % 2 or not 2 <= rotated <= head_dim:
+    qkv = qkv.contiguous()
+    # Without a rotation the tables are not read.
+    cos, sin = (qkv, qkv) if rotary is None else (rotary.cos.contiguous(), rotary.sin.contiguous())
+    rotated = 0 if rotary is None else cos.shape[-1]
+    if rotated % 2 or not (rotary is None or 2 <= rotated <= head_dim):
         raise ValueError(f"{rotated} dimensions of heads of {head_dim} cannot be rotated")
     weight = qkv if norm is None else norm.weight.contiguous()
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -137,7 +146,7 @@ def rotate_and_store(
     _rotate_kernel[(tokens, triton.cdiv(total, block_h))](
         qkv, weight, cos, sin, slot_mapping, q, keys, values, 0.0 if norm is None else norm.eps,
         HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=block_h, HALF=head_dim // 2, ROTATED=rotated,
-        BLOCK_D=block_d, NORM=norm is not None, INTERPRETED=INTERPRETED,
+        BLOCK_D=block_d, NORM=norm is not None, ONCE=weight.dtype != qkv.dtype, INTERPRETED=INTERPRETED,
         # With fusion the compiler replaces torch's two operations by one multiply-add, which is rounded once.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -101,16 +101,17 @@ def _reach(
 
 
 # Arguments whose alignment or value changes from step to step must not select another compilation.
-@triton.jit(do_not_specialize=["table", "cu_q", "kv_len", "num_rows", "stride_table"])
+@triton.jit(do_not_specialize=["table", "cu_q", "kv_len", "sinks", "num_rows", "stride_table"])
 def _prefill_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, cu_q: tl.tensor, kv_len: tl.tensor,
-    out: tl.tensor, inner: tl.tensor, outer: tl.tensor, num_rows: tl.tensor, stride_table: tl.tensor,
+    sinks: tl.tensor, out: tl.tensor, inner: tl.tensor, outer: tl.tensor, num_rows: tl.tensor,
+    stride_table: tl.tensor,
     stride_q_token: tl.tensor, stride_q_head: tl.tensor,
     stride_out_token: tl.tensor, stride_out_head: tl.tensor,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr,
+    SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_Q tokens of one row, for up to HEADS heads of a KV head's group.
 
@@ -139,6 +140,9 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     first, whole, stop, low, high = _reach(
         length - q_len + token, length - q_len + tl.minimum(token + BLOCK_Q, q_len) - 1,
         length - q_len + tokens, valid, length, WINDOW, BLOCK, BLOCK_N,
@@ -175,6 +179,7 @@ def paged_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     block: int = 1,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
@@ -195,6 +200,7 @@ def paged_prefill(
             :class:`~aioinfer.model.attention.base.AttentionParams` for this and the next two.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118).
         block: length of a diffusion block; 1 is causal.
+        sinks: [num_heads], see :class:`~aioinfer.model.attention.base.Attention`.
         out: where to write, [T, num_heads, head_dim]; tokens of no row are not written.
 
     Returns:
@@ -212,11 +218,13 @@ def paged_prefill(
     block_q = tuning.block_m // heads
     inner, outer = score_factors(scale, soft_cap)
     _prefill_kernel[(num_tokens // block_q + rows, kv_heads * -(-group // heads))](
-        q, keys, values, block_table, cu_q, kv_len, out, inner, outer, rows,
+        q, keys, values, block_table, cu_q, kv_len, kv_len if sinks is None else sinks, out,
+        inner, outer, rows,
         block_table.stride(0), *q.stride()[:2], *out.stride()[:2],
         GROUP=group, HEADS=heads, BLOCK_Q=block_q, BLOCK_M=tuning.block_m, HEAD_DIM=head_dim,
         BLOCK_D=tile_dim(head_dim), BLOCK_N=tuning.block_n, PAGE_SIZE=page_size, STRIDE=kv_heads * head_dim,
-        WINDOW=window or 0, BLOCK=block, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED,
+        WINDOW=window or 0, BLOCK=block, SOFT_CAP=soft_cap is not None,
+        SINKS=sinks is not None, WIDEN=INTERPRETED,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 
 from aioinfer.checkpoint.files import Checkpoint
+from aioinfer.model import rope
 from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.decoder import Layer
+from aioinfer.model.decoder import Embedding, Layer
+from aioinfer.model.gates import Gate
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.layers import LayerKernels
 from aioinfer.model.linear import Linear
@@ -18,11 +20,24 @@ from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import MoEBackend, choose_experts
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import GATE_UP_DOWN, StoredExperts
+from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec, eos_token_ids
 from aioinfer.model.weights import StoredMatrix, Weights
 
-__all__ = ["Family", "Source", "build_decoder", "expert_middle", "expert_shape", "head_dim", "kv_heads"]
+__all__ = [
+    *("Family", "NormWeight", "Source"),
+    *("build_decoder", "expert_middle", "expert_shape", "head_dim", "kv_heads"),
+]
+
+#: Endings of the names of tensors that follow from the config: rotary frequencies in old checkpoints, and the
+#: masks of GPT-2.
+_BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+#: How a norm's weight is stored: as the factor of values that are rounded first (Llama), as their factor
+#: before they are rounded (OLMo 2), or as that less one (Gemma).
+NormWeight = Literal["rounded", "exact", "offset"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +51,21 @@ class Source:
     experts: Backend | None
     #: length of a diffusion block, see :class:`~aioinfer.model.attention.base.AttentionParams`
     block: int
+    device: torch.device
+    #: positions of the longest sequence
+    max_model_len: int
+    _ropes: dict[str | None, Rope] = field(default_factory=dict)
 
-    def linear(self, names: list[str], rows: list[int], width: int, *, bias: bool) -> Linear:
-        """The projections ``names``, of [rows[i], width] each, as one linear layer."""
-        return self.kernels.linear(StoredMatrix(self.weights, names, rows, width, bias=bias))
+    def linear(
+        self, names: list[str], rows: list[int], width: int, *, bias: bool, order: torch.Tensor | None = None
+    ) -> Linear:
+        """The projections ``names``, of [rows[i], width] each, as one linear layer; ``order``: of its rows,
+        see :class:`~aioinfer.model.weights.StoredMatrix`."""
+        return self.kernels.linear(StoredMatrix(self.weights, names, rows, width, bias=bias, order=order))
 
-    def swiglu(self, prefix: str, middle: int, *, bias: bool = False, fused: bool = False) -> FeedForward:
+    def gated_mlp(
+        self, prefix: str, middle: int, gate: Gate = "silu", *, bias: bool = False, fused: bool = False
+    ) -> FeedForward:
         """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions; ``fused``: gate and
         up are one tensor."""
         weights, hidden = self.weights, self.config.hidden_size
@@ -50,7 +74,7 @@ class Source:
             both, rows = [f"{prefix}.gate_up_proj"], [2 * middle]
         gate_up = StoredMatrix(weights, both, rows, hidden, bias=bias)
         down = StoredMatrix(weights, [f"{prefix}.down_proj"], [hidden], middle, bias=bias)
-        return self.kernels.swiglu(gate_up, down)
+        return self.kernels.gated_mlp(gate_up, down, gate)
 
     def sparse(
         self,
@@ -67,35 +91,72 @@ class Source:
         stored = StoredExperts(self.weights, prefix, *sizes, names)
         return self.kernels.sparse(rule, stored, shared, self.experts)
 
-    def head_norm(self, query: str, key: str) -> HeadNorm:
-        """The norm of each head's query and key, from the tensors ``query`` and ``key``."""
+    def norm(self, name: str, stored: NormWeight = "rounded") -> Norm:
+        """The root mean square norm of the residual from the tensor ``name``."""
+        weight = self._norm_weight(name, self.config.hidden_size, stored)
+        return Norm(weight, self.config.rms_norm_eps)
+
+    def head_norm(
+        self, query: str, key: str, stored: NormWeight = "rounded", *, whole: bool = False
+    ) -> HeadNorm:
+        """The norm of each head's query and key, from the tensors ``query`` and ``key`` [head_dim];
+        ``whole``: of all heads as one vector, from [heads * head_dim]."""
         config, size = self.config, head_dim(self.config)
-        norms = [
-            self.weights.take(f"{name}.weight", (size,)).expand(heads, -1)
-            for name, heads in ((query, config.num_attention_heads), (key, kv_heads(config)))
-        ]
-        return HeadNorm(torch.cat(norms), config.rms_norm_eps)
+        norms = []
+        for name, heads in ((query, config.num_attention_heads), (key, kv_heads(config))):
+            if whole:
+                norms.append(self._norm_weight(name, heads * size, stored).view(heads, size))
+            else:
+                norms.append(self._norm_weight(name, size, stored).expand(heads, -1))
+        return HeadNorm(torch.cat(norms), config.rms_norm_eps, whole)
+
+    def _norm_weight(self, name: str, size: int, stored: NormWeight) -> torch.Tensor:
+        dtype = None if stored == "rounded" else torch.float32
+        weight = self.weights.take(f"{name}.weight", (size,), dtype=dtype)
+        return weight + 1 if stored == "offset" else weight
+
+    def rope(self, index: int) -> Rope:
+        """The rotary factors of layer ``index``."""
+        config, kind = self.config, rope.layer_type(self.config, index)
+        if kind not in self._ropes:
+            sizes = head_dim(config), self.max_model_len
+            self._ropes[kind] = Rope(config, *sizes, self.weights.dtype, self.device, kind)
+        return self._ropes[kind]
 
 
 class Family(Protocol):
     """Reads the configs and checkpoints of one model family."""
 
     @property
-    def embedding(self) -> str:
-        """Name of the tensor of the token embedding."""
-
-    @property
     def blocks(self) -> Blocks | None:
         """The default blocks, for configs that do not state them; None for autoregressive models."""
+        return None
 
     def unsupported_reason(self, config: Any) -> str | None:
         """The feature of a config that this package does not support, in words; None if there is none."""
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """Indices of the layers with experts. Raises ConfigError."""
+        return frozenset()
 
     def layer(self, source: Source, index: int) -> Layer:
         """Layer ``index`` of a checkpoint. Raises ConfigError if a tensor is missing or has another shape."""
+
+    def words(self, weights: Weights) -> str:
+        """Name of the token embedding, without ".weight"."""
+        return "model.embed_tokens"
+
+    def embedding(self, source: Source) -> Embedding:
+        """What becomes of the vectors of tokens."""
+        return Embedding()
+
+    def final_norm(self, source: Source) -> Norm:
+        """The norm in front of the head."""
+        return source.norm("model.norm")
+
+    def logit_cap(self, config: Any) -> float | None:
+        """The soft cap of logits; None for none."""
+        return None
 
 
 def build_decoder(
@@ -114,23 +175,23 @@ def build_decoder(
     shape, or if the backend of experts cannot run."""
     shape = expert_shape(family, config)
     backend = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
-    source = Source(config, weights, kernels, backend, blocks.size if blocks else 1)
-    words, hidden = config.vocab_size, config.hidden_size
-    embedding = StoredMatrix(weights, [family.embedding.removesuffix(".weight")], [words], hidden)
+    positions: int = config.max_position_embeddings
+    source = Source(config, weights, kernels, backend, blocks.size if blocks else 1, device, positions)
+    vocabulary, hidden = config.vocab_size, config.hidden_size
+    words = StoredMatrix(weights, [family.words(weights)], [vocabulary], hidden)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
-    norm = weights.take("model.norm.weight", (hidden,))
+    norm, embedding = family.final_norm(source), family.embedding(source)
     tied = config.tie_word_embeddings
-    head = embedding if tied else StoredMatrix(weights, ["lm_head"], [words], hidden)
-    weights.check_all_taken(["lm_head.weight"] if tied else [])
-    size, positions = head_dim(config), config.max_position_embeddings
+    head = words if tied else StoredMatrix(weights, ["lm_head"], [vocabulary], hidden)
+    weights.check_all_taken([*_BUFFERS, "lm_head.weight"] if tied else _BUFFERS)
     spec = ModelSpec(
         architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=kv_heads(config),
-        head_dim=size,
+        head_dim=head_dim(config),
         hidden_size=hidden,
-        vocab_size=config.vocab_size,
+        vocab_size=vocabulary,
         max_model_len=positions,
         dtype=dtype,
         eos_token_ids=eos_token_ids(checkpoint.generation_config(), config),
@@ -143,11 +204,11 @@ def build_decoder(
     return kernels.decoder(
         spec,
         layers,
+        words=words,
         embedding=embedding,
         head=head,
         norm=norm,
-        eps=config.rms_norm_eps,
-        rope=Rope(config, size, positions, dtype, device),
+        logit_cap=family.logit_cap(config),
     )
 
 

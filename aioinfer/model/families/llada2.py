@@ -16,18 +16,22 @@ from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
-from aioinfer.model.families.base import Source, head_dim, kv_heads
+from aioinfer.model.families.base import Family, Source, head_dim, kv_heads
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import GroupedSigmoidRouter
+from aioinfer.model.weights import Weights
 
 __all__ = ["LLaDA2"]
 
 
-class LLaDA2:
+class LLaDA2(Family):
     """See :class:`~aioinfer.model.families.base.Family`."""
 
-    embedding = "model.word_embeddings.weight"
     blocks = Blocks(32, 156895)
+
+    def words(self, weights: Weights) -> str:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        return "model.word_embeddings"
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
@@ -56,21 +60,22 @@ class LLaDA2:
         out = source.linear([f"{at}.dense"], [hidden], q_rows, bias=config.use_bias)
         norms = f"{at}.query_layernorm", f"{at}.key_layernorm"
         return Layer(
-            attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
+            attention_norm=source.norm(f"{prefix}.input_layernorm"),
             qkv=qkv,
             qk_norm=source.head_norm(*norms) if config.use_qk_norm else None,
+            rope=source.rope(index),
             attention_params=AttentionParams(scale=size**-0.5, block=source.block),
             out=out,
-            mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            mlp_norm=source.norm(f"{prefix}.post_attention_layernorm"),
             mlp=self._mlp(source, index),
         )
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.mlp"
         if source.experts is None or index not in self.sparse_layers(config):
-            return source.swiglu(prefix, config.intermediate_size)
+            return source.gated_mlp(prefix, config.intermediate_size)
         middle, count = config.moe_intermediate_size, config.num_shared_experts
-        shared = source.swiglu(f"{prefix}.shared_experts", middle * count) if count else None
+        shared = source.gated_mlp(f"{prefix}.shared_experts", middle * count) if count else None
         return source.sparse(_rule(source, prefix), f"{prefix}.experts", shared)
 
 

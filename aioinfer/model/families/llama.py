@@ -1,57 +1,90 @@
-"""Llama and the families with its tensor names: Mistral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, SDAR.
+"""Llama and its variants: Mistral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, SmolLM3, OLMo 2 and 3, GLM-4, SDAR.
 
-They differ in biases, a norm on each head's query and key (Qwen3), attention windows (Mistral, some Qwen
-layers), experts instead of one feed-forward part (Qwen3-MoE), fused projections (Phi-3, Phi-4), and blocks
-(SDAR, arXiv 2510.06303: a Qwen3 trained further to denoise blocks). A tensor that the family requires and the
-checkpoint lacks is an error.
+They differ in biases, norms of queries and keys (of each head: Qwen3, of all heads: OLMo), norms behind the
+parts of a layer (OLMo, GLM-4), attention windows (Mistral, some Qwen layers, OLMo 3), layers without rotation
+(SmolLM3), rotated pairs that are side by side (GLM-4), experts instead of one feed-forward part (Qwen3-MoE),
+fused projections (Phi-3, Phi-4, GLM-4), and blocks (SDAR, arXiv 2510.06303: a Qwen3 trained further to
+denoise blocks). A tensor that the family requires and the checkpoint lacks is an error.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Layer
-from aioinfer.model.families.base import Source, head_dim, kv_heads
+from aioinfer.model.families.base import Family, NormWeight, Source, head_dim, kv_heads
+from aioinfer.model.gates import CONFIG_GATES
+from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import SoftmaxRouter
+from aioinfer.model.norm import Norm
+from aioinfer.model.rope import Rope
 
-__all__ = ["LlamaLike"]
+__all__ = ["POST_NORMS", "SANDWICH_NORMS", "LayerNorms", "LlamaLike"]
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
+class LayerNorms(NamedTuple):
+    """Names of the norms in front of and behind the parts of a layer; None where there is none."""
+
+    attention: str | None = "input_layernorm"
+    attention_post: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    mlp_post: str | None = None
+
+
+#: of Llama
+PRE_NORMS = LayerNorms()
+#: of OLMo 2
+POST_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+#: of GLM-4
+SANDWICH_NORMS = LayerNorms(
+    "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+)
+
+
 @dataclass(frozen=True, slots=True)
-class LlamaLike:
+class LlamaLike(Family):
     """See :class:`~aioinfer.model.families.base.Family`."""
 
-    #: biases of the attention's projections: none, those of queries, keys and values, or as the config states
-    attention_bias: Literal["none", "qkv", "config"] = "none"
+    #: biases of the attention's projections: none, those of queries, keys and values, these as the config
+    #: states, or all of them as it states
+    attention_bias: Literal["none", "qkv", "qkv-config", "config"] = "none"
     #: whether the config states if the feed-forward part has biases; else it has none
     mlp_bias: bool = False
-    #: whether each head's query and key are normed
-    qk_norm: bool = False
+    #: whether queries and keys are normed: each head by itself, or all heads as one vector
+    qk_norm: Literal["none", "heads", "whole"] = "none"
+    #: how the weights of norms are stored
+    norm_weight: NormWeight = "rounded"
+    norms: LayerNorms = PRE_NORMS
     #: layers with the config's attention window: none, all, or those that the config names
     windows: Literal["none", "all", "config"] = "none"
     #: whether layers may have experts
     experts: bool = False
-    #: whether queries, keys and values are one tensor, and gate and up another
-    fused: bool = False
+    #: whether queries, keys and values are one tensor
+    fused_qkv: bool = False
+    #: whether gate and up are one tensor
+    fused_mlp: bool = False
     #: whether the config may have a part of each head rotated only
     partial_rotary: bool = False
+    #: whether the dimensions that are rotated together are 2i and 2i + 1, not i and i + half
+    interleaved_rotary: bool = False
     blocks: Blocks | None = None
-    embedding: str = "model.embed_tokens.weight"
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
         if not rope.supported(config, head_dim(config), partial=self.partial_rotary):
             return "its kind of rotary positions"
-        if config.hidden_act != "silu":
-            return f"the activation {config.hidden_act}"
+        if self._activation(config) not in CONFIG_GATES:
+            return f"the activation {self._activation(config)}"
         other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
         return f"layers of {', '.join(sorted(other))}" if other else None
 
@@ -65,38 +98,73 @@ class LlamaLike:
         layers = range(step - 1, config.num_hidden_layers, step)
         return frozenset(layers) - frozenset(config.mlp_only_layers or ())
 
+    def final_norm(self, source: Source) -> Norm:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        return source.norm("model.norm", self.norm_weight)
+
     def layer(self, source: Source, index: int) -> Layer:
         """See :class:`~aioinfer.model.families.base.Family`."""
-        config, prefix = source.config, f"model.layers.{index}"
-        hidden, size = config.hidden_size, head_dim(config)
-        q_rows, kv_rows = config.num_attention_heads * size, kv_heads(config) * size
-        at = f"{prefix}.self_attn"
-        every = self.attention_bias == "config" and config.attention_bias
-        names, rows = [f"{at}.{name}_proj" for name in "qkv"], [q_rows, kv_rows, kv_rows]
-        if self.fused:
-            names, rows = [f"{at}.qkv_proj"], [sum(rows)]
-        qkv = source.linear(names, rows, hidden, bias=every or self.attention_bias == "qkv")
-        out = source.linear([f"{at}.o_proj"], [hidden], q_rows, bias=every)
+        prefix = f"model.layers.{index}"
+        norms = [
+            None if name is None else source.norm(f"{prefix}.{name}", self.norm_weight) for name in self.norms
+        ]
+        qkv, out = self._projections(source, f"{prefix}.self_attn")
+        qk_norm = None
+        if self.qk_norm != "none":
+            names = f"{prefix}.self_attn.q_norm", f"{prefix}.self_attn.k_norm"
+            qk_norm = source.head_norm(*names, self.norm_weight, whole=self.qk_norm == "whole")
         return Layer(
-            attention_norm=source.weights.take(f"{prefix}.input_layernorm.weight", (hidden,)),
+            attention_norm=norms[0],
             qkv=qkv,
-            qk_norm=source.head_norm(f"{at}.q_norm", f"{at}.k_norm") if self.qk_norm else None,
-            attention_params=AttentionParams(
-                scale=size**-0.5, window=self._window(config, index), block=source.block
-            ),
+            qk_norm=qk_norm,
+            rope=self._rope(source, index),
+            attention_params=self._attention_params(source, index),
             out=out,
-            mlp_norm=source.weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            attention_post_norm=norms[1],
+            mlp_norm=norms[2],
             mlp=self._mlp(source, index),
+            mlp_post_norm=norms[3],
         )
+
+    def _projections(self, source: Source, at: str) -> tuple[Linear, Linear]:
+        """To queries, keys and values, and back to the residual."""
+        config, size = source.config, head_dim(source.config)
+        hidden, q_rows, kv_rows = (
+            config.hidden_size,
+            config.num_attention_heads * size,
+            kv_heads(config) * size,
+        )
+        every = self.attention_bias == "config" and config.attention_bias
+        some = self.attention_bias == "qkv-config" and config.attention_bias
+        names, rows = [f"{at}.{name}_proj" for name in "qkv"], [q_rows, kv_rows, kv_rows]
+        if self.fused_qkv:
+            names, rows = [f"{at}.qkv_proj"], [sum(rows)]
+        order = _halves_apart(config) if self.interleaved_rotary else None
+        bias = every or some or self.attention_bias == "qkv"
+        qkv = source.linear(names, rows, hidden, bias=bias, order=order)
+        return qkv, source.linear([f"{at}.o_proj"], [hidden], q_rows, bias=every)
+
+    def _rope(self, source: Source, index: int) -> Rope | None:
+        """The rotation of a layer; SmolLM3 states the layers that have one."""
+        rotated = getattr(source.config, "no_rope_layers", None)
+        return source.rope(index) if not rotated or rotated[index] else None
+
+    def _attention_params(self, source: Source, index: int) -> AttentionParams:
+        scale = head_dim(source.config) ** -0.5
+        return AttentionParams(scale, window=self._window(source.config, index), block=source.block)
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.mlp"
         if source.experts is None or index not in self.sparse_layers(config):
-            bias = self.mlp_bias and config.mlp_bias
-            return source.swiglu(prefix, config.intermediate_size, bias=bias, fused=self.fused)
-        gate = source.weights.take(f"{prefix}.gate.weight", (config.num_experts, config.hidden_size))
-        rule = SoftmaxRouter(gate, config.num_experts_per_tok, config.norm_topk_prob)
+            bias, gate = self.mlp_bias and config.mlp_bias, CONFIG_GATES[self._activation(config)]
+            return source.gated_mlp(prefix, config.intermediate_size, gate, bias=bias, fused=self.fused_mlp)
+        gates = source.weights.take(f"{prefix}.gate.weight", (config.num_experts, config.hidden_size))
+        rule = SoftmaxRouter(gates, config.num_experts_per_tok, config.norm_topk_prob)
         return source.sparse(rule, f"{prefix}.experts")
+
+    def _activation(self, config: Any) -> str:
+        name: str = config.hidden_act
+        return name
 
     def _window(self, config: Any, index: int) -> int | None:
         """Length of the layer's attention window in positions; None for none."""
@@ -106,3 +174,18 @@ class LlamaLike:
             return None
         window: int | None = config.sliding_window
         return window
+
+
+def _halves_apart(config: Any) -> torch.Tensor:
+    """The rows of a projection to queries, keys and values in an order that puts the first of two dimensions
+    that are rotated together into the first half of the rotated ones. Products of queries and keys stay the
+    same."""
+    size = head_dim(config)
+    rotated = int(size * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
+    order = torch.arange(size)
+    order[:rotated] = torch.arange(rotated).view(-1, 2).T.flatten()
+    counts = config.num_attention_heads + kv_heads(config), kv_heads(config)
+    turned, values = (
+        torch.arange(count).repeat_interleave(size).view(count, size) * size for count in counts
+    )
+    return torch.cat(((turned + order).flatten(), (values + torch.arange(size) + counts[0] * size).flatten()))

@@ -14,7 +14,7 @@ from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import ExpertsArguments, MappedExpertsArguments, WeightsArguments
-from aioinfer.native.bindings import PackedExperts, PackedRouter, PackedWeights, ThreadPool
+from aioinfer.native.bindings import GATES, PackedExperts, PackedRouter, PackedWeights, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
 __all__ = ["NativeExperts", "NativeRouter"]
@@ -125,5 +125,6 @@ class NativeExperts:
             address(experts, torch.int64, tokens * top_k),
             address(weights, torch.float32, tokens * top_k),
             out.data_ptr(),
+            GATES["silu"],
         )
         return out

@@ -6,6 +6,9 @@ from typing import Protocol
 
 import torch
 
+from aioinfer.model.gates import Gate
+from aioinfer.model.norm import Norm
+
 __all__ = ["Operations"]
 
 
@@ -16,20 +19,19 @@ class Operations(Protocol):
     :class:`~aioinfer.model.operations.torch_operations.TorchOperations`.
     """
 
-    def add_rms_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    def add_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the output of a layer's last part to the residual, and norm the sum.
 
         Args:
             hidden: [T, hidden], the residual; not changed.
             delta: [T, hidden], added to it, or None.
-            weight: [hidden], the norm's.
-            eps: added to the mean square.
+            norm: the norm of the sum.
 
         Returns:
-            the new residual and its root mean square norm (Zhang and Sennrich, 2019), [T, hidden] each
+            the new residual and its norm, [T, hidden] each
         """
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``silu(gate) * up``, [T, n], of ``gate_up`` [T, 2 * n], the columns of gate first."""
+    def gate_mul(self, gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
+        """``gate(gates) * up``, [T, n], of ``gate_up`` [T, 2 * n], the columns of gates first."""

@@ -98,7 +98,7 @@ void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& k
   const auto start_block = [&](auto& attending, int first) {
     for (int q = 0; q < task.queries; q++) {
       const T* query = projected.queries + token(first + q) * projected.query_stride + head(first + q) * head_dim;
-      attending.begin(q, query, start + token(first + q) - begin, length);
+      attending.begin(q, query, head(first + q), start + token(first + q) - begin, length);
     }
   };
   const auto finish_block = [&](auto& attending, int first) {
@@ -138,8 +138,8 @@ inline void check(const AttentionParams& params) {
 // The inputs of attention that are the same in every layer of a step.
 struct AttentionInput {
   int64_t tokens;
-  const int64_t* cells;   // [tokens] where each key and value goes
-  const int64_t* rotary;  // [tokens] rows of the rotary table, or null for the tokens' own order
+  const int64_t* cells;      // [tokens] where each key and value goes
+  const int64_t* positions;  // [tokens] rows of the rotary table, or null for the tokens' own order
   Rows rows;
 };
 
@@ -150,7 +150,7 @@ void attend(Worker& worker, const std::vector<AttentionTask>& tasks, const Atten
             const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, const KVPool<T>& kv,
             const AttentionParams& params, AttentionScratch<T>& scratch, Sink&& sink) {
   worker.parallel_in_runs(input.tokens * shape.kv_heads, [&](int64_t i) {
-    const int64_t token = i / shape.kv_heads, at = input.rotary == nullptr ? token : input.rotary[token];
+    const int64_t token = i / shape.kv_heads, at = input.positions == nullptr ? token : input.positions[token];
     prepare_token(projected, shape, rotary, token, at, i % shape.kv_heads, input.cells[token], kv,
                   scratch.sums.data());
   });

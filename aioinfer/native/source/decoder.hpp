@@ -3,7 +3,8 @@
 //   embedding ─► ┌ norm ─► qkv ─► heads, cells ─► attention ─► out ─┐ + ─► ┌ norm ─► gate, up ─► down ─┐ + ─► norm ─► head
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
-// The second half of a layer with experts is described in experts.hpp.
+// A part may lack its norm, and it may have another one behind it, before the sum. The second half of a layer with
+// experts is described in experts.hpp.
 //
 // Each arrow is a phase: the pool divides it, and it ends with a barrier. Values stored between phases have the
 // type of the model; a phase computes in float.
@@ -15,39 +16,60 @@
 
 #include "attention.hpp"
 #include "experts.hpp"
+#include "gates.hpp"
 #include "heads.hpp"
 
 namespace aioinfer {
 
+// The norm of vectors of the residual's size; none if ``weight`` is null.
+struct Norm {
+  const float* weight;  // [hidden]
+  const float* bias;    // [hidden] of a layer norm (Ba et al., arXiv 1607.06450); null: a root mean square norm
+};
+
 template <class T>
 struct Layer {
-  const T* attention_norm;
+  Norm attention_norm;
   const Linear<T>* qkv;
-  const T* head_norm;
+  // [heads + kv_heads, head_dim], or null: of each head by itself, or of all queries and of all keys of a token.
+  const float* head_norm;
+  bool whole_norm;
+  Rotary<T> rotary;
   const Linear<T>* out;
-  const T* mlp_norm;
-  // The dense part or the shared expert; null in a layer without.
+  Norm attention_post_norm;
+  Norm mlp_norm;
+  // The dense part or the shared expert; null in a layer without. A dense part may have no gates.
   const Linear<T>* gate_up;
   const Linear<T>* down;
   // Null in a layer without experts.
   const Router<T>* router;
   const Experts<T>* experts;
+  Gate gate;
+  Norm mlp_post_norm;
   AttentionParams params;
 
   Shared<T> shared() const { return {gate_up, down}; }
 };
 
-// The vectors of tokens: one of the two is null.
+// The vectors of tokens: one of the first two is null.
 template <class T>
 struct Embedding {
   const T* vectors;        // [vocabulary, hidden]
   const Linear<T>* words;  // the same as quantised weights
+  float scale;             // of these vectors
+  const T* positions;      // [positions, hidden], added to them; or null
 
-  void read(int64_t id, int64_t hidden, T* to) const {
+  void read(int64_t id, int64_t position, int64_t hidden, T* to) const {
     if (vectors != nullptr)
       std::memcpy(to, vectors + id * hidden, sizeof(T) * hidden);
     else
       words->quantised()->read(id, to);
+    if (scale == 1.0f && positions == nullptr) return;
+    for (int64_t i = 0; i < hidden; i += LANES) {
+      Floats value = rounded<T>(Number<T>::load_lanes(to + i) * scale);
+      if (positions != nullptr) value += Number<T>::load_lanes(positions + position * hidden + i);
+      Number<T>::store_lanes(to + i, value);
+    }
   }
 };
 
@@ -85,10 +107,12 @@ class Stopwatch {
 template <class T>
 class Decoder {
  public:
-  Decoder(const Embedding<T>& embedding, const T* norm, const Linear<T>* head, HeadShape<T> shape, Rotary<T> rotary,
-          int64_t hidden, float eps)
-      : embedding_(embedding), norm_(norm), head_(head), shape_(shape), rotary_(rotary), hidden_(hidden), eps_(eps) {
-    shape.check(rotary.size);
+  // ``positions``: rows of every table by position; ``logit_cap``: logits become cap * tanh(logit / cap); 0: none.
+  Decoder(const Embedding<T>& embedding, Norm norm, const Linear<T>* head, HeadShape<T> shape, int64_t positions,
+          int64_t hidden, float eps, float logit_cap)
+      : embedding_(embedding), norm_(norm), head_(head), shape_(shape), positions_(positions), hidden_(hidden),
+        eps_(eps), logit_cap_(logit_cap) {
+    require(norm.weight != nullptr, "a decoder has a norm");
     require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
     fits(*head, head->outputs, hidden);
     const Linear<T>* words = embedding.words;
@@ -100,12 +124,18 @@ class Decoder {
   // Throws InvalidArguments unless the layer's parts fit each other.
   void add(const Layer<T>& layer) {
     check(layer.params);
+    check(layer.gate);
+    shape_.check(layer.rotary.size);
+    require(!layer.whole_norm || layer.head_norm != nullptr, "a norm of all queries without weights");
     fits(*layer.qkv, shape_.width(), hidden_);
     fits(*layer.out, hidden_, shape_.heads * shape_.head_dim);
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
       require(layer.down != nullptr, "a feed-forward part without down");
-      fits(*layer.gate_up, middle, hidden_, true);
+      const bool gated = layer.gate_up->gated;
+      require(gated || layer.experts == nullptr, "a shared expert has gates");
+      require(gated || middle % LANES == 0, "the inner size is no multiple of a vector");
+      fits(*layer.gate_up, middle, hidden_, gated);
       fits(*layer.down, hidden_, middle);
     }
     require(layer.gate_up != nullptr || layer.experts != nullptr, "a layer without a feed-forward part");
@@ -129,7 +159,7 @@ class Decoder {
       double unused[PARTS] = {};
       Stopwatch watch(worker.index() == 0 ? seconds : unused);
       worker.parallel_in_runs(tokens, [&](int64_t t) {
-        embedding_.read(step.ids[t], hidden_, residual(t));
+        embedding_.read(step.ids[t], step.attention.positions[t], hidden_, residual(t));
       });
       for (size_t index = 0; index < layers_.size(); index++) {
         attention_part(worker, index, step, tasks, watch);
@@ -148,18 +178,20 @@ class Decoder {
     require(weights.gated == gated, gated ? "weights are not gated" : "weights are gated");
   }
 
-  void check(const AttentionParams& params) const { aioinfer::check(params); }
+  static void check(const AttentionParams& params) { aioinfer::check(params); }
+  static void check(Gate gate) { aioinfer::check(gate); }
 
   void check(const StepInput<T>& step) const {
     const AttentionInput& input = step.attention;
     aioinfer::check(input.rows, input.tokens, step.page_size, step.num_pages);
     require_below("input_ids", step.ids, input.tokens, head_->outputs);
-    require_below("positions", input.rotary, input.tokens, rotary_.positions);
+    require_below("positions", input.positions, input.tokens, positions_);
     require_below("slot_mapping", input.cells, input.tokens, step.num_pages * step.page_size);
     require_below("logits_rows", step.logits_rows, step.num_logits, input.tokens);
   }
 
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
+  T* result(int64_t token) { return results_.data() + token * hidden_; }
 
   void attention_part(Worker& worker, size_t index, const StepInput<T>& step, const std::vector<AttentionTask>& tasks,
                       Stopwatch& watch) {
@@ -167,35 +199,62 @@ class Decoder {
     const KVPool<T> kv{step.kv_pools[index], step.page_size, shape_.kv_heads, shape_.head_dim};
     const int64_t tokens = step.attention.tokens, width = shape_.width();
     HeadShape<T> shape = shape_;
-    shape.norm = layer.head_norm;
+    if (!layer.whole_norm) shape.norm = layer.head_norm;
     const Inputs<T> normed = norm_rows(worker, layer.attention_norm, *layer.qkv, tokens, nullptr);
     watch.add(REST);
     multiply(worker, normed, *layer.qkv, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       put_pair(projected_.data() + place.row * width, panel, width, one, other);
     });
     watch.add(LINEAR);
+    if (layer.whole_norm) norm_projection(worker, layer.head_norm, tokens);
     const Inputs<T> mixed = wide_.inputs(*layer.out, tokens);
-    attend(worker, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, rotary_, kv,
+    attend(worker, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, layer.rotary, kv,
            layer.params, *scratch_[worker.index()],
            [&](int64_t token) {
              return [&mixed, to = mixed.row(token)](int64_t at, Floats values) { mixed.put(to, at, values); };
            });
     mixed.finish(worker);
     watch.add(ATTENTION);
-    multiply(worker, mixed, *layer.out, add_to_residual());
+    multiply(worker, mixed, *layer.out, put_result(layer.attention_post_norm));
     watch.add(LINEAR);
+    add_result(worker, layer.attention_post_norm, tokens, watch);
+  }
+
+  // Norm all queries of a token as one vector, and all keys as another.
+  void norm_projection(Worker& worker, const float* weight, int64_t tokens) {
+    const int64_t queries = shape_.heads * shape_.head_dim, keys = shape_.kv_heads * shape_.head_dim;
+    worker.parallel_in_runs(tokens, [&](int64_t token) {
+      T* row = projected_.data() + token * shape_.width();
+      norm_in_place(row, queries, weight);
+      norm_in_place(row + queries, keys, weight + queries);
+    });
+  }
+
+  void norm_in_place(T* row, int64_t size, const float* weight) const {
+    const float factor = inverse_rms(row, size, shape_.eps);
+    for (int64_t i = 0; i < size; i += LANES)
+      Number<T>::store_lanes(row + i, Number<T>::load_lanes(row + i) * factor * load<Floats>(weight + i));
   }
 
   void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, *layer.gate_up, tokens, nullptr);
     watch.add(REST);
     const Inputs<T> gated = wide_.inputs(*layer.down, tokens);
-    multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
-      gated.put(gated.row(place), panel * LANES, silu(gate) * up);
-    });
+    const int64_t middle = layer.gate_up->outputs;
+    if (layer.gate_up->gated)
+      multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
+        gated.put(gated.row(place), panel * LANES, activated(layer.gate, gate) * up);
+      });
+    else
+      multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+        const auto row = gated.row(place);
+        gated.put(row, panel * PANEL, activated(layer.gate, one));
+        if (panel * PANEL + LANES < middle) gated.put(row, panel * PANEL + LANES, activated(layer.gate, other));
+      });
     gated.finish(worker);
-    multiply(worker, gated, *layer.down, add_to_residual());
+    multiply(worker, gated, *layer.down, put_result(layer.mlp_post_norm));
     watch.add(LINEAR);
+    add_result(worker, layer.mlp_post_norm, tokens, watch);
   }
 
   void sparse_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
@@ -203,12 +262,15 @@ class Decoder {
     const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, layer.experts->gate_up(0), tokens, nullptr, &floats);
     watch.add(REST);
     routing_.route(worker, *layer.router, floats);
-    mixing_.mix(worker, *layer.experts, layer.shared(), normed, layer.router->rule.top_k, routing_.experts(),
-                routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
+    const bool later = layer.mlp_post_norm.weight != nullptr;
+    mixing_.mix(worker, *layer.experts, layer.shared(), layer.gate, normed, layer.router->rule.top_k,
+                routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
+                  if (later) return Number<T>::store_lanes(result(token) + at, values);
                   T* to = residual(token) + at;
                   Number<T>::store_lanes(to, Number<T>::load_lanes(to) + values);
                 });
     watch.add(LINEAR);
+    add_result(worker, layer.mlp_post_norm, tokens, watch);
   }
 
   void logits(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {
@@ -216,41 +278,73 @@ class Decoder {
     const Inputs<T> normed = norm_rows(worker, norm_, *head_, step.num_logits, step.logits_rows);
     watch.add(REST);
     multiply(worker, normed, *head_, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      if (logit_cap_ != 0) {
+        one = logit_cap_ * hyperbolic_tangent(one / logit_cap_);
+        other = logit_cap_ * hyperbolic_tangent(other / logit_cap_);
+      }
       put_pair(step.logits + place.row * vocabulary, panel, vocabulary, one, other);
     });
     watch.add(LINEAR);
   }
 
-  // Root mean square norm of the residual of all tokens, or of the tokens ``chosen``, as inputs of a layer. The result
-  // is also written to ``floats`` if it is given.
-  Inputs<T> norm_rows(Worker& worker, const T* weight, const Linear<T>& layer, int64_t count, const int64_t* chosen,
+  // put(index, LANES values): a vector of the residual's size, normed.
+  template <class Put>
+  AIOINFER_INLINE void norm(const Norm& norm, const T* from, Put&& put) const {
+    if (norm.weight == nullptr) {
+      for (int64_t i = 0; i < hidden_; i += LANES) put(i, Number<T>::load_lanes(from + i));
+    } else if (norm.bias == nullptr) {
+      const float factor = inverse_rms(from, hidden_, eps_);
+      for (int64_t i = 0; i < hidden_; i += LANES)
+        put(i, Number<T>::load_lanes(from + i) * factor * load<Floats>(norm.weight + i));
+    } else {
+      const float mean = mean_of(from, hidden_), factor = inverse_deviation(from, hidden_, mean, eps_);
+      for (int64_t i = 0; i < hidden_; i += LANES) {
+        const Floats value = (Number<T>::load_lanes(from + i) - mean) * factor;
+        put(i, value * load<Floats>(norm.weight + i) + load<Floats>(norm.bias + i));
+      }
+    }
+  }
+
+  // The normed residual of all tokens, or of the tokens ``chosen``, as inputs of a layer. The result is also written to
+  // ``floats`` if it is given.
+  Inputs<T> norm_rows(Worker& worker, const Norm& weights, const Linear<T>& layer, int64_t count, const int64_t* chosen,
                       const Activations<float>* floats = nullptr) {
     const Inputs<T> normed = narrow_.inputs(layer, count);
     worker.parallel_in_runs(count, [&](int64_t row) {
-      const T* from = residual(chosen == nullptr ? row : chosen[row]);
-      const float factor = inverse_rms(from, hidden_, eps_);
       const auto to = normed.row(row);
-      for (int64_t i = 0; i < hidden_; i += LANES) {
-        const Floats value = Number<T>::load_lanes(from + i) * factor * Number<T>::load_lanes(weight + i);
+      norm(weights, residual(chosen == nullptr ? row : chosen[row]), [&](int64_t i, Floats value) {
         normed.put(to, i, value);
         if (floats != nullptr) floats->put(floats->row(row), i, rounded<T>(value));
-      }
+      });
       normed.finish(row);
     });
     return normed;
   }
 
-  auto add_to_residual() {
-    return [this](const Place& place, int64_t panel, Floats one, Floats other) {
+  // Of the last product of a part: it is added to the residual, at once or once it is normed, by add_result().
+  auto put_result(const Norm& post_norm) {
+    return [this, later = post_norm.weight != nullptr](const Place& place, int64_t panel, Floats one, Floats other) {
+      if (later) return put_pair(result(place.row), panel, hidden_, one, other);
       T* to = residual(place.row) + panel * PANEL;
       Number<T>::store_lanes(to, Number<T>::load_lanes(to) + one);
       if (panel * PANEL + LANES < hidden_) Number<T>::store_lanes(to + LANES, Number<T>::load_lanes(to + LANES) + other);
     };
   }
 
+  void add_result(Worker& worker, const Norm& post_norm, int64_t tokens, Stopwatch& watch) {
+    if (post_norm.weight == nullptr) return;
+    worker.parallel_in_runs(tokens, [&](int64_t token) {
+      norm(post_norm, result(token), [to = residual(token)](int64_t i, Floats value) {
+        Number<T>::store_lanes(to + i, Number<T>::load_lanes(to + i) + rounded<T>(value));
+      });
+    });
+    watch.add(REST);
+  }
+
   void reserve(const StepInput<T>& step, int workers) {
     const int64_t tokens = step.attention.tokens;
     grow(residual_, tokens * hidden_);
+    grow(results_, tokens * hidden_);
     grow(projected_, tokens * shape_.width());
     narrow_.reserve(*head_, step.num_logits);
     for (const Layer<T>& layer : layers_) {
@@ -270,14 +364,13 @@ class Decoder {
   }
 
   Embedding<T> embedding_;
-  const T* norm_;
+  Norm norm_;
   const Linear<T>* head_;
   HeadShape<T> shape_;
-  Rotary<T> rotary_;
-  int64_t hidden_;
-  float eps_;
+  int64_t positions_, hidden_;
+  float eps_, logit_cap_;
   std::vector<Layer<T>> layers_;
-  std::vector<T> residual_, projected_;
+  std::vector<T> residual_, results_, projected_;  // results_: of a part, before they are normed
   InputBuffer<T> narrow_, wide_;
   std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
   Routing<T> routing_;

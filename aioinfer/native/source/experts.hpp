@@ -14,6 +14,7 @@
 #include <memory>
 #include <vector>
 
+#include "gates.hpp"
 #include "linear.hpp"
 #include "routing.hpp"
 
@@ -135,8 +136,8 @@ class Mixing {
 
   // add(token, index, LANES results): the sum over a token's pairs and the shared expert.
   template <class Add>
-  void mix(Worker& worker, const Experts<T>& experts, const Shared<T>& shared, const Inputs<T>& tokens, int64_t top_k,
-           const int64_t* chosen, const float* weights, Add&& add) {
+  void mix(Worker& worker, const Experts<T>& experts, const Shared<T>& shared, Gate gate, const Inputs<T>& tokens,
+           int64_t top_k, const int64_t* chosen, const float* weights, Add&& add) {
     const int64_t count = tokens.rows(), pairs = count * top_k, hidden = experts.hidden;
     Dispatch& dispatch = *dispatches_[worker.index()];
     dispatch.sort<T>(chosen, pairs, experts.count);
@@ -146,9 +147,10 @@ class Mixing {
     const Inputs<T> shared_gated = shared_gated_.inputs(all ? *shared.down : second, all ? count : 0);
     share_out(
         worker, dispatch, first, all ? shared.gate_up : nullptr,
-        [&](int64_t from, int64_t to) { gate(tokens, *shared.gate_up, from, to, shared_gated); },
+        [&](int64_t from, int64_t to) { multiply_gated(gate, tokens, *shared.gate_up, from, to, shared_gated); },
         [&](const Dispatch::Group& group, int64_t from, int64_t to) {
-          gate(part(rows_, first, group), experts.gate_up(group.expert), from, to, part(gated_, second, group));
+          multiply_gated(gate, part(rows_, first, group), experts.gate_up(group.expert), from, to,
+                         part(gated_, second, group));
         });
     gated_.inputs(second, pairs).finish(worker);
     shared_gated.finish(worker);
@@ -207,9 +209,10 @@ class Mixing {
     return (wanted + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
   }
 
-  static void gate(const Inputs<T>& a, const Linear<T>& w, int64_t from, int64_t to, const Inputs<T>& gated) {
-    multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
-      gated.put(gated.row(place), panel * LANES, silu(gate) * up);
+  static void multiply_gated(Gate gate, const Inputs<T>& a, const Linear<T>& w, int64_t from, int64_t to,
+                             const Inputs<T>& gated) {
+    multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats one, Floats up) {
+      gated.put(gated.row(place), panel * LANES, activated(gate, one) * up);
     });
   }
 

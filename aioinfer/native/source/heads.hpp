@@ -24,19 +24,35 @@ AIOINFER_INLINE float inverse_rms(const T* from, int64_t size, float eps) {
   return 1.0f / std::sqrt(sum_of_squares(from, size) / static_cast<float>(size) + eps);
 }
 
+template <class T>
+AIOINFER_INLINE float mean_of(const T* from, int64_t size) {
+  Floats total{};
+  for (int64_t i = 0; i < size; i += LANES) total += Number<T>::load_lanes(from + i);
+  return sum(total) / static_cast<float>(size);
+}
+
+template <class T>
+AIOINFER_INLINE float inverse_deviation(const T* from, int64_t size, float mean, float eps) {
+  Floats total{};
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Floats value = Number<T>::load_lanes(from + i) - mean;
+    total += value * value;
+  }
+  return 1.0f / std::sqrt(sum(total) / static_cast<float>(size) + eps);
+}
+
 // Rotary embedding of the first ``size`` dimensions of a head; dimension d is paired with d + size / 2.
 template <class T>
 struct Rotary {
   const T* cos;  // [positions, size]
   const T* sin;  // [positions, size], the first half negated
   int64_t size;
-  int64_t positions;
 };
 
 template <class T>
 struct HeadShape {
   int64_t heads, kv_heads, head_dim;
-  const T* norm;  // [heads + kv_heads, head_dim], or null
+  const float* norm;  // of each head by itself, [heads + kv_heads, head_dim], or null
   float eps;
 
   int64_t group() const { return heads / kv_heads; }
@@ -65,11 +81,11 @@ struct Projected {
 
 // Norm and rotate a head in place. ``at``: row of the rotary table.
 template <class T>
-void prepare_head(T* head, int64_t size, const T* norm, float eps, const Rotary<T>& rotary, int64_t at, float* scratch) {
+void prepare_head(T* head, int64_t size, const float* norm, float eps, const Rotary<T>& rotary, int64_t at, float* scratch) {
   const float factor = norm == nullptr ? 1.0f : inverse_rms(head, size, eps);
   for (int64_t d = 0; d < size; d += LANES) {
     Floats value = Number<T>::load_lanes(head + d) * factor;
-    if (norm != nullptr) value *= Number<T>::load_lanes(norm + d);
+    if (norm != nullptr) value *= load<Floats>(norm + d);
     store(scratch + d, value);
   }
   const T *cos = rotary.cos + at * rotary.size, *sin = rotary.sin + at * rotary.size;

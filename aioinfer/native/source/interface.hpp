@@ -73,14 +73,15 @@ struct DequantiseArguments {
   float* out;  // as the rows above
 };
 
-// ``out`` = ``values`` times the weights; gated: silu(gate) * up.
+// ``out`` = ``values`` times the weights; gated: gate(gates) * up, else gate(outputs).
 template <class T>
 struct LinearArguments {
   ThreadPool* pool;
   const Linear<T>* weights;
   const T* values;  // [count, inner]
   int64_t count, inner;
-  T* out;  // [count, outputs]
+  int64_t gate;  // see gates.hpp
+  T* out;        // [count, outputs]
 };
 
 // -- mixture of experts -------------------------------------------------------------------------------------------
@@ -139,6 +140,7 @@ struct MixArguments {
   int64_t count, top_k;
   const int64_t* chosen;  // [count, top_k]
   const float* weights;   // [count, top_k]
+  int64_t gate;           // see gates.hpp
   T* out;                 // [count, hidden]
 };
 
@@ -154,9 +156,9 @@ struct AttendArguments {
   T* values;   // like the keys
   int64_t query_stride, kv_stride;
   int64_t heads, kv_heads, head_dim;
-  const T* norm;  // [heads + kv_heads, head_dim], or null
-  const T* cos;   // [tokens, rotary_dim]
-  const T* sin;   // [tokens, rotary_dim], the first half negated
+  const float* norm;  // [heads + kv_heads, head_dim], or null
+  const T* cos;       // [tokens, rotary_dim]
+  const T* sin;       // [tokens, rotary_dim], the first half negated
   int64_t rotary_dim;
   T* kv_pool;  // keys and values of the layer; see kv_pool.hpp
   int64_t page_size;
@@ -170,6 +172,7 @@ struct AttendArguments {
   int64_t window;  // 0: none
   int64_t block;
   float scale, soft_cap;  // soft_cap 0: none
+  const float* sinks;     // [heads], or null; see softmax.hpp
   float norm_eps;
   T* out;  // [tokens, heads, head_dim]
 };
@@ -179,12 +182,14 @@ template <class T>
 struct DecoderArguments {
   const T* embedding;      // [vocabulary, hidden], or null
   const Linear<T>* words;  // the same as rounded weights, the head's as a rule; null with an embedding
-  const T* norm;           // [hidden]
-  const Linear<T>* head;  // one output per token of the vocabulary
-  const T* cos;            // [positions, rotary_dim]
-  const T* sin;            // [positions, rotary_dim], the first half negated
-  int64_t positions;
-  int64_t heads, kv_heads, head_dim, rotary_dim;
+  float embedding_scale;   // of these vectors
+  const T* position_embedding;  // [positions, hidden], added to them; or null
+  const float* norm;            // [hidden]
+  const float* norm_bias;       // [hidden] of a layer norm, or null
+  const Linear<T>* head;        // one output per token of the vocabulary
+  float logit_cap;              // logits become logit_cap * tanh(logit / logit_cap); 0: none
+  int64_t positions;            // of the longest sequence
+  int64_t heads, kv_heads, head_dim;
   int64_t hidden;
   float head_norm_eps, norm_eps;
 };
@@ -193,18 +198,28 @@ struct DecoderArguments {
 template <class T>
 struct LayerArguments {
   Decoder<T>* decoder;
-  const T* attention_norm;  // [hidden]
+  const float* attention_norm;       // [hidden], or null
+  const float* attention_norm_bias;  // [hidden] of a layer norm, or null; so below
   const Linear<T>* qkv;
-  const T* head_norm;  // [heads + kv_heads, head_dim], or null
+  const float* head_norm;  // [heads + kv_heads, head_dim], or null
+  bool whole_norm;         // it norms all queries as one vector, and all keys; else each head
+  const T* cos;            // [positions, rotary_dim]
+  const T* sin;            // [positions, rotary_dim], the first half negated
+  int64_t rotary_dim;      // 0: nothing is rotated
   const Linear<T>* out;
-  const T* mlp_norm;          // [hidden]
-  const Linear<T>* gate_up;  // of the dense part or the shared expert; null in a layer without
-  const Linear<T>* down;     // null with gate_up
+  const float* attention_post_norm;  // [hidden], or null: of the output, before it is added
+  const float* mlp_norm;             // [hidden], or null
+  const float* mlp_norm_bias;
+  const Linear<T>* gate_up;   // of the dense part or the shared expert; null in a layer without
+  const Linear<T>* down;      // null with gate_up
   const Router<T>* router;    // null in a layer without experts
   const Experts<T>* experts;  // null with router
-  int64_t window;             // 0: none
+  int64_t gate;               // see gates.hpp
+  const float* mlp_post_norm;  // [hidden], or null
+  int64_t window;              // 0: none
   int64_t block;
   float scale, soft_cap;  // soft_cap 0: none
+  const float* sinks;     // [heads], or null
 };
 
 // Compute one step.

@@ -52,20 +52,21 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(MappedWeightsArguments, packed, size, bias, outputs, inner, bits, group, gated)
   AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, bits, group, gated)
   AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)
-  AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, out)
+  AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, gate, out)
   AIOINFER_PLAIN(RouterArguments, weight, bias, top_k, groups, top_groups, scale, sigmoid, normalize)
   AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
   AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, bits, hidden_group, middle_group)
   AIOINFER_PLAIN(MappedExpertsArguments, packed, size, count, hidden, middle, bits, hidden_group, middle_group)
   AIOINFER_TEMPLATE(SetExpertArguments, pool, experts, index, gate_up, down)
-  AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, out)
+  AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, gate, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
                     norm, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows, slot_mapping, cu_q,
-                    kv_len, block_table, table_width, window, block, scale, soft_cap, norm_eps, out)
-  AIOINFER_TEMPLATE(DecoderArguments, embedding, words, norm, head, cos, sin, positions, heads, kv_heads, head_dim, rotary_dim,
-                    hidden, head_norm_eps, norm_eps)
-  AIOINFER_TEMPLATE(LayerArguments, decoder, attention_norm, qkv, head_norm, out, mlp_norm, gate_up, down, router,
-                    experts, window, block, scale, soft_cap)
+                    kv_len, block_table, table_width, window, block, scale, soft_cap, sinks, norm_eps, out)
+  AIOINFER_TEMPLATE(DecoderArguments, embedding, words, embedding_scale, position_embedding, norm, norm_bias, head,
+                    logit_cap, positions, heads, kv_heads, head_dim, hidden, head_norm_eps, norm_eps)
+  AIOINFER_TEMPLATE(LayerArguments, decoder, attention_norm, attention_norm_bias, qkv, head_norm, whole_norm, cos, sin,
+                    rotary_dim, out, attention_post_norm, mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate,
+                    mlp_post_norm, window, block, scale, soft_cap, sinks)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, page_size, num_pages, tokens, rows, num_logits,
                     input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, logits_rows, logits, seconds)
   AIOINFER_PLAIN(SampleArguments, pool, logits, rows, vocab, stride, temperature, top_p, min_p, top_k, seeds,

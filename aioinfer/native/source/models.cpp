@@ -92,15 +92,17 @@ bool NAMED(dequantise)(const DequantiseArguments<T>* a) {
 bool NAMED(linear)(const LinearArguments<T>* a) {
   return guarded(false, [&] {
     const Linear<T>& w = *a->weights;
+    const Gate gate = static_cast<Gate>(a->gate);
+    check(gate);
     require(w.inner == a->inner, "the inner dimension is not that of the weights");
     const LayerRows rows(a->values, a->count, w);
     a->pool->run_model([&, out = a->out](Worker& worker) {
       multiply(worker, rows.set(worker), w, [&](const Place& place, int64_t panel, Floats one, Floats other) {
         T* to = out + place.row * w.outputs;
         if (w.gated)
-          Number<T>::store_lanes(to + panel * LANES, silu(one) * other);
+          Number<T>::store_lanes(to + panel * LANES, activated(gate, one) * other);
         else
-          put_pair(to, panel, w.outputs, one, other);
+          put_pair(to, panel, w.outputs, activated(gate, one), activated(gate, other));
       });
     });
     return true;
@@ -113,9 +115,9 @@ bool NAMED(attend)(const AttendArguments<T>* a) {
         a->tokens, a->slot_mapping, nullptr, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
     const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, a->norm, a->norm_eps};
     const Projected<T> projected{a->queries, a->keys, a->values, a->query_stride, a->kv_stride};
-    const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim, a->tokens};
+    const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim};
     const KVPool<T> kv{a->kv_pool, a->page_size, a->kv_heads, a->head_dim};
-    const AttentionParams params{a->scale, a->soft_cap, a->window, a->block};
+    const AttentionParams params{a->scale, a->soft_cap, a->window, a->block, a->sinks};
     shape.check(a->rotary_dim);
     check(params);
     check(input.rows, a->tokens, a->page_size, a->num_pages);
@@ -199,13 +201,15 @@ bool NAMED(set_expert)(const SetExpertArguments<T>* a) {
 bool NAMED(mix)(const MixArguments<T>* a) {
   return guarded(false, [&] {
     const Experts<T>& experts = *a->experts;
+    const Gate gate = static_cast<Gate>(a->gate);
+    check(gate);
     require(a->top_k > 0, "top_k is not positive");
     require_below("chosen", a->chosen, a->count * a->top_k, experts.count);
     const LayerRows tokens(a->values, a->count, experts.gate_up(0));
     Mixing<T> mixing;
     mixing.reserve(a->pool->size(), a->count, a->top_k, experts, {});
     a->pool->run_model([&, out = a->out](Worker& worker) {
-      mixing.mix(worker, experts, {}, tokens.set(worker), a->top_k, a->chosen, a->weights,
+      mixing.mix(worker, experts, {}, gate, tokens.set(worker), a->top_k, a->chosen, a->weights,
                  [&](int64_t token, int64_t at, Floats values) {
                    Number<T>::store_lanes(out + token * experts.hidden + at, values);
                  });
@@ -217,8 +221,9 @@ bool NAMED(mix)(const MixArguments<T>* a) {
 void* NAMED(decoder)(const DecoderArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
     const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, nullptr, a->head_norm_eps};
-    const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim, a->positions};
-    return new Decoder<T>({a->embedding, a->words}, a->norm, a->head, shape, rotary, a->hidden, a->norm_eps);
+    const Embedding<T> embedding{a->embedding, a->words, a->embedding_scale, a->position_embedding};
+    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, shape, a->positions, a->hidden, a->norm_eps,
+                          a->logit_cap);
   });
 }
 
@@ -226,8 +231,23 @@ void NAMED(free_decoder)(void* decoder) { delete static_cast<Decoder<T>*>(decode
 
 bool NAMED(add_layer)(const LayerArguments<T>* a) {
   return guarded(false, [&] {
-    a->decoder->add({a->attention_norm, a->qkv, a->head_norm, a->out, a->mlp_norm, a->gate_up, a->down, a->router,
-                     a->experts, AttentionParams{a->scale, a->soft_cap, a->window, a->block}});
+    a->decoder->add({
+        .attention_norm = {a->attention_norm, a->attention_norm_bias},
+        .qkv = a->qkv,
+        .head_norm = a->head_norm,
+        .whole_norm = a->whole_norm,
+        .rotary = {a->cos, a->sin, a->rotary_dim},
+        .out = a->out,
+        .attention_post_norm = {a->attention_post_norm, nullptr},
+        .mlp_norm = {a->mlp_norm, a->mlp_norm_bias},
+        .gate_up = a->gate_up,
+        .down = a->down,
+        .router = a->router,
+        .experts = a->experts,
+        .gate = static_cast<Gate>(a->gate),
+        .mlp_post_norm = {a->mlp_post_norm, nullptr},
+        .params = {a->scale, a->soft_cap, a->window, a->block, a->sinks},
+    });
     return true;
   });
 }

@@ -121,6 +121,19 @@ AIOINFER_INLINE Floats exponential(Floats x) {
   return scale_by_power(p, n);
 }
 
+// tanh x to 2 ulp (Cephes' polynomial near 0); NaN for NaN.
+AIOINFER_INLINE Floats hyperbolic_tangent(Floats x) {
+  const Floats square = x * x, size = x < 0.0f ? -x : x;
+  Floats p = spread(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  p = p * square * x + x;
+  const Floats far = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
+  return size < 0.625f ? p : x < 0.0f ? -far : far;
+}
+
 AIOINFER_INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
 // Nearest, ties to even; NaN stays NaN.

@@ -19,6 +19,9 @@ struct AttentionParams {
   float soft_cap;  // 0: none
   int64_t window;  // positions up to a query's own; 0: all
   int64_t block;   // positions of a block; a query sees its own block to the end; 1: causal
+  // [heads] of each query head the score of a position that all queries see and that has no value, or null: none (Xiao
+  // et al., arXiv 2309.17453; learned in gpt-oss)
+  const float* sinks = nullptr;
 
   int64_t first_visible(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
   int64_t behind_visible(int64_t position, int64_t length) const {
@@ -32,12 +35,12 @@ class Softmax {
  public:
   explicit Softmax(const AttentionParams& params) : params_(params) {}
 
-  // Query ``q`` is at ``position`` of a sequence of ``length``.
-  void begin(int q, int64_t position, int64_t length) {
+  // Query ``q`` of a head is at ``position`` of a sequence of ``length``.
+  void begin(int q, int64_t head, int64_t position, int64_t length) {
     from_[q] = params_.first_visible(position);
     to_[q] = params_.behind_visible(position, length);
-    best_[q] = -INFINITY;
-    total_[q] = 0;
+    best_[q] = params_.sinks == nullptr ? -INFINITY : params_.sinks[head];
+    total_[q] = best_[q] == -INFINITY ? 0 : 1;
   }
 
   // The first position that one of the queries sees, and the end of those that one of them sees.
@@ -83,11 +86,7 @@ class Softmax {
 
  private:
   AIOINFER_INLINE Floats capped(Floats score) const {
-    if (params_.soft_cap == 0) return score;
-    float values[LANES];
-    store(values, score);
-    for (float& value : values) value = params_.soft_cap * std::tanh(value / params_.soft_cap);
-    return load<Floats>(values);
+    return params_.soft_cap == 0 ? score : params_.soft_cap * hyperbolic_tangent(score / params_.soft_cap);
   }
 
   // Minus infinity for positions from ``at`` on that a query does not see, whatever their scores.
