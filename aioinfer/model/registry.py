@@ -7,8 +7,10 @@ from typing import Any
 from aioinfer.errors import ConfigError
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.families.base import Family
+from aioinfer.model.families.gemma import FOUR_NORMS, Gemma
+from aioinfer.model.families.gpt2 import GPT2
 from aioinfer.model.families.llada2 import LLaDA2
-from aioinfer.model.families.llama import LlamaLike
+from aioinfer.model.families.llama import POST_NORMS, SANDWICH_NORMS, LlamaLike
 from aioinfer.model.families.mixtral import Mixtral
 
 __all__ = ["own_implementation", "why_not_own"]
@@ -19,20 +21,52 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     "LlamaForCausalLM": (frozenset({"llama"}), LlamaLike("config", mlp_bias=True)),
     "MistralForCausalLM": (frozenset({"mistral"}), LlamaLike(windows="all")),
     "MixtralForCausalLM": (frozenset({"mixtral"}), Mixtral(windows="all")),
-    "Phi3ForCausalLM": (frozenset({"phi3"}), LlamaLike(windows="all", fused=True, partial_rotary=True)),
+    "Phi3ForCausalLM": (
+        frozenset({"phi3"}),
+        LlamaLike(windows="all", fused_qkv=True, fused_mlp=True, partial_rotary=True),
+    ),
     "Qwen2ForCausalLM": (frozenset({"qwen2"}), LlamaLike("qkv", windows="config")),
-    "Qwen3ForCausalLM": (frozenset({"qwen3"}), LlamaLike("config", qk_norm=True, windows="config")),
+    "Qwen3ForCausalLM": (frozenset({"qwen3"}), LlamaLike("config", qk_norm="heads", windows="config")),
     "Qwen3MoeForCausalLM": (
         frozenset({"qwen3_moe"}),
-        LlamaLike("config", qk_norm=True, windows="all", experts=True),
+        LlamaLike("config", qk_norm="heads", windows="all", experts=True),
     ),
+    "SmolLM3ForCausalLM": (
+        frozenset({"smollm3"}),
+        LlamaLike("config", mlp_bias=True, windows="config"),
+    ),
+    "Olmo2ForCausalLM": (
+        frozenset({"olmo2"}),
+        LlamaLike("config", qk_norm="whole", norm_weight="exact", norms=POST_NORMS),
+    ),
+    "Olmo3ForCausalLM": (
+        frozenset({"olmo3"}),
+        LlamaLike("config", qk_norm="whole", norm_weight="exact", norms=POST_NORMS, windows="config"),
+    ),
+    "Glm4ForCausalLM": (
+        frozenset({"glm4"}),
+        LlamaLike(
+            "qkv-config",
+            norms=SANDWICH_NORMS,
+            fused_mlp=True,
+            partial_rotary=True,
+            interleaved_rotary=True,
+        ),
+    ),
+    "GemmaForCausalLM": (frozenset({"gemma"}), Gemma("config")),
+    "Gemma2ForCausalLM": (frozenset({"gemma2"}), Gemma("config", norms=FOUR_NORMS, windows="config")),
+    "Gemma3ForCausalLM": (
+        frozenset({"gemma3_text"}),
+        Gemma("config", qk_norm="heads", norms=FOUR_NORMS, windows="config"),
+    ),
+    "GPT2LMHeadModel": (frozenset({"gpt2"}), GPT2()),
     "SDARForCausalLM": (
         frozenset({"sdar"}),
-        LlamaLike("config", qk_norm=True, windows="config", blocks=_SDAR),
+        LlamaLike("config", qk_norm="heads", windows="config", blocks=_SDAR),
     ),
     "SDARMoeForCausalLM": (
         frozenset({"sdar_moe"}),
-        LlamaLike("config", qk_norm=True, windows="all", experts=True, blocks=_SDAR),
+        LlamaLike("config", qk_norm="heads", windows="all", experts=True, blocks=_SDAR),
     ),
     "LLaDA2MoeModelLM": (frozenset({"llada2_moe", "llada2_moe_veomni"}), LLaDA2()),
 }

@@ -404,10 +404,10 @@ def test_what_is_not_supported_is_said(tmp_path: Path, config: Any, message: str
 
 
 def test_transformers_code_takes_no_quantised_checkpoint(tmp_path: Path) -> None:
-    make_checkpoint("gpt2", tmp_path)
+    make_checkpoint("opt", tmp_path)
     stated = json.loads((tmp_path / "config.json").read_text())
     stated["quantization_config"] = FORMATS["gptq"][0]
     (tmp_path / "config.json").write_text(json.dumps(stated))
     assert Directory(tmp_path).config()["quantization_config"]
-    with pytest.raises(ConfigError, match=r"of GPT2LMHeadModel, quantised checkpoints cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"of OPTForCausalLM, quantised checkpoints cannot be loaded"):
         LLM(EngineConfig(model=str(tmp_path), num_pages=64, threads=1))

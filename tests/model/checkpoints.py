@@ -130,10 +130,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT2",
         {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256, "bos_token_id": None},
     ),
+    "gpt2-wide": (
+        "GPT2",
+        {
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_inner": 96,
+            "n_positions": 256,
+            "bos_token_id": None,
+            "tie_word_embeddings": False,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
     "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None}),
     "phi": ("Phi", {}),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48, "pad_token_id": 1}),
     "gemma": ("Gemma", {"head_dim": 12}),
+    "gemma-mqa": ("Gemma", {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 1}),
+    # Caps that matter: scores and logits of these models are of their size.
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "hidden_size": 64,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+        },
+    ),
     # Two tables of frequencies and a window in every other layer.
     "gemma3-window": (
         "Gemma3",
@@ -143,21 +178,92 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "hidden_size": 64,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3", {"head_dim": 16, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {"hidden_size": 64, "rms_norm_eps": 0.05}),
+    "olmo2-biases": (
+        "Olmo2",
+        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "hidden_size": 64,
+            "num_key_value_heads": 1,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {"rope_type": "yarn", "rope_theta": 10_000.0, **_YARN},
+            },
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 16, **_rope("default", partial_rotary_factor=0.5)}),
+    "glm4-whole-rotary": (
+        "Glm4",
+        {
+            "head_dim": 32,
+            "hidden_size": 64,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            **_rope("default", partial_rotary_factor=1.0),
+        },
+    ),
+    # Sinks, and windows in every other layer.
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            **_rope("yarn", **_YARN, truncate=False),
+        },
+    ),
     # Variants of own families that only transformers computes.
     "llama-rope-dynamic": ("Llama", _rope("dynamic", factor=2.0)),
     "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
 }
+_OWN = {
+    *("Gemma", "Gemma2", "Gemma3", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
+    *("GPT2", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
+}
 OWN = [
     name
     for name, (prefix, _) in FAMILIES.items()
-    if prefix in ("Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe")
-    and name not in ("llama-rope-dynamic", "llama-gelu")
+    if prefix in _OWN and name not in ("llama-rope-dynamic", "llama-gelu")
 ]
 #: of these, those of sizes that native kernels compute
 NATIVE = [
     name
     for name in OWN
-    if FAMILIES[name][1].get("head_dim", 12) % 16 == 0 or FAMILIES[name][1].get("hidden_size") == 64
+    if FAMILIES[name][1].get("head_dim", 12) % 16 == 0
+    or 64 in (FAMILIES[name][1].get("hidden_size"), FAMILIES[name][1].get("n_embd"))
 ]
 #: (family, kernels): all of them on torch's kernels, and on native ones where these can
 BY_KERNELS = [(name, "sdpa") for name in FAMILIES] + [(name, "native") for name in NATIVE]

@@ -25,7 +25,20 @@ def config(path: Path, **changes: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "gpt2"]
+    "family",
+    [
+        "llama-gqa-tied",
+        "mistral-window",
+        "qwen2",
+        "qwen3",
+        "qwen3-moe",
+        "gpt2",
+        "gemma2",
+        "gemma3",
+        "olmo3",
+        "glm4",
+        "smollm3",
+    ],
 )
 @pytest.mark.parametrize(("window", "mode"), [(0, "thread"), (1, "thread"), (2, "thread"), (1, "inline")])
 async def test_greedy_ids_equal_transformers(

@@ -18,7 +18,7 @@ from tests.model.checkpoints import BY_KERNELS, greedy
 from tests.model.harness import fill, require
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
-FAMILIES = ["qwen3", "qwen3-moe", "mistral-window", "gpt2"]
+FAMILIES = ["qwen3", "qwen3-moe", "mistral-window", "gemma2", "olmo3", "gpt2-wide", "gpt-oss", "opt"]
 
 
 @pytest.mark.parametrize(("family", "kernels"), [pair for pair in BY_KERNELS if pair[0] in FAMILIES])

@@ -92,7 +92,24 @@ def test_any_kernels_for_experts(checkpoint: Checkpoint, experts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "qwen3-moe", "gpt2"]
+    "family",
+    [
+        "llama-gqa-tied",
+        "mistral-window",
+        "qwen2",
+        "qwen3",
+        "qwen3-moe",
+        "gpt2",
+        "gpt2-wide",
+        "opt",
+        "gemma2",
+        "gemma3",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "glm4",
+        "gpt-oss",
+    ],
 )
 def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str) -> None:
     """Two requests outgrow the pool together; one is retracted and computed again."""
@@ -107,7 +124,21 @@ def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str)
 
 
 @pytest.mark.parametrize(
-    "family", grid(["qwen3", "gpt2"], ["llama-gqa-tied", "mistral", "qwen2", "qwen3-moe"])
+    "family",
+    grid(
+        ["qwen3", "opt", "gemma3"],
+        [
+            "llama-gqa-tied",
+            "mistral",
+            "qwen2",
+            "qwen3-moe",
+            "gemma2",
+            "olmo2",
+            "glm4",
+            "smollm3",
+            "gpt2-wide",
+        ],
+    ),
 )
 def test_bfloat16_stays_close(checkpoint: Checkpoint, family: str) -> None:
     """The first token's logits, as far as greedy shows them: over many prompts nearly all agree."""
