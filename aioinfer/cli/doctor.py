@@ -108,6 +108,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     if model.own:
         operations = f"{'torch' if layers.name == 'sdpa' else layers.name}: {layers.reason}"
     sampling = choose_sampling(device, config.sampling_backend)
+    part = f" ({model.part})" if model.part else ""
     code = "this package's own code"
     if not model.own:
         code = f"transformers' code over paged attention ({model.fallback_reason})"
@@ -146,7 +147,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     if model.blocks is not None:
         captured = f"{config.round_rows(model.blocks.size)} blocks"
     return [
-        Finding("model", f"{config.model_name}: {model.architecture}, {dtype}, by {code}"),
+        Finding("model", f"{config.model_name}: {model.architecture}{part}, {dtype}, by {code}"),
         *weights,
         *blocks,
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),

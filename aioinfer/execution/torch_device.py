@@ -200,6 +200,7 @@ def _length_reason(config: EngineConfig, spec: ModelSpec, size: PoolSize, device
 def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str) -> str:
     dtype = str(spec.dtype).removeprefix("torch.")
     size = spec.num_parameters / 1e6
-    model = f"{spec.architecture}, {size:.1f} M parameters, {dtype} on {device.type}"
+    part = f" ({spec.part})" if spec.part else ""
+    model = f"{spec.architecture}{part}, {size:.1f} M parameters, {dtype} on {device.type}"
     experts = f", {spec.expert_kernels} experts" if spec.expert_kernels else ""
     return f"{model}, {kernels} attention{experts}, {capacity} KV positions"

@@ -25,6 +25,7 @@ from aioinfer.model.registry import own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import RandomWeights, Weights
 from aioinfer.model.weights_cache import Blobs, WeightsCache
+from aioinfer.model.wrappers import TextPart, text_part
 
 __all__ = ["ModelInfo", "inspect_model", "load_model"]
 
@@ -90,12 +91,11 @@ def load_model(
     Raises:
         ConfigError: if the directory does not hold a supported model, or an option does not fit it.
     """
-    checkpoint = open_checkpoint(path)
-    config = _read_config(checkpoint)
+    stored = load_format != "random"
+    checkpoint, config = _open(path, stored)
     chosen = _choose_dtype(config, dtype, device)
     family = _family(config, force_transformers)
     blocks = _blocks(config, family, block_size)
-    stored = load_format != "random"
     if family is None:
         reason = "asked for" if force_transformers else why_not_own(config)
         _check_fallback(checkpoint, config, reason, quantization, cache_weights=cache_weights, stored=stored)
@@ -106,8 +106,9 @@ def load_model(
             check_size(stored_bytes(tensors, chosen.itemsize))
         from aioinfer.model.transformers_model import TransformersLM
 
-        fallback = TransformersLM(checkpoint.path, config, chosen, device, progress, random_weights)
-        fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason)
+        part = tensors if isinstance(checkpoint, TextPart) else None
+        fallback = TransformersLM(checkpoint.path, config, chosen, device, progress, random_weights, part)
+        fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason, part=_part(checkpoint))
         return fallback
     attention = choose_attention(device, _head_dim(config), chosen, kernels, progress)
     sizes = _inner_sizes(config)
@@ -138,7 +139,9 @@ def load_model(
         if made.kept_bits:
             reason += f"; weights of {' and '.join(map(str, sorted(made.kept_bits)))} bits as they are stored"
         name = "torch" if layers.name == "sdpa" else layers.name
-        decoder.spec = dataclasses.replace(decoder.spec, layer_kernels=name, layer_reason=reason)
+        decoder.spec = dataclasses.replace(
+            decoder.spec, layer_kernels=name, layer_reason=reason, part=_part(checkpoint)
+        )
         return decoder
 
     if not cache_weights:
@@ -200,6 +203,8 @@ class ModelInfo:
     """Facts about a checkpoint that its config determines."""
 
     architecture: str
+    #: which part of the checkpoint it is; empty if it is all of it
+    part: str
     #: whether a built-in implementation computes it, not transformers'; and why not
     own: bool
     fallback_reason: str
@@ -226,9 +231,8 @@ def inspect_model(
     block_size: int | None = None,
 ) -> ModelInfo:
     """Examine a checkpoint as :func:`load_model` would, without reading weights. Raises ConfigError."""
-    checkpoint = open_checkpoint(path)
-    config = _read_config(checkpoint)
     stored = load_format != "random"
+    checkpoint, config = _open(path, stored)
     family = _family(config, force_transformers)
     reason = "" if family else "asked for" if force_transformers else why_not_own(config)
     if family is None:
@@ -237,6 +241,7 @@ def inspect_model(
     roundings = () if tensors is None else map(tensors.rounding, _kept(tensors))
     return ModelInfo(
         architecture=config.architectures[0],
+        part=_part(checkpoint),
         own=family is not None,
         fallback_reason=reason,
         stored_bits=sorted({rounding.bits for rounding in roundings if rounding is not None}),
@@ -264,6 +269,16 @@ def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | No
     if size is not None:
         raise ConfigError(f"block_size: {config.architectures[0]} writes token after token, not in blocks")
     return None
+
+
+def _open(path: Path, stored: bool) -> tuple[Checkpoint, Any]:
+    """A checkpoint and its config; of a wrapper, those of its text model. Raises ConfigError."""
+    checkpoint = open_checkpoint(path)
+    return text_part(checkpoint, _read_config(checkpoint), stored=stored)
+
+
+def _part(checkpoint: Checkpoint) -> str:
+    return checkpoint.description if isinstance(checkpoint, TextPart) else ""
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:

@@ -51,6 +51,8 @@ class ModelSpec:
     layer_reason: str = ""
     #: why transformers computes the model; empty if this package's own code does
     fallback_reason: str = ""
+    #: which part of the checkpoint the model is; empty if it is all of it
+    part: str = ""
     #: of the weights, in a file that is mapped: the system counts their memory as available
     mapped_bytes: int = 0
 

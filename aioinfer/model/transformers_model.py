@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 from aioinfer.checkpoint.files import Directory
+from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.batch import Batch
 from aioinfer.model.selfcheck import LayerShape, check_paged, record
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
 from aioinfer.model.weights import RandomWeights
+from aioinfer.model.wrappers import WRAPPERS
 
 __all__ = ["TransformersLM", "random_model"]
 
@@ -51,16 +53,18 @@ class TransformersLM:
         device: torch.device,
         progress: Progress | None = None,
         random_weights: RandomWeights | None = None,
+        tensors: Tensors | None = None,
     ) -> None:
-        """``random_weights`` replace the checkpoint's. Raises ConfigError if transformers cannot load the
-        whole model, or if its logits over paged KV differ from those of its own attention."""
+        """``random_weights`` replace the checkpoint's, and so do ``tensors``. Raises ConfigError if
+        transformers cannot load the whole model, or if its logits over paged KV differ from those of its own
+        attention."""
         architecture = config.architectures[0]
         _refuse_unknown(architecture)
         _register()
         progress = progress or (lambda stage, done, total: None)
         progress("weights", 0, 1)
         if random_weights is None:
-            self._model = _load(path, dtype).eval().to(device)
+            self._model = _load(path, dtype, config, tensors).eval().to(device)
         else:
             self._model = random_model(config, dtype, device, random_weights)
         progress("weights", 1, 1)
@@ -152,25 +156,36 @@ def _refuse_unknown(architecture: str) -> None:
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         known.update((names,) if isinstance(names, str) else names)
     if architecture not in known:
-        raise ConfigError(f"model: {architecture} is no causal language model of transformers")
+        more = ""
+        if architecture.endswith("ForConditionalGeneration"):
+            loaded = (name for name, wrapper in WRAPPERS.items() if not wrapper.lacking)
+            more = f"; of models with more than text, the text part of {', '.join(loaded)} can be loaded"
+        raise ConfigError(f"model: {architecture} is no causal language model of transformers{more}")
 
 
-def _load(path: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+def _load(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None) -> Any:
+    """The model of a directory; of ``tensors``, if given, one of the config instead."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "use_safetensors": True,
+        "attn_implementation": "eager",
+        "output_loading_info": True,
+        # The report below names them, and they raise.
+        "ignore_mismatched_sizes": True,
+    }
     try:
         with _quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                attn_implementation="eager",
-                output_loading_info=True,
-                # The report below names them, and they raise.
-                ignore_mismatched_sizes=True,
-            )
+            if tensors is None:
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    path, local_files_only=True, trust_remote_code=False, **options
+                )
+            else:
+                state = {name: tensors.read(name) for name in tensors.names}
+                model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                    None, config=config, state_dict=state, **options
+                )
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -179,6 +194,11 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(f"model: the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
+    unexpected = sorted(report["unexpected_keys"])
+    if unexpected and tensors is not None:
+        raise ConfigError(
+            f"model: the checkpoint has {len(unexpected)} unexpected tensors, first {unexpected[0]}"
+        )
     mismatched = sorted(report["mismatched_keys"], key=str)
     if mismatched:
         name, stored, wanted = mismatched[0]

@@ -1,0 +1,234 @@
+"""Wrappers: models of text and images, of which the causal language model inside is loaded, for text alone.
+
+The config of a wrapper has the text model's as a part, and among its tensors are the text model's under a
+prefix. :func:`text_part` makes of both what a checkpoint of the text model alone would have; what comes after
+it knows no wrappers. The tensors of the other parts are told by their prefixes, and are never read. Any other
+tensor belongs to the text model, which must know it.
+
+In a text all three sections of M-RoPE (Qwen-VL) have the same positions, so it is the plain rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aioinfer.checkpoint.files import Checkpoint, Directory
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, SafetensorsTensors, Tensors
+from aioinfer.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["WRAPPERS", "TextPart", "text_part"]
+
+
+class Wrapper(NamedTuple):
+    """What is to be known of one architecture."""
+
+    #: prefixes of the tensors of the other parts, with or without "model." in front
+    unread: tuple[str, ...] = ()
+    #: the model type that computes the same from text alone; None: the text model has one of its own
+    model_type: str | None = None
+    #: fields of the text model's config that its class does not have, because they are always the same
+    fields: Mapping[str, Any] = MappingProxyType({})
+    #: why the text model cannot be loaded; empty if it can
+    lacking: str = ""
+
+
+_VISUAL = ("visual.",)
+_TOWER = ("vision_tower.", "multi_modal_projector.")
+_DELTA_RULE = Wrapper(lacking="it has layers of linear attention (the gated delta rule)")
+_UNEQUAL_LAYERS = Wrapper(lacking="its layers differ in the size of their heads")
+#: by architecture
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": Wrapper(_TOWER),
+    "Gemma4ForConditionalGeneration": _UNEQUAL_LAYERS,
+    "Gemma4UnifiedForConditionalGeneration": _UNEQUAL_LAYERS,
+    "InternVLForConditionalGeneration": Wrapper(_TOWER),
+    "Mistral3ForConditionalGeneration": Wrapper(_TOWER),
+    "Qwen2VLForConditionalGeneration": Wrapper(_VISUAL, "qwen2"),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(_VISUAL, "qwen2"),
+    "Qwen3VLForConditionalGeneration": Wrapper(_VISUAL, "qwen3"),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper(_VISUAL, "qwen3_moe", {"norm_topk_prob": True}),
+    "Qwen3_5ForConditionalGeneration": _DELTA_RULE,
+    "Qwen3_5MoeForConditionalGeneration": _DELTA_RULE,
+}
+
+#: where checkpoints have the tensors of the text model, and what they are called without a wrapper; the first
+#: prefix that fits counts
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+#: of rotary positions, what only positions of images make a difference to; "type" is the old "rope_type"
+_MROPE = frozenset({"mrope_section", "mrope_interleaved", "type"})
+
+
+def text_part(checkpoint: Checkpoint, config: Any, *, stored: bool) -> tuple[Checkpoint, Any]:
+    """The text model in a wrapper, as a checkpoint and its config; any other model as it is.
+
+    ``stored``: its weights are to be read. Raises ConfigError if the text model cannot be loaded.
+    """
+    architecture = config.architectures[0]
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is None or not isinstance(checkpoint, Directory):
+        return checkpoint, config
+    if wrapper.lacking:
+        raise ConfigError(
+            f"model: the text model of {architecture} is not supported, not even alone: {wrapper.lacking}"
+        )
+    text, stated = getattr(config, "text_config", None), checkpoint.config()
+    if text is None:
+        raise ConfigError(f"model: the config of {checkpoint.path.name} has no text_config")
+    quantisation = stated.get("quantization_config")
+    if quantisation is None:
+        quantisation = (stated.get("text_config") or {}).get("quantization_config")
+    inner = _config(config, text, wrapper, quantisation)
+    part = TextPart(checkpoint.path, architecture, wrapper, inner, quantisation, stored=stored)
+    # Some configs say so of a head of its own; transformers believes the weights, too.
+    inner.tie_word_embeddings = bool(inner.tie_word_embeddings) and not (stored and part.has_own_head())
+    return part, inner
+
+
+def _config(outer: Any, text: Any, wrapper: Wrapper, quantisation: Any) -> Any:
+    """The config of the text model, as its own checkpoint would have it. Raises ConfigError."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = wrapper.model_type or text.model_type
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if not isinstance(architecture, str) or not architecture.endswith("ForCausalLM"):
+        raise ConfigError(
+            f"model: the text model of {outer.architectures[0]} is a {shown(model_type)}, "
+            "which is no causal language model of transformers"
+        )
+    fields = {**text.to_dict(), **wrapper.fields, "architectures": [architecture]}
+    rope = fields.get("rope_parameters") or {}
+    fields["rope_parameters"] = {name: value for name, value in rope.items() if name not in _MROPE}
+    # transformers asks the outer config first, and of the head no other.
+    fields["tie_word_embeddings"] = outer.tie_word_embeddings
+    fields["dtype"] = text.dtype or outer.dtype
+    ends = getattr(outer, "eos_token_id", None)
+    if ends is not None:
+        fields["eos_token_id"] = ends
+    if quantisation is not None:
+        fields["quantization_config"] = quantisation
+    try:
+        return AutoConfig.for_model(**{**fields, "model_type": model_type})
+    except Exception as error:
+        # Each of the many config classes raises its own types of errors.
+        raise ConfigError(f"model: the text_config cannot be used: {error}") from error
+
+
+class TextPart(Directory):
+    """The directory of a wrapper as that of its text model."""
+
+    def __init__(
+        self,
+        path: Path,
+        architecture: str,
+        wrapper: Wrapper,
+        config: Any,
+        quantisation: Any,
+        *,
+        stored: bool,
+    ) -> None:
+        """``config``: of the text model; ``stored``: the weights are to be read."""
+        super().__init__(path)
+        self._architecture = architecture
+        self._wrapper = wrapper
+        self._text_config = config
+        self._quantisation = quantisation
+        self._stored = stored
+
+    @property
+    def description(self) -> str:
+        """What is loaded and what is not. Raises ConfigError."""
+        found = f"text part of {self._architecture}"
+        return f"{found}; {self._text.unread} vision tensors are not read" if self._stored else found
+
+    def tensors(self) -> Tensors:
+        return self._tensors
+
+    def has_own_head(self) -> bool:
+        """Whether the checkpoint has a head that is not the embedding. Raises ConfigError."""
+        tensors = self._tensors
+        if _HEAD not in tensors.names or _EMBEDDING not in tensors.names:
+            return _HEAD in tensors.names
+        head, embedding = tensors.read(_HEAD), tensors.read(_EMBEDDING)
+        return head.dtype != embedding.dtype or not head.equal(embedding)
+
+    @cached_property
+    def _text(self) -> _TextTensors:
+        return _TextTensors(SafetensorsTensors(self.path), self._wrapper.unread, self._text_config)
+
+    @cached_property
+    def _tensors(self) -> Tensors:
+        if self._quantisation is None:
+            return self._text
+        from aioinfer.checkpoint.formats import quantised_tensors
+
+        return quantised_tensors(self._text, self._quantisation)
+
+
+class _TextTensors:
+    """Those tensors of a wrapper's checkpoint that are the text model's, under the names that they have
+    without a wrapper. See :class:`~aioinfer.checkpoint.tensors.Tensors`."""
+
+    def __init__(self, tensors: Tensors, unread: tuple[str, ...], config: Any) -> None:
+        """``config``: of the text model. Raises ConfigError if a tensor is there twice."""
+        self._tensors = tensors
+        self._stored: dict[str, str] = {}
+        self._config = config
+        #: number of the tensors of other parts
+        self.unread = 0
+        for name in tensors.names:
+            if name.removeprefix("model.").startswith(unread):
+                self.unread += 1
+                continue
+            inner = _without_wrapper(name)
+            if inner in self._stored:
+                raise ConfigError(f"model: {name} is in the checkpoint as {self._stored[inner]}, too")
+            self._stored[inner] = name
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._tensors.shape(self._stored[name])
+        return (shape[0], shape[2], shape[1]) if self._transposed(name, shape) else shape
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._tensors.read(self._stored[name])
+        if self._transposed(name, tuple(tensor.shape)):
+            return tensor.transpose(1, 2).contiguous()
+        return tensor
+
+    def rounding(self, name: str) -> Rounding | None:
+        return self._tensors.rounding(self._stored[name])
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        return self._tensors.quantised(self._stored[name])
+
+    def _transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether stacked experts are stored as [experts, inputs, outputs], as Qwen3-VL's releases have them
+        and what transformers saves does not. transformers goes by the shape as well."""
+        if not name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")) or len(shape) != 3:
+            return False
+        hidden, middle = self._config.hidden_size, self._config.moe_intermediate_size
+        outputs, inputs = (2 * middle, hidden) if name.endswith("gate_up_proj") else (hidden, middle)
+        return shape[1:] != (outputs, inputs) and shape[1:] == (inputs, outputs)
+
+
+def _without_wrapper(name: str) -> str:
+    for outer, inner in _PREFIXES:
+        if name.startswith(outer):
+            return inner + name.removeprefix(outer)
+    return name

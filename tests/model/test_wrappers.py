@@ -1,0 +1,410 @@
+"""Models of text and images: their text part gives what the whole model gives for text."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from aioinfer.checkpoint.tensors import SafetensorsTensors
+from aioinfer.cli.doctor import examine
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
+from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.llm import LLM
+from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.transformers_model import TransformersLM
+from aioinfer.model.wrappers import WRAPPERS
+from aioinfer.params import SamplingParams
+from tests.checkpoint.test_formats import FORMATS
+from tests.model.checkpoints import VOCAB, greedy
+from tests.model.harness import require
+from tests.model.wrapper_models import (
+    IMAGE,
+    MODELS,
+    NAMINGS,
+    TEXT,
+    edit_config,
+    edit_tensors,
+    is_vision,
+    make_wrapper,
+    renamed,
+)
+from tests.tiers import grid
+
+CPU = torch.device("cpu")
+TOKENS = 14
+#: text models that have no own code, or none yet
+BY_TRANSFORMERS = ("gemma3", "mistral3-of-ministral3")
+_RNG = random.Random(11)
+#: one with tokens that stand for images, which are tokens like others in a text
+PROMPTS = [
+    [_RNG.randrange(VOCAB) for _ in range(33)],
+    [5, IMAGE, IMAGE, 7, 201, 3],
+]
+
+
+def ids(path: Path, kernels: str = "sdpa", **settings: Any) -> list[list[int]]:
+    config = EngineConfig(
+        model=str(path),
+        dtype="float32",
+        num_pages=64,
+        page_size=8,
+        threads=1,
+        chunk_size=7,
+        attention_backend=kernels,  # type: ignore[arg-type]
+        **settings,
+    )
+    with LLM(config) as llm:
+        results = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=TOKENS))
+    return [list(result.token_ids) for result in results]
+
+
+def wanted(oracle: Any) -> list[list[int]]:
+    return [greedy(oracle, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def load(path: Path, **options: Any) -> Any:
+    return load_model(path, dtype="float32", device=CPU, kernels="sdpa", **options)
+
+
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_text_part_continues_a_text_as_the_whole_model_does(
+    tmp_path: Path, name: str, kernels: str
+) -> None:
+    require(kernels)
+    oracle = make_wrapper(name, tmp_path)
+    assert ids(tmp_path, kernels) == wanted(oracle)
+
+
+@pytest.mark.parametrize("name", grid(["qwen3-vl", "mistral3"], sorted({*MODELS} - {"qwen3-vl", "mistral3"})))
+def test_the_text_part_runs_by_transformers_code_too(tmp_path: Path, name: str) -> None:
+    oracle = make_wrapper(name, tmp_path)
+    assert ids(tmp_path, transformers_fallback=True) == wanted(oracle)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_who_runs_what(tmp_path: Path, name: str) -> None:
+    oracle = make_wrapper(name, tmp_path)
+    model = load(tmp_path)
+    if name not in BY_TRANSFORMERS:
+        assert not isinstance(model, TransformersLM)
+    head = 0 if oracle.config.tie_word_embeddings else oracle.lm_head.weight.numel()
+    text = sum(parameter.numel() for parameter in oracle.model.language_model.parameters())
+    assert model.spec.num_parameters == text + head
+    assert model.spec.max_model_len == TEXT["max_position_embeddings"]
+    assert model.spec.architecture.endswith("ForCausalLM")
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl", "mistral3"])
+def test_every_naming_of_the_tensors_is_known(tmp_path: Path, name: str, naming: str) -> None:
+    oracle = make_wrapper(name, tmp_path)
+    edit_tensors(tmp_path, lambda tensors: renamed(tensors, naming))
+    names = set(SafetensorsTensors(tmp_path).names)
+    assert f"{NAMINGS[naming][0]}layers.1.mlp.up_proj.weight" in names
+    assert any(each.startswith(f"{NAMINGS[naming][2]}vis") for each in names)
+    assert ids(tmp_path) == wanted(oracle)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_of_other_parts_are_not_read(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wrapper(name, tmp_path)
+    stored = SafetensorsTensors(tmp_path).names
+    others = sum(map(is_vision, stored))
+    asked: set[str] = set()
+    for method in ("read", "shape"):
+        original = getattr(SafetensorsTensors, method)
+
+        def watched(self: Any, name: str, original: Any = original) -> Any:
+            asked.add(name)
+            return original(self, name)
+
+        monkeypatch.setattr(SafetensorsTensors, method, watched)
+    model = load(tmp_path)
+    assert asked == {each for each in stored if not is_vision(each)}
+    assert others > 10
+    assert f"; {others} vision tensors are not read" in model.spec.part
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+def test_stacked_experts_are_known_either_way_round(tmp_path: Path, transposed: bool, kernels: str) -> None:
+    """The releases have inputs before outputs; transformers saves them as it computes with them."""
+    require(kernels)
+    oracle = make_wrapper("qwen3-vl-moe", tmp_path)
+
+    def turned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
+            for name, tensor in tensors.items()
+        }
+
+    if transposed:
+        edit_tensors(tmp_path, turned)
+        # As transformers itself reads them.
+        again = type(oracle).from_pretrained(tmp_path, dtype=torch.float32).eval()
+        assert wanted(again) == wanted(oracle)
+    assert ids(tmp_path, kernels) == wanted(oracle)
+
+
+# -- the head -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_head_of_its_own_counts_even_if_the_config_says_otherwise(
+    tmp_path: Path, fields: dict[str, Any], fallback: bool
+) -> None:
+    """As of Mistral3, whose config ties the head unless it says otherwise, and old ones say nothing."""
+    oracle = make_wrapper("mistral3", tmp_path)
+
+    def untold(stated: dict[str, Any]) -> None:
+        for part in (stated, stated["text_config"]):
+            part.pop("tie_word_embeddings", None)
+        stated.update(fields)
+
+    edit_config(tmp_path, untold)
+    again = type(oracle).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert wanted(again) == wanted(oracle)
+    assert ids(tmp_path, transformers_fallback=fallback) == wanted(oracle)
+
+
+def test_a_head_that_is_the_embedding_is_not_loaded_twice(tmp_path: Path) -> None:
+    make_wrapper("qwen3-vl", tmp_path)
+    before = load(tmp_path).spec.num_parameters
+    embedding = "model.language_model.embed_tokens.weight"
+    edit_tensors(tmp_path, lambda tensors: {**tensors, "lm_head.weight": tensors[embedding].clone()})
+    assert load(tmp_path).spec.num_parameters == before
+
+
+def test_a_head_that_the_config_calls_for_must_be_there(tmp_path: Path) -> None:
+    make_wrapper("qwen3-vl", tmp_path)
+    edit_config(tmp_path, lambda stated: stated.update(tie_word_embeddings=False))
+    for fallback in (False, True):
+        with pytest.raises(ConfigError, match=r"lm_head\.weight"):
+            load(tmp_path, force_transformers=fallback)
+
+
+# -- the config ---------------------------------------------------------------------------------------
+
+
+def flat(stated: dict[str, Any]) -> None:
+    """As Qwen2-VL's and Qwen2.5-VL's releases state it."""
+    text = stated.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        "eos_token_id": 5,
+    }
+    stated.update({name: value for name, value in text.items() if name != "model_type"})
+    stated["torch_dtype"] = "bfloat16"
+    stated.pop("dtype")
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+def test_a_flat_config_is_known(tmp_path: Path, name: str) -> None:
+    oracle = make_wrapper(name, tmp_path)
+    edit_config(tmp_path, flat)
+    model = load(tmp_path)
+    assert model.spec.eos_token_ids == {5}
+    assert inspect_model(tmp_path, dtype="auto", device=CPU).dtype == torch.bfloat16
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": []}')
+    assert ids(tmp_path) == wanted(oracle)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "expected"), [(None, 3, {3}), (4, 3, {4}), ([4, 6], None, {4, 6}), (None, None, set())]
+)
+def test_end_tokens_are_the_outer_ones_first(
+    tmp_path: Path, outer: Any, inner: int | None, expected: set[int]
+) -> None:
+    make_wrapper("mistral3", tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+
+    def end(stated: dict[str, Any]) -> None:
+        stated["text_config"]["eos_token_id"] = inner
+        if outer is not None:
+            stated["eos_token_id"] = outer
+
+    edit_config(tmp_path, end)
+    assert load(tmp_path).spec.eos_token_ids == expected
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert load(tmp_path).spec.eos_token_ids == {9}
+
+
+@pytest.mark.parametrize("stated", ["float16", "bfloat16"])
+@pytest.mark.parametrize("part", ["outer", "text"])
+def test_the_dtype_may_be_stated_inside_or_outside(tmp_path: Path, stated: str, part: str) -> None:
+    make_wrapper("qwen3-vl", tmp_path)
+
+    def state(config: dict[str, Any]) -> None:
+        config.pop("dtype")
+        (config if part == "outer" else config["text_config"])["dtype"] = stated
+
+    edit_config(tmp_path, state)
+    found = inspect_model(tmp_path, dtype="auto", device=CPU).dtype
+    assert found == getattr(torch, stated)
+
+
+def test_random_weights_need_the_config_alone(tmp_path: Path) -> None:
+    make_wrapper("qwen3-vl", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for fallback in (False, True):
+        model = load(tmp_path, load_format="random", force_transformers=fallback)
+        assert model.spec.part == "text part of Qwen3VLForConditionalGeneration"
+
+
+# -- what is wrong is said ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("name", ["qwen3-vl", "mistral3"])
+def test_a_tensor_of_the_text_that_is_missing_is_named(tmp_path: Path, name: str, fallback: bool) -> None:
+    make_wrapper(name, tmp_path)
+    gone = "layers.1.mlp.up_proj.weight"
+    edit_tensors(
+        tmp_path, lambda tensors: {each: value for each, value in tensors.items() if not each.endswith(gone)}
+    )
+    with pytest.raises(ConfigError, match=rf"lacks|no tensor model\.{gone}") as caught:
+        load(tmp_path, force_transformers=fallback)
+    assert gone in str(caught.value)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("extra", ["model.language_model.layers.0.extra.weight", "audio_tower.a.weight"])
+def test_an_unknown_tensor_is_an_error(tmp_path: Path, extra: str, fallback: bool) -> None:
+    make_wrapper("qwen3-vl", tmp_path)
+    edit_tensors(tmp_path, lambda tensors: {**tensors, extra: torch.ones(3)})
+    with pytest.raises(ConfigError, match=rf"1 unexpected tensors, first .*{extra.split('.')[-2]}\.weight"):
+        load(tmp_path, force_transformers=fallback)
+
+
+def test_a_tensor_under_two_names_is_an_error(tmp_path: Path) -> None:
+    make_wrapper("qwen3-vl", tmp_path)
+    edit_tensors(tmp_path, lambda tensors: {**tensors, "language_model.model.norm.weight": torch.ones(64)})
+    with pytest.raises(ConfigError, match=r"norm\.weight is in the checkpoint as .*norm\.weight, too"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", [name for name, each in WRAPPERS.items() if each.lacking])
+def test_a_text_model_that_cannot_run_is_refused_with_the_reason(tmp_path: Path, architecture: str) -> None:
+    config_class = getattr(transformers, architecture).config_class
+    stated = config_class().to_dict() | {"architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(stated, default=str))
+    expected = f"text model of {architecture} is not supported, not even alone: it"
+    for read in (load, lambda path: inspect_model(path, dtype="auto", device=CPU)):
+        with pytest.raises(ConfigError, match=expected):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gemma3", "no-such-type"])
+def test_a_text_model_of_another_kind_is_refused(tmp_path: Path, model_type: str) -> None:
+    make_wrapper("mistral3", tmp_path)
+    edit_config(tmp_path, lambda stated: stated["text_config"].update(model_type=model_type))
+    with pytest.raises(ConfigError, match=model_type):
+        load(tmp_path)
+
+
+def test_other_wrappers_are_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    make_wrapper("mistral3", tmp_path)
+    edit_config(
+        tmp_path,
+        lambda stated: stated.update(
+            architectures=["LlavaForConditionalGeneration"], model_type="llava", vision_config={}
+        ),
+    )
+    with pytest.raises(ConfigError, match=r"no causal language model.*the text part of Gemma3.*can be load"):
+        load(tmp_path)
+
+
+def test_a_config_without_a_text_model_is_refused(tmp_path: Path) -> None:
+    make_wrapper("mistral3", tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TEXT, "model_type": "mistral", "architectures": ["Mistral3ForConditionalGeneration"]})
+    )
+    with pytest.raises(ConfigError, match="has no text_config"):
+        load(tmp_path)
+
+
+# -- quantised checkpoints ----------------------------------------------------------------------------
+
+
+def quantise(path: Path, oracle: Any, form: str, where: str) -> None:
+    """Quantise the projections of the text in a checkpoint, and of the oracle, which then has the same."""
+    config, encode, _ = FORMATS[form]
+    config = {**config, "ignore": ["re:.*visual.*", "re:.*vision_tower.*", "lm_head"]}
+    config["modules_to_not_convert"] = ["model.visual", "vision_tower", "multi_modal_projector", "lm_head"]
+    embeddings = oracle.model.language_model
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            if is_vision(name) or "_proj." not in name:
+                found[name] = tensor
+                continue
+            parts, made = encode(tensor)
+            module = name.removesuffix(".weight")
+            found |= {f"{module}.{part}": value for part, value in parts.items()}
+            with torch.no_grad():
+                embeddings.get_parameter("layers." + name.split("layers.")[1]).copy_(made)
+        return found
+
+    edit_tensors(path, change)
+
+    def state(stated: dict[str, Any]) -> None:
+        (stated if where == "outer" else stated["text_config"])["quantization_config"] = config
+
+    edit_config(path, state)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "where"),
+    [
+        ("qwen3-vl", "packed-4", "outer"),
+        ("qwen3-vl", "fp8-blocks", "outer"),
+        ("qwen3-vl", "gptq", "text"),
+        ("mistral3", "fp8-channels", "outer"),
+        ("mistral3", "int8", "outer"),
+    ],
+)
+def test_a_quantised_text_part_is_the_dequantised_one(
+    tmp_path: Path, name: str, form: str, where: str
+) -> None:
+    oracle = make_wrapper(name, tmp_path)
+    quantise(tmp_path, oracle, form, where)
+    assert ids(tmp_path) == wanted(oracle)
+    kept = FORMATS[form][2]
+    assert bool(inspect_model(tmp_path, dtype="auto", device=CPU).stored_bits) == kept
+
+
+def test_a_quantised_text_part_without_own_code_is_refused(tmp_path: Path) -> None:
+    oracle = make_wrapper("mistral3-of-ministral3", tmp_path)
+    quantise(tmp_path, oracle, "int8", "outer")
+    with pytest.raises(ConfigError, match="of Ministral3ForCausalLM, quantised checkpoints cannot be loaded"):
+        load(tmp_path)
+
+
+# -- what is said of it -------------------------------------------------------------------------------
+
+
+def test_the_log_and_the_doctor_say_that_a_part_is_loaded(tmp_path: Path) -> None:
+    make_wrapper("qwen3-vl", tmp_path)
+    part = "Qwen3ForCausalLM (text part of Qwen3VLForConditionalGeneration; 27 vision tensors are not read)"
+    config = EngineConfig(model=str(tmp_path), device="cpu", num_pages=8, threads=1)
+    found = {finding.subject: finding.text for finding in examine(config)}
+    assert part in found["model"]
+    device = TorchDevice(config)
+    try:
+        assert part in device.open().decisions
+    finally:
+        device.close()
