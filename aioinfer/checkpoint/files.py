@@ -51,13 +51,21 @@ class Directory:
 
         if not any((self.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             return None
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             self.path,
             config=_unknown_config(self.path),
             local_files_only=True,
             # Otherwise transformers asks on the terminal to run the directory's code.
             trust_remote_code=False,
         )
+        template = self.path / "chat_template.json"
+        if not tokenizer.chat_template and template.is_file():
+            # Of models with more than text; transformers reads it with their processors only.
+            stated = read_json_object(template).get("chat_template")
+            if not isinstance(stated, str):
+                raise ConfigError(f"model: {template.name} has no chat_template that is text")
+            tokenizer.chat_template = stated
+        return tokenizer
 
     def tensors(self) -> Tensors:
         stored, quantisation = SafetensorsTensors(self.path), self.config().get("quantization_config")

@@ -151,15 +151,51 @@ def test_reserved_template_arguments_are_refused(tokenizer: HFTokenizer, name: s
 
 
 def test_without_a_template_messages_are_refused(directory: Path) -> None:
-    (directory / "chat_template.jinja").unlink(missing_ok=True)
-    configuration = json.loads((directory / "tokenizer_config.json").read_text())
-    configuration.pop("chat_template", None)
-    (directory / "tokenizer_config.json").write_text(json.dumps(configuration))
+    without_template(directory)
     tokenizer = HFTokenizer.load(directory)
     assert not tokenizer.has_chat_template
     error = refused(tokenizer, [USER])
     assert error.field == "messages"
     assert "no chat template" in str(error)
+
+
+#: as those of models of text and images look
+WITH_IMAGES = (
+    "{% for m in messages %}<|user|>{{ m.role }}:"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def without_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    configuration = json.loads((directory / "tokenizer_config.json").read_text())
+    configuration.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(configuration))
+
+
+def test_a_template_may_be_that_of_a_processor(directory: Path) -> None:
+    """Models of text and images had theirs in a file of its own; the tokenizer's counts first."""
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": WITH_IMAGES}))
+    assert rendered(HFTokenizer.load(directory), [USER]).endswith("answer:")
+    without_template(directory)
+    tokenizer = HFTokenizer.load(directory)
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
+    for content in ("the fox", parts):
+        assert rendered(tokenizer, [{"role": "user", "content": content}]) == "<|user|>user:the fox"
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    error = refused(tokenizer, [{"role": "user", "content": [*parts, image]}])
+    assert error.field == "messages[0].content[2]"
+    assert "only parts of type 'text' are supported, got 'image_url'" in str(error)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"chat_template": 3}'])
+def test_a_processors_template_that_is_none_is_an_error(directory: Path, text: str) -> None:
+    without_template(directory)
+    (directory / "chat_template.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"chat_template\.json"):
+        HFTokenizer.load(directory)
 
 
 # -- decoding -----------------------------------------------------------------------------------------
