@@ -16,7 +16,7 @@ from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
 from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.tokenizer import Tokenizer
-from aioinfer.text.tool_calls import Parsed, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls import Functions, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_grammar import AnswerGrammar
 
 __all__ = ["AnswerFormat", "AnswerReader", "ChatFormat"]
@@ -28,16 +28,18 @@ _PIECE = 4096
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The parsers for the answers of one call; ``constrained``: a grammar was built from its tools."""
+    """The parsers for the answers of one call, and the functions that it offers; ``constrained``: a grammar
+    was built from its tools."""
 
     tools: type[ToolCallParser] | None
     reasoning: type[ReasoningParser] | None
     constrained: bool = False
+    functions: Functions = field(default_factory=dict)
 
     def reader(self) -> AnswerReader:
         """For one choice."""
         return AnswerReader(
-            None if self.tools is None else self.tools(),
+            None if self.tools is None else self.tools(self.functions),
             None if self.reasoning is None else self.reasoning(),
         )
 
@@ -86,7 +88,11 @@ class ChatFormat:
             constrained = tools is not None
         if tools is None and reasoning is None:
             return params, None
-        answer = AnswerFormat(None if tools is None else self.tools, reasoning, constrained)
+        if tools is None:
+            answer = AnswerFormat(None, reasoning, constrained)
+        else:
+            functions = {each.name: each.parameters for each in tools.functions}
+            answer = AnswerFormat(self.tools, reasoning, constrained, functions)
         if self._tags(answer) & self.special:
             params = replace(params, skip_special_tokens=False)
         return params, answer
@@ -111,8 +117,7 @@ class ChatFormat:
     def _tags(self, answer: AnswerFormat) -> set[str]:
         tags: set[str] = set()
         if answer.tools is not None:
-            call = answer.tools.write("")
-            tags |= {call.opening, call.closing}
+            tags.update(answer.tools.tags)
         if answer.reasoning is not None:
             tags |= {answer.reasoning.opening, answer.reasoning.closing}
         return tags

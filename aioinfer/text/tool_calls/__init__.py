@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from aioinfer.text import AUTO
-from aioinfer.text.tool_calls.base import Parsed, ToolCallDelta, ToolCallParser, WrittenCall
+from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.hermes import Hermes
 
 __all__ = [
     "PARSERS",
+    "Functions",
     "Hermes",
     "Parsed",
     "ToolCallDelta",
     "ToolCallParser",
-    "WrittenCall",
     "parser_of",
 ]
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-__all__ = ["Parsed", "ToolCallDelta", "ToolCallParser", "WrittenCall", "new_id"]
+if TYPE_CHECKING:
+    from aioinfer.text.rules import Rules
+
+__all__ = ["Functions", "Parsed", "ToolCallDelta", "ToolCallParser", "new_id"]
+
+#: name -> JSON schema of the arguments, which describes an object
+Functions = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +34,6 @@ class Parsed:
     calls: list[ToolCallDelta] = field(default_factory=list)
 
 
-class WrittenCall(NamedTuple):
-    """The text of a call around its arguments, which belong between ``before`` and ``after``. The tags are
-    separate because a tokenizer may have tokens for them."""
-
-    opening: str
-    before: str
-    after: str
-    closing: str
-
-
 def new_id() -> str:
     """An id of a call, unique across the turns of a conversation."""
     return f"call_{uuid.uuid4().hex[:24]}"
@@ -48,11 +45,25 @@ class ToolCallParser(Protocol):
     Never raises, and every character of the text is either content or part of a call. Arguments are passed on
     as they arrive, so a call remains one even if its arguments are not valid JSON: as with OpenAI's API, the
     receiver validates them.
+
+    Attributes:
+        name: the setting's value.
+        opening: the tag in front of calls; empty if the beginning of an answer tells whether it is a call.
+        beginning: without an opening tag, a regular expression for how an answer with calls begins.
+        separator: the text between calls that have an opening tag each; None if the calls of an answer have
+            one together.
+        tags: what has to be in the text for calls to be found, even if a vocabulary has special tokens for
+            it.
     """
 
     name: ClassVar[str]
+    opening: ClassVar[str]
+    beginning: ClassVar[str]
+    separator: ClassVar[str | None]
+    tags: ClassVar[tuple[str, ...]]
 
-    def __init__(self) -> None: ...
+    def __init__(self, functions: Functions | None = None) -> None:
+        """``functions``: those that the model knows. The names of calls are not checked."""
 
     @staticmethod
     def in_template(template: str) -> bool:
@@ -69,5 +80,12 @@ class ToolCallParser(Protocol):
         """The arguments of the newest call are incomplete."""
 
     @staticmethod
-    def write(function: str) -> WrittenCall:
-        """The text of a call of ``function``."""
+    def write(function: str, schema: Mapping[str, Any], rules: Rules) -> str:
+        """The form of a call of ``function``, as a part of a rule: arguments obey their schema.
+
+        Raises ValueError for a schema that cannot be written.
+        """
+
+    @staticmethod
+    def group(call: str, most: int) -> str:
+        """The form of the calls behind one opening tag: up to ``most`` if it can have several."""
