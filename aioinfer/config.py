@@ -384,7 +384,9 @@ class ServerConfig:
     )
 
     tool_call_parser: str | None = _option(
-        "auto", "chat", "format of tool calls: hermes; auto: the chat template's; none: tools are refused"
+        "auto",
+        "chat",
+        "format of tool calls: hermes, llama3; auto: the chat template's; none: tools are refused",
     )
     reasoning_parser: str | None = _option(
         "auto", "chat", "format of reasoning to split off: qwen3, deepseek-r1; auto: the chat template's"

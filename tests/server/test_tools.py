@@ -9,12 +9,15 @@ from typing import Any
 import jsonschema
 import pytest
 
+from aioinfer.text.tool_calls import PARSERS
 from tests.server.chats import ROME, SCHEMAS, TOOLS, USER, WEATHER, Answer, add_tags, both, tool
 from tests.server.conftest import Bundled
+from tests.text.call_formats import written
 
 
-async def test_required_calls_are_always_valid(bundled: Bundled) -> None:
-    async with bundled() as client:
+@pytest.mark.parametrize("name", PARSERS)
+async def test_required_calls_are_always_valid(bundled: Bundled, name: str) -> None:
+    async with bundled(tool_call_parser=name) as client:
         options: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
         for seed, temperature in enumerate([0.0, 0.7, 1.0, 1.5, 2.0]):
             answers = await both(
@@ -138,6 +141,31 @@ async def test_the_clients_own_accumulation_of_deltas(bundled: Bundled) -> None:
         assert (one.function.name, one.function.arguments) == (other.function.name, other.function.arguments)
     assert events.count("tool_calls.function.arguments.delta") > 5
     assert "tool_calls.function.arguments.done" in events
+
+
+@pytest.mark.parametrize("name", PARSERS)
+async def test_calls_that_the_model_writes_by_itself(bundled: Bundled, name: str) -> None:
+    calls = [("weather", {"city": "Rome", "days": 1}), ("lists", {"items": ["a", "b"]})]
+    extra = {"guided_choice": [written(name, calls)]}
+    async with bundled(tool_call_parser=name) as client:
+        (answer,) = await both(client, tools=TOOLS, temperature=0, extra_body=extra)
+        (other,) = await both(client, temperature=0, extra_body=extra)
+    answer.check()
+    assert [(called, json.loads(arguments)) for called, arguments in answer.calls] == calls
+    assert (answer.content, answer.finish_reason) == (None, "tool_calls")
+    assert other == Answer(extra["guided_choice"][0], finish_reason="stop")
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("special", [False, True])
+async def test_special_tokens_of_a_format_reach_its_parser(
+    bundled: Bundled, directory: Path, name: str, special: bool
+) -> None:
+    add_tags(directory, *PARSERS[name].tags, special=special)
+    async with bundled(directory, tool_call_parser=name) as client:
+        for answer in await both(client, tools=TOOLS, tool_choice="required", seed=3, n=3, max_tokens=900):
+            answer.check()
+            assert (answer.content, answer.finish_reason) == (None, "tool_calls")
 
 
 @pytest.mark.parametrize("special", [False, True])

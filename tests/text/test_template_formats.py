@@ -9,7 +9,7 @@ from aioinfer.server.answers import ChatFormat
 from aioinfer.testing import ToyTokenizer
 from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
-from aioinfer.text.tool_calls import Hermes
+from aioinfer.text.tool_calls import Hermes, Llama3
 
 #: parts of templates as models have them
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -17,14 +17,29 @@ HERMES = PLAIN + "{{ '<tool_call>\\n{\"name\": \"' + tool.name + '\", \"argument
 #: the same tags with something else between them: Qwen3-Coder, GLM
 CODER = PLAIN + "{{ '<tool_call>\\n<function=' + tool.name + '>\\n<parameter=' }}{{ '</tool_call>' }}"
 GLM = PLAIN + "{{ '<tool_call>' + tool.name }}<arg_key>{{ k }}</arg_key>{{ '</tool_call>' }}"
+LLAMA = (
+    PLAIN + '{{ \'Respond in the format {"name": function name, "parameters": dictionary of names.\' }}'
+    "{{ '{\"name\": \"' + tool_call.name + '\", ' }}{{ '\"parameters\": ' }}{{ tool_call.arguments }}"
+)
+#: tools are written as JSON, and calls in another format
+DECLARING = PLAIN + "{{ '{\"name\": ' + t.name + '\"description\": ' + t.description + '\"parameters\": ' }}"
 THINKING = (
     PLAIN + "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "parser"), [(PLAIN, None), (HERMES, Hermes), (CODER, None), (GLM, None), (THINKING, None)]
-)
+CALLS = [
+    (PLAIN, None),
+    (HERMES, Hermes),
+    (CODER, None),
+    (GLM, None),
+    (THINKING, None),
+    (LLAMA, Llama3),
+    (DECLARING, None),
+]
+
+
+@pytest.mark.parametrize(("template", "parser"), CALLS)
 def test_calls_are_read_in_the_format_that_the_template_writes(
     template: str, parser: type[Hermes] | None
 ) -> None:

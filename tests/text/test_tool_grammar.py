@@ -15,11 +15,12 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
-from aioinfer.text.tool_calls import Hermes
+from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
+from tests.text.call_formats import written
 from tests.tiers import grid
 
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+TAGS = ["<think>", "</think>", *dict.fromkeys(tag for parser in PARSERS.values() for tag in parser.tags)]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 FUNCTIONS: dict[str, Any] = {"weather": {**CITY, "additionalProperties": False}, "now": {"type": "object"}}
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -43,7 +44,8 @@ class Vocabulary:
 
     def allows(self, output: str, /, **options: Any) -> bool:
         """The text is a whole answer, token by token allowed by the masks."""
-        grammar = AnswerGrammar(Hermes, **{"functions": FUNCTIONS, "tokens": self.tokens, **options}).build()
+        defaults = {"parser": Hermes, "functions": FUNCTIONS, "tokens": self.tokens}
+        grammar = AnswerGrammar(**{**defaults, **options}).build()
         matcher = self.backend.compile(grammar)
         mask = np.zeros(-(-self.size // 32), np.int32)
         for token in [*self.tokenizer.encode(output, add_special_tokens=False).ids, self.end]:
@@ -92,6 +94,43 @@ def test_an_instance_of_a_schema_or_calls(vocabulary: Vocabulary) -> None:
         assert not vocabulary.allows(text, **options), text
     assert vocabulary.allows("4", functions={}, **options)
     assert not vocabulary.allows(ROME, functions={}, **options)
+
+
+def in_format(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    return written(name, [*calls])
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_calls_in_every_format(vocabulary: Vocabulary, name: str) -> None:
+    parser = PARSERS[name]
+    rome, now = ("weather", {"city": "Rome"}), ("now", {"zone": "1"})
+    bern, nothing = ("weather", {"city": "Bern"}), ("whether", {"city": "Rome"})
+    one, two, wrong = in_format(name, rome), in_format(name, rome, now), in_format(name, bern)
+    for text in (one, in_format(name, now), two):
+        assert vocabulary.allows(text, parser=parser), text
+        assert vocabulary.allows(text, parser=parser, text=True), text
+    for text in ("", "Rome", wrong, in_format(name, nothing), f"x{one}", one[:-1]):
+        assert not vocabulary.allows(text, parser=parser), text
+    for options in ({"parallel": False}, {"parallel": False, "text": True}):
+        assert vocabulary.allows(one, parser=parser, **options)
+        assert not vocabulary.allows(two, parser=parser, **options)
+        assert vocabulary.allows("", parser=parser, **options) == ("text" in options)
+    for text in ("", 'Ro\n\n{"me"}', "{", '{"name', '{"answer": 1}', "[1]"):
+        assert vocabulary.allows(text, parser=parser, text=True), text
+    assert not vocabulary.allows(wrong, parser=parser, text=True)
+    assert vocabulary.allows(f"Hm. {one}", parser=parser, text=True)
+    # Where the beginning tells, a call behind a text is text.
+    assert vocabulary.allows(f"Hm. {wrong}", parser=parser, text=True) == (not parser.opening)
+    assert vocabulary.allows(f"<think>hm</think>{two}", parser=parser, reasoning=Qwen3)
+    assert vocabulary.allows("42", parser=parser, answer={"type": "integer"})
+    assert vocabulary.allows(two, parser=parser, answer={"type": "integer"})
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_what_is_called_may_be_any_of_many(vocabulary: Vocabulary, name: str) -> None:
+    many = {f"function_{at}": CITY for at in range(128)}
+    text = in_format(name, ("function_127", {"city": "Rome"}))
+    assert vocabulary.allows(text, parser=PARSERS[name], functions=many)
 
 
 def test_reasoning_comes_first(vocabulary: Vocabulary) -> None:

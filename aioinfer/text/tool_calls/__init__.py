@@ -11,18 +11,20 @@ from collections.abc import Iterable
 from aioinfer.text import AUTO
 from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.hermes import Hermes
+from aioinfer.text.tool_calls.llama3 import Llama3
 
 __all__ = [
     "PARSERS",
     "Functions",
     "Hermes",
+    "Llama3",
     "Parsed",
     "ToolCallDelta",
     "ToolCallParser",
     "parser_of",
 ]
 
-PARSERS: dict[str, type[ToolCallParser]] = {parser.name: parser for parser in (Hermes,)}
+PARSERS: dict[str, type[ToolCallParser]] = {parser.name: parser for parser in (Hermes, Llama3)}
 
 
 def parser_of(name: str | None, templates: Iterable[str]) -> type[ToolCallParser] | None:

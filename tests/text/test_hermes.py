@@ -1,73 +1,23 @@
-"""The parser of tool calls: calls and content, however the text is split."""
+"""The parser of Hermes' format: calls and content, however the text is split."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.text.tool_calls import PARSERS, Parsed
+from tests.text.call_formats import Calls, cut
+from tests.text.call_formats import parse as parse_format
 from tests.tiers import scaled
 
-NAME = '"name": "f"'
-MARK = "§"
-PIECES = [
-    "<tool_call>",
-    "</tool_call>",
-    '\n{"name": "f", "arguments": {',
-    '{"arguments": {"a": "',
-    '"}, "name": "g"}',
-    '{"name":',
-    '"arguments"',
-    '"a": 1',
-    "{}}",
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    "\\",
-    "\n",
-    " ",
-    "<",
-    ",",
-    ":",
-    "tool_call>",
-    MARK,
-]
-Calls = list[tuple[str, str]]
-
-
-def collect(deltas: list[Parsed]) -> tuple[str, Calls]:
-    """The calls that a client assembles from the deltas, which follow OpenAI's order."""
-    content, calls, ids = "", [], set()
-    for delta in deltas:
-        content += delta.content
-        for call in delta.calls:
-            if call.index == len(calls):
-                assert call.id
-                assert call.name
-                assert call.arguments == ""
-                ids.add(call.id)
-                calls.append((call.name, ""))
-            else:
-                assert call.id is None
-                assert call.name is None
-                assert call.arguments
-                assert call.index == len(calls) - 1
-                calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
-    assert len(ids) == len(calls)
-    return content, calls
+LONG = "x" * 2000
 
 
 def parse(parts: list[str]) -> tuple[str, Calls]:
-    parser = PARSERS["hermes"]()
-    return collect([*(parser.push(part) for part in parts), parser.finish()])
+    return parse_format("hermes", parts)
 
 
 def call(arguments: str, name: str = "f") -> str:
@@ -141,32 +91,6 @@ def test_any_arguments_come_back_as_they_were_written(
     assert found == written
 
 
-def cut(text: str, data: st.DataObject) -> list[str]:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
-    return [text[low:high] for low, high in itertools.pairwise([0, *cuts, len(text)])]
-
-
-@given(pieces=st.lists(st.sampled_from(PIECES), max_size=20), data=st.data())
-@settings(max_examples=scaled(1000), deadline=None)
-def test_whatever_comes_nothing_is_lost_and_the_cuts_do_not_matter(
-    pieces: list[str], data: st.DataObject
-) -> None:
-    text = "".join(pieces)
-    content, calls = got = parse(cut(text, data))
-    assert got == parse(list(text)) == parse([text])
-    seen = Counter(content + "".join(name + arguments for name, arguments in calls))
-    # All text but the frame of a call is returned, and exactly once.
-    frame = Counter(text) - seen
-    assert seen <= Counter(text)
-    assert set(frame) <= set('<tool_call>/{"name": , "arguments": }\n')
-    assert (frame[MARK], frame["["], frame["\\"]) == (0, 0, 0)
-    if not calls:
-        assert content == text
-
-
-LONG = "x" * 2000
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -203,37 +127,3 @@ def test_long_arguments_are_parsed() -> None:
     assert parse(parts) == ("", [("f", arguments)])
     early = f'<tool_call>{{"arguments": {{"a": "{LONG * 8}"}}, "name": "f"}}</tool_call>'
     assert parse([early]) == ("", [("f", json.dumps({"a": LONG * 8}))])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Let me see.\n" + call('{"a": "\\"}"}') + "\n" + call("{}", "g") + " done",
-        '<tool_call>{"arguments":{"a":{}} , "name":"f"}</tool_call>b',
-        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>\n' + call("{}"),
-    ],
-    ids=["two calls", "late name", "broken"],
-)
-def test_a_text_may_be_cut_at_any_two_places(text: str) -> None:
-    wanted = parse([text])
-    for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
-        assert parse([text[:first], text[first:second], text[second:]]) == wanted
-
-
-def test_a_call_is_unfinished_until_its_arguments_are() -> None:
-    text = call('{"a": {}}')
-    for end in range(len(text) + 1):
-        parser = PARSERS["hermes"]()
-        _, calls = collect([parser.push(text[:end]), parser.finish()])
-        whole = end >= text.index("}}") + 2
-        assert parser.unfinished == (bool(calls) and not whole)
-
-
-def test_arguments_are_passed_on_as_they_arrive() -> None:
-    parser = PARSERS["hermes"]()
-    text = call('{"city": "Rome"}')
-    at = text.index("Ro")
-    before, first, second = parser.push(text[:at]), parser.push("R"), parser.push("ome")
-    assert [delta.arguments for delta in before.calls] == ["", '{"city": "']
-    assert [delta.arguments for delta in first.calls + second.calls] == ["R", "ome"]
-    assert first.content == ""

@@ -1,0 +1,155 @@
+"""The formats of tool calls: how their models write calls, and texts that are nearly calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from aioinfer.text.tool_calls import PARSERS, Parsed
+
+__all__ = ["FORMATS", "MARK", "SCHEMAS", "CallFormat", "Calls", "collect", "cut", "parse", "written"]
+
+#: a character that belongs to no format
+MARK = "§"
+Calls = list[tuple[str, str]]
+_PROPERTIES = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "size": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "list": {"type": "array"},
+    "map": {"type": "object"},
+    "maybe": {"anyOf": [{"type": "null"}, {"type": "string"}]},
+}
+#: the functions that the parsers know
+SCHEMAS: dict[str, Any] = {name: {"type": "object", "properties": _PROPERTIES} for name in ("f", "g")}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """
+    Attributes:
+        tell: a call as its models write it; keywords are those of ``json.dumps``.
+        frame: the characters that may belong to a call besides its name and its arguments.
+        pieces: parts of calls.
+        begin, between, end: what encloses several calls.
+        alone: the beginning of the text decides whether it has calls.
+    """
+
+    tell: Callable[..., str]
+    frame: str
+    pieces: tuple[str, ...]
+    begin: str = ""
+    between: str = "\n"
+    end: str = ""
+    alone: bool = False
+
+
+def _hermes(name: str, arguments: Any, **how: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, **how)}}}\n</tool_call>'
+
+
+def _llama(name: str, arguments: Any, **how: Any) -> str:
+    return f'{{"name": "{name}", "parameters": {json.dumps(arguments, **how)}}}'
+
+
+_JSON = (
+    "{}",
+    "{}}",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ",",
+    ":",
+    '"a": 1',
+    '{"a": "',
+    '"name":',
+    "\n",
+    " ",
+    MARK,
+)
+
+FORMATS = {
+    "hermes": CallFormat(
+        _hermes,
+        '<tool_call>/{"name": , "arguments": }\n',
+        (
+            "<tool_call>",
+            "</tool_call>",
+            '\n{"name": "f", "arguments": {',
+            '{"arguments": {"a": "',
+            '"}, "name": "g"}',
+            '"arguments"',
+            "tool_call>",
+            "<",
+            *_JSON,
+        ),
+    ),
+    "llama3": CallFormat(
+        _llama,
+        '<|python_tag|>{"name": , "parameters": "type": "function", "arguments": }; \n',
+        (
+            "<|python_tag|>",
+            '{"name": "f", "parameters": {',
+            '{"type": "function", "name": "f", "parameters": {"',
+            '{"arguments": {"a": "',
+            '"}, "name": "g"}',
+            '{"name": "f", "parameters": {}}',
+            "}}; ",
+            '"parameters"',
+            "python_tag|>",
+            ";",
+            *_JSON,
+        ),
+        between="; ",
+        alone=True,
+    ),
+}
+
+
+def written(name: str, calls: list[tuple[str, dict[str, Any]]], **how: Any) -> str:
+    """Calls as the models of the format write them; keywords are those of ``json.dumps``."""
+    form = FORMATS[name]
+    told = [form.tell(function, arguments, **how) for function, arguments in calls]
+    return form.begin + form.between.join(told) + form.end if told else ""
+
+
+def collect(deltas: list[Parsed]) -> tuple[str, Calls]:
+    """The calls that a client assembles from the deltas, which follow OpenAI's order."""
+    calls: Calls = []
+    content, ids = "", set()
+    for delta in deltas:
+        content += delta.content
+        for call in delta.calls:
+            if call.index == len(calls):
+                assert call.id
+                assert call.name
+                assert call.arguments == ""
+                ids.add(call.id)
+                calls.append((call.name, ""))
+            else:
+                assert call.id is None
+                assert call.name is None
+                assert call.arguments
+                assert call.index == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
+    assert len(ids) == len(calls)
+    return content, calls
+
+
+def parse(name: str, parts: list[str]) -> tuple[str, Calls]:
+    parser = PARSERS[name](SCHEMAS)
+    return collect([*(parser.push(part) for part in parts), parser.finish()])
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
+    return [text[low:high] for low, high in itertools.pairwise([0, *cuts, len(text)])]

@@ -1,0 +1,145 @@
+"""What the parsers of tool calls have in common, whatever the format."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioinfer.text.tool_calls import PARSERS
+from tests.text.call_formats import FORMATS, MARK, SCHEMAS, collect, cut, parse, written
+from tests.tiers import scaled
+
+every_format = pytest.mark.parametrize("name", PARSERS)
+LONG = "x" * 2000
+
+
+def test_every_parser_has_a_format_here() -> None:
+    assert [*FORMATS] == [*PARSERS]
+
+
+values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+arguments_of_f = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": st.text(),
+        "count": st.integers(-(2**64), 2**64),
+        "size": st.floats(allow_nan=False, allow_infinity=False),
+        "flag": st.booleans(),
+        "list": st.lists(values, max_size=4),
+        "map": st.dictionaries(st.text("abc §{}'", min_size=1), values, max_size=4),
+        "maybe": st.none() | st.text("no null"),
+    },
+)
+
+
+@every_format
+@given(
+    calls=st.lists(st.tuples(st.sampled_from("fg"), arguments_of_f), max_size=4),
+    ascii_only=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=scaled(100, 20), deadline=None)
+def test_any_arguments_come_back(
+    name: str, calls: list[tuple[str, dict[str, Any]]], ascii_only: bool, data: st.DataObject
+) -> None:
+    before = "" if FORMATS[name].alone else "Hm."
+    text = before + written(name, calls, ensure_ascii=ascii_only)
+    content, found = parse(name, cut(text, data))
+    assert content == before
+    assert [(function, json.loads(arguments)) for function, arguments in found] == calls
+
+
+@every_format
+@given(data=st.data())
+@settings(max_examples=scaled(1000), deadline=None)
+def test_whatever_comes_nothing_is_lost_and_the_cuts_do_not_matter(name: str, data: st.DataObject) -> None:
+    form = FORMATS[name]
+    text = "".join(data.draw(st.lists(st.sampled_from(form.pieces), max_size=20)))
+    content, calls = got = parse(name, cut(text, data))
+    assert got == parse(name, list(text)) == parse(name, [text])
+    seen = Counter(content + "".join(function + arguments for function, arguments in calls))
+    assert seen[MARK] == text.count(MARK)
+    if not calls:
+        assert content == text
+    # All text but the frame of a call is returned.
+    assert set(Counter(text) - seen) <= set(form.frame)
+
+
+@every_format
+def test_a_text_may_be_cut_at_any_two_places(name: str) -> None:
+    calls = [("f", {"text": '"}\\', "list": [{"a": "]"}]}), ("g", {})]
+    texts = [written(name, calls), written(name, calls[:1])[:-3] + "x", written(name, calls)[:-1] + " b"]
+    for text in texts:
+        text = text if FORMATS[name].alone else f"Let me see.\n{text} done"
+        wanted = parse(name, [text])
+        assert wanted[1]
+        for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
+            assert parse(name, [text[:first], text[first:second], text[second:]]) == wanted
+
+
+@every_format
+def test_a_call_is_unfinished_until_its_arguments_are(name: str) -> None:
+    text = written(name, [("f", {"map": {"a": 1}})])
+    unfinished = []
+    for end in range(len(text) + 1):
+        parser = PARSERS[name](SCHEMAS)
+        content, calls = collect([parser.push(text[:end]), parser.finish()])
+        unfinished.append(parser.unfinished)
+        if calls and not parser.unfinished:
+            assert (content, json.loads(calls[0][1])) == ("", {"map": {"a": 1}})
+        if not calls:
+            assert (content, parser.unfinished) == (text[:end], False)
+    # It begins and ends once.
+    assert [key for key, _ in itertools.groupby(unfinished)] == [False, True, False]
+
+
+@every_format
+def test_text_is_passed_on_as_it_arrives(name: str) -> None:
+    parser = PARSERS[name](SCHEMAS)
+    text = written(name, [("f", {"text": "a Roman city"})])
+    at = text.index("Ro")
+    parser.push(text[:at])
+    for piece in ("R", "om", "an"):
+        parsed = parser.push(piece)
+        assert (parsed.content, [delta.arguments for delta in parsed.calls]) == ("", [piece])
+    plain = PARSERS[name](SCHEMAS)
+    assert [plain.push(piece).content for piece in ("I ", "see", ".")] == ["I ", "see", "."]
+
+
+@every_format
+def test_long_arguments_take_linear_time(name: str) -> None:
+    took = []
+    for length in (20_000, 200_000):
+        arguments = {"text": LONG * (length // 2000), "list": ["<[{"] * (length // 10)}
+        text = written(name, [("f", arguments)])
+        parts = [text[at : at + 5] for at in range(0, len(text), 5)]
+        start = time.process_time()
+        _, [(_, found)] = parse(name, parts)
+        took.append(time.process_time() - start)
+        assert json.loads(found) == arguments
+    # Ten times the text: a hundred times the work if it were quadratic.
+    assert took[1] < 40 * took[0] + 0.5, took
+
+
+@every_format
+def test_what_is_nearly_a_call_is_not_held_back_for_ever(name: str) -> None:
+    text = written(name, [(LONG, {})])
+    parser = PARSERS[name](SCHEMAS)
+    held = 0
+    seen = ""
+    for at, character in enumerate(text * 3):
+        seen += parser.push(character).content
+        held = max(held, at + 1 - len(seen))
+    assert held <= 1200
+    assert seen + parser.finish().content == text * 3
