@@ -386,7 +386,8 @@ class ServerConfig:
     tool_call_parser: str | None = _option(
         "auto",
         "chat",
-        "format of tool calls: hermes, llama3; auto: the chat template's; none: tools are refused",
+        "format of tool calls: hermes, mistral, mistral-v11, llama3; auto: the chat template's;"
+        " none: tools are refused",
     )
     reasoning_parser: str | None = _option(
         "auto", "chat", "format of reasoning to split off: qwen3, deepseek-r1; auto: the chat template's"

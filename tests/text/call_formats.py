@@ -58,6 +58,29 @@ def _llama(name: str, arguments: Any, **how: Any) -> str:
     return f'{{"name": "{name}", "parameters": {json.dumps(arguments, **how)}}}'
 
 
+def _mistral(name: str, arguments: Any, **how: Any) -> str:
+    return f'{{"name": "{name}", "arguments": {json.dumps(arguments, **how)}}}'
+
+
+def _mistral_v11(name: str, arguments: Any, **how: Any) -> str:
+    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, **how)}"
+
+
+_MISTRAL = (
+    "[TOOL_CALLS]",
+    "[TOOL_CALLS][",
+    '{"name": "f", "arguments": {',
+    '{"arguments": {"a": "',
+    '"}, "name": "g"}',
+    ', "id": "a1B2c3D4e"}',
+    "f",
+    "[CALL_ID]a1B",
+    "[ARGS]{",
+    "[ARGS",
+    "TOOL_CALLS]",
+    "}}, ",
+    "}}]",
+)
 _JSON = (
     "{}",
     "{}}",
@@ -92,6 +115,20 @@ FORMATS = {
             "<",
             *_JSON,
         ),
+    ),
+    "mistral": CallFormat(
+        _mistral,
+        '[TOOL_CALLS][CALL_ID]a1B2c3D4e[ARGS]{"name": , "arguments": , "id": }\n',
+        (*_MISTRAL, *_JSON),
+        begin="[TOOL_CALLS][",
+        between=", ",
+        end="]",
+    ),
+    "mistral-v11": CallFormat(
+        _mistral_v11,
+        '[TOOL_CALLS][CALL_ID]a1B2c3D4e[ARGS]{"name": , "arguments": , "id": }\n',
+        (*_MISTRAL, *_JSON),
+        between="",
     ),
     "llama3": CallFormat(
         _llama,

@@ -9,7 +9,7 @@ from aioinfer.server.answers import ChatFormat
 from aioinfer.testing import ToyTokenizer
 from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
-from aioinfer.text.tool_calls import Hermes, Llama3
+from aioinfer.text.tool_calls import Hermes, Llama3, Mistral, MistralV11
 
 #: parts of templates as models have them
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -21,6 +21,8 @@ LLAMA = (
     PLAIN + '{{ \'Respond in the format {"name": function name, "parameters": dictionary of names.\' }}'
     "{{ '{\"name\": \"' + tool_call.name + '\", ' }}{{ '\"parameters\": ' }}{{ tool_call.arguments }}"
 )
+MISTRAL = PLAIN + "{{ '[TOOL_CALLS] [' }}{{ tool_call.function | tojson }}{{ ']' }}"
+MISTRAL_V11 = PLAIN + "{{ '[TOOL_CALLS]' }}{{ name + '[CALL_ID]' + id + '[ARGS]' + arguments }}"
 #: tools are written as JSON, and calls in another format
 DECLARING = PLAIN + "{{ '{\"name\": ' + t.name + '\"description\": ' + t.description + '\"parameters\": ' }}"
 THINKING = (
@@ -35,6 +37,8 @@ CALLS = [
     (GLM, None),
     (THINKING, None),
     (LLAMA, Llama3),
+    (MISTRAL, Mistral),
+    (MISTRAL_V11, MistralV11),
     (DECLARING, None),
 ]
 

@@ -81,7 +81,7 @@ def test_a_text_may_be_cut_at_any_two_places(name: str) -> None:
     calls = [("f", {"text": '"}\\', "list": [{"a": "]"}]}), ("g", {})]
     texts = [written(name, calls), written(name, calls[:1])[:-3] + "x", written(name, calls)[:-1] + " b"]
     for text in texts:
-        text = text if FORMATS[name].alone else f"Let me see.\n{text} done"
+        text = text if FORMATS[name].alone else f"Hm.\n{text} so"
         wanted = parse(name, [text])
         assert wanted[1]
         for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):

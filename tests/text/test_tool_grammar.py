@@ -126,6 +126,17 @@ def test_calls_in_every_format(vocabulary: Vocabulary, name: str) -> None:
     assert vocabulary.allows(two, parser=parser, answer={"type": "integer"})
 
 
+def test_calls_of_mistral_may_have_ids_and_spaces(vocabulary: Vocabulary) -> None:
+    bare, listed = (
+        "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}",
+        '[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+    )
+    for own, other, name in ((bare, listed, "mistral-v11"), (listed, bare, "mistral")):
+        assert vocabulary.allows(own, parser=PARSERS[name])
+        assert not vocabulary.allows(other, parser=PARSERS[name])
+    assert not vocabulary.allows(bare.replace("4e", "4"), parser=PARSERS["mistral-v11"])
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_is_called_may_be_any_of_many(vocabulary: Vocabulary, name: str) -> None:
     many = {f"function_{at}": CITY for at in range(128)}

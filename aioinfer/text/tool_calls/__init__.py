@@ -12,19 +12,24 @@ from aioinfer.text import AUTO
 from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.hermes import Hermes
 from aioinfer.text.tool_calls.llama3 import Llama3
+from aioinfer.text.tool_calls.mistral import Mistral, MistralV11
 
 __all__ = [
     "PARSERS",
     "Functions",
     "Hermes",
     "Llama3",
+    "Mistral",
+    "MistralV11",
     "Parsed",
     "ToolCallDelta",
     "ToolCallParser",
     "parser_of",
 ]
 
-PARSERS: dict[str, type[ToolCallParser]] = {parser.name: parser for parser in (Hermes, Llama3)}
+PARSERS: dict[str, type[ToolCallParser]] = {
+    parser.name: parser for parser in (Hermes, Mistral, MistralV11, Llama3)
+}
 
 
 def parser_of(name: str | None, templates: Iterable[str]) -> type[ToolCallParser] | None:
