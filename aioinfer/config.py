@@ -386,7 +386,7 @@ class ServerConfig:
     tool_call_parser: str | None = _option(
         "auto",
         "chat",
-        "format of tool calls: hermes, mistral, mistral-v11, llama3; auto: the chat template's;"
+        "format of tool calls: hermes, qwen3-coder, mistral, mistral-v11, llama3; auto: the chat template's;"
         " none: tools are refused",
     )
     reasoning_parser: str | None = _option(

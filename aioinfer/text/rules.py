@@ -25,6 +25,8 @@ class Rules:
         """``tokens``: text -> id of the vocabulary's added tokens."""
         self._tokens = tokens
         self._lines = ["%llguidance {}", "TEXT: /(.|\\n)*/"]
+        #: those without a name of their own, by their form
+        self._names: dict[str, str] = {}
 
     def lark(self) -> str:
         """All of them."""
@@ -35,9 +37,11 @@ class Rules:
         self._lines.append(f"{name}: {form}")
         return name
 
-    def new(self, prefix: str, form: str) -> str:
-        """A rule with a name of its own."""
-        return self.add(f"{prefix}_{len(self._lines)}", form)
+    def shared(self, prefix: str, form: str) -> str:
+        """A rule of this form, one for all that need it; returns its name."""
+        if form not in self._names:
+            self._names[form] = self.add(f"{prefix}_{len(self._names)}", form)
+        return self._names[form]
 
     def until(self, name: str, tag: str) -> str:
         """A rule for any text up to and including a tag."""

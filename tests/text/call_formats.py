@@ -66,6 +66,16 @@ def _mistral_v11(name: str, arguments: Any, **how: Any) -> str:
     return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, **how)}"
 
 
+def _qwen3_coder(name: str, arguments: Any, **how: Any) -> str:
+    """Values as the template writes them: other values than lists and objects as Python does."""
+    told = [
+        f"<parameter={key}>\n{json.dumps(value, **how) if isinstance(value, (list, dict)) else value}\n"
+        "</parameter>\n"
+        for key, value in arguments.items()
+    ]
+    return f"<tool_call>\n<function={name}>\n{''.join(told)}</function>\n</tool_call>"
+
+
 _MISTRAL = (
     "[TOOL_CALLS]",
     "[TOOL_CALLS][",
@@ -113,6 +123,27 @@ FORMATS = {
             '"arguments"',
             "tool_call>",
             "<",
+            *_JSON,
+        ),
+    ),
+    "qwen3-coder": CallFormat(
+        _qwen3_coder,
+        "<tool_call>/<function=></parameter=>\n ",
+        (
+            "<tool_call>",
+            "<tool_call>\n<function=f>",
+            "</tool_call>",
+            "<function=",
+            "f>",
+            "</function>",
+            "<parameter=text>",
+            "<parameter=count>",
+            "<parameter=map>",
+            "<parameter=",
+            "</parameter>",
+            "</para",
+            "12",
+            "null",
             *_JSON,
         ),
     ),

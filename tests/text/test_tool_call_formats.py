@@ -38,7 +38,7 @@ arguments_of_f = st.fixed_dictionaries(
         "flag": st.booleans(),
         "list": st.lists(values, max_size=4),
         "map": st.dictionaries(st.text("abc §{}'", min_size=1), values, max_size=4),
-        "maybe": st.none() | st.text("no null"),
+        "maybe": st.none() | st.text("xyz \n"),
     },
 )
 

@@ -13,6 +13,7 @@ from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, Tool
 from aioinfer.text.tool_calls.hermes import Hermes
 from aioinfer.text.tool_calls.llama3 import Llama3
 from aioinfer.text.tool_calls.mistral import Mistral, MistralV11
+from aioinfer.text.tool_calls.qwen3_coder import Qwen3Coder
 
 __all__ = [
     "PARSERS",
@@ -22,13 +23,14 @@ __all__ = [
     "Mistral",
     "MistralV11",
     "Parsed",
+    "Qwen3Coder",
     "ToolCallDelta",
     "ToolCallParser",
     "parser_of",
 ]
 
 PARSERS: dict[str, type[ToolCallParser]] = {
-    parser.name: parser for parser in (Hermes, Mistral, MistralV11, Llama3)
+    parser.name: parser for parser in (Hermes, Qwen3Coder, Mistral, MistralV11, Llama3)
 }
 
 

@@ -36,7 +36,8 @@ class Hermes(JsonCalls):
     @staticmethod
     def in_template(template: str) -> bool:
         # Others have something else than JSON between the same tags.
-        return Hermes.opening in template and all(f'"{key}"' in template for key in ("name", "arguments"))
+        json_ = all(f'"{key}"' in template for key in ("name", "arguments"))
+        return json_ and Hermes.opening in template and "<function=" not in template
 
     @staticmethod
     def write(function: str, schema: Mapping[str, Any], rules: Rules) -> str:

@@ -1,0 +1,128 @@
+"""The form of calls whose arguments are raw text between tags, from the schema of the arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.text.tool_calls.raw_values import resolved, types_of
+
+if TYPE_CHECKING:
+    from aioinfer.text.rules import Rules
+
+__all__ = ["parameters_form"]
+
+_CLOSING = "</parameter>"
+_END = f"\n{_CLOSING}\n"
+_ANY = "(.|\\n)"
+#: text that the parser would take for the end of the value
+_CLOSED = f"{_ANY}*{_CLOSING}{_ANY}*".replace("/p", "\\/p")
+#: keywords of an object whose parameters follow from more than its properties
+_NOT_LISTED = (
+    *("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
+)
+_DEFINITIONS = ("$defs", "definitions", "$schema", "$id")
+_SLASH = re.compile(r"(\\.)|/|\n", re.DOTALL)
+
+
+def parameters_form(schema: Mapping[str, Any], rules: Rules) -> str:
+    """The parameters of a function: those that its schema lists in their order, or any if it lists none.
+
+    Strings are raw text; their lengths, patterns and lists of values are obeyed. Other values are JSON. A
+    text may be read as JSON of another type if the schema allows that, too. Raises ValueError.
+    """
+    try:
+        return _Parameters(schema, rules).form()
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+class _Parameters:
+    def __init__(self, schema: Mapping[str, Any], rules: Rules) -> None:
+        self._rules = rules
+        self._root = schema
+
+    def form(self) -> str:
+        schema = resolved(self._root, self._root)
+        if found := [key for key in _NOT_LISTED if key in schema]:
+            raise ValueError(f"has {found[0]} at its top, which calls of this format cannot express")
+        declared = schema.get("properties", {})
+        required = schema.get("required", [])
+        if not isinstance(declared, Mapping) or not isinstance(required, list):
+            raise ValueError("is not a schema of an object")
+        more = schema.get("additionalProperties", True)
+        names = {**declared, **{name: more for name in required if name not in declared}}
+        if not names:
+            return self._any(more) if more is not False else '""'
+        parts = []
+        for name, value in names.items():
+            if not isinstance(name, str) or not re.fullmatch(r"[^<>\n]+", name):
+                raise ValueError(f"has the property {name!r}, which calls of this format cannot express")
+            part = f"{self._rules.text(f'<parameter={name}>' + chr(10))} {self._value(value)}"
+            parts.append(part if name in required else f"({part})?")
+        return " ".join(parts)
+
+    def _any(self, schema: Any) -> str:
+        key = self._rules.shared("KEY", "/[^<>\\n]{1,64}/")
+        before, after = self._rules.text("<parameter="), self._rules.text(">\n")
+        return f"({before} {key} {after} {self._value(schema)})*"
+
+    def _value(self, schema: Any) -> str:
+        """A value up to the end of its tag."""
+        return self._rules.shared("value", " | ".join(self._choices(schema)))
+
+    def _choices(self, schema: Any) -> list[str]:
+        end = self._rules.text(_END)
+        if schema is False:
+            raise ValueError("has a property that allows nothing")
+        schema = {} if schema is True else resolved(schema, self._root)
+        if "string" not in (types := types_of(schema, self._root)):
+            return [f"{self._rules.json(self._with_definitions(schema))} {end}"]
+        if (values := _listed(schema)) is not None:
+            return [f"{self._rules.text(_as_text(value))} {end}" for value in values]
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(branches := schema.get(key), list) and "type" not in schema:
+                if key == "allOf" and len(branches) != 1:
+                    raise ValueError("has an allOf of strings, which calls of this format cannot express")
+                return [choice for branch in branches for choice in self._choices(branch)]
+        others = sorted(types - {"string"})
+        json_ = {**schema, "type": others}
+        json_form = [f"{self._rules.json(self._with_definitions(json_))} {end}"] if others else []
+        return [self._string(schema), *json_form]
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        text = f"/{_ANY}{{{least},{most}}}/" if least or most != "" else "TEXT"
+        if isinstance(pattern := schema.get("pattern"), str):
+            text += f" & {_regex(pattern)}"
+        return self._rules.shared("RAW", f"({text} & ~/{_CLOSED}/) {self._rules.text(_END)}")
+
+    def _with_definitions(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The schema, with what its references may refer to."""
+        if '"$ref"' not in json.dumps(schema):
+            return schema
+        return {**{key: self._root[key] for key in _DEFINITIONS if key in self._root}, **schema}
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _as_text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if _CLOSING in text:
+        raise ValueError(f"allows a text with {_CLOSING}, which calls of this format cannot express")
+    return text
+
+
+def _regex(pattern: str) -> str:
+    """Texts in which a pattern is found, as a terminal. Its anchors are those of the text."""
+    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[begin : len(pattern) - end]
+    inner = _SLASH.sub(lambda found: found[1] or {"/": "\\/", "\n": "\\n"}[found[0]], inner)
+    return f"/{'' if begin else f'{_ANY}*'}({inner}){'' if end else f'{_ANY}*'}/"
