@@ -390,7 +390,9 @@ class ServerConfig:
         " none: tools are refused",
     )
     reasoning_parser: str | None = _option(
-        "auto", "chat", "format of reasoning to split off: qwen3, deepseek-r1; auto: the chat template's"
+        "auto",
+        "chat",
+        "format of reasoning to split off: qwen3, deepseek-r1, mistral; auto: the chat template's",
     )
 
     max_body_mib: float | None = _option(

@@ -18,6 +18,8 @@ from tests.tiers import scaled
 PIECES = [
     "<think>",
     "</think>",
+    "[THINK]",
+    "[/THINK]",
     "<tool_call>",
     "</tool_call>",
     ROME,
@@ -89,7 +91,7 @@ def test_any_cuts_give_the_same_message(answer: AnswerFormat, pieces: list[str],
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS.values(), ids=REASONING_PARSERS)
 def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     answer = AnswerFormat(Hermes, reasoning)
-    text = f"<think>\nI call\n{ROME}\n</think>\n\nOne moment.\n{ROME}"
+    text = f"{reasoning.opening}\nI call\n{ROME}\n{reasoning.closing}\n\nOne moment.\n{ROME}"
     message, reason = whole(answer, text)
     # A call within the reasoning is not a call.
     assert message["reasoning_content"] == f"I call\n{ROME}"
@@ -113,6 +115,6 @@ def test_an_answer_longer_than_a_piece() -> None:
 def test_without_tools_calls_are_text() -> None:
     parser: type[ToolCallParser] | None = None
     for reasoning in REASONING_PARSERS.values():
-        message, reason = whole(AnswerFormat(parser, reasoning), f"</think>{ROME}")
+        message, reason = whole(AnswerFormat(parser, reasoning), f"{reasoning.closing}{ROME}")
         assert ROME in message["content"]
         assert reason == "stop"

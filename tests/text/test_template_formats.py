@@ -25,6 +25,7 @@ MISTRAL = PLAIN + "{{ '[TOOL_CALLS] [' }}{{ tool_call.function | tojson }}{{ ']'
 MISTRAL_V11 = PLAIN + "{{ '[TOOL_CALLS]' }}{{ name + '[CALL_ID]' + id + '[ARGS]' + arguments }}"
 #: tools are written as JSON, and calls in another format
 DECLARING = PLAIN + "{{ '{\"name\": ' + t.name + '\"description\": ' + t.description + '\"parameters\": ' }}"
+MAGISTRAL = PLAIN + "{{ 'Think first: [THINK]Your thoughts[/THINK]Here, the response.' }}"
 THINKING = (
     PLAIN + "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
 )
@@ -58,6 +59,7 @@ def test_calls_are_read_in_the_format_that_the_template_writes(
     [
         (PLAIN, "<|im_start|>assistant\n", None),
         (THINKING, "<|im_start|>assistant\n", Qwen3),
+        (MAGISTRAL, "[/INST]", reasoning.Mistral),
         (THINKING, "<|im_start|>assistant\n<think>\n", DeepSeekR1),
         # Thinking is switched off: what a template closes itself is no part of the answer.
         (THINKING, "<think>\n\n</think>\n\n", Qwen3),

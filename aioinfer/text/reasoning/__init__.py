@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from aioinfer.text import AUTO
 from aioinfer.text.reasoning.base import ReasoningParser
 from aioinfer.text.reasoning.deepseek_r1 import DeepSeekR1
+from aioinfer.text.reasoning.mistral import Mistral
 from aioinfer.text.reasoning.qwen3 import Qwen3
 
-__all__ = ["REASONING_PARSERS", "DeepSeekR1", "Qwen3", "ReasoningParser", "parser_of"]
+__all__ = ["REASONING_PARSERS", "DeepSeekR1", "Mistral", "Qwen3", "ReasoningParser", "parser_of"]
 
-REASONING_PARSERS: dict[str, type[ReasoningParser]] = {parser.name: parser for parser in (Qwen3, DeepSeekR1)}
+_ALL: tuple[type[ReasoningParser], ...] = (Qwen3, DeepSeekR1, Mistral)
+REASONING_PARSERS: dict[str, type[ReasoningParser]] = {parser.name: parser for parser in _ALL}
 
 
 def parser_of(name: str | None, templates: Iterable[str], prompt_end: str) -> type[ReasoningParser] | None:
@@ -25,6 +27,7 @@ def parser_of(name: str | None, templates: Iterable[str], prompt_end: str) -> ty
     """
     if name != AUTO:
         return None if name is None else REASONING_PARSERS[name]
-    if not any(ReasoningParser.closing in template for template in templates):
-        return None
-    return DeepSeekR1 if prompt_end.rstrip().endswith(ReasoningParser.opening) else Qwen3
+    texts, end = tuple(templates), prompt_end.rstrip()
+    known = [parser for parser in _ALL if any(parser.closing in text for text in texts)]
+    opened = next((parser for parser in known if parser.opened and end.endswith(parser.opening)), None)
+    return opened or next((parser for parser in known if not parser.opened), None)
