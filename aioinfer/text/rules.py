@@ -14,6 +14,9 @@ from aioinfer.text.guidance import ADDED_TO_SCHEMAS
 
 __all__ = ["Rules"]
 
+#: More than any grammar may have. A definition is written again for every value that refers to it.
+_MOST_WRITTEN = 1 << 22
+
 
 class Rules:
     """Collects the rules of one grammar. What the methods return belongs into the form of a rule.
@@ -27,6 +30,9 @@ class Rules:
         self._lines = ["%llguidance {}", "TEXT: /(.|\\n)*/"]
         #: those without a name of their own, by their form
         self._names: dict[str, str] = {}
+        self._unused = 0
+        #: characters of JSON schemas
+        self._written = 0
 
     def lark(self) -> str:
         """All of them."""
@@ -37,19 +43,28 @@ class Rules:
         self._lines.append(f"{name}: {form}")
         return name
 
+    def unused(self, prefix: str) -> str:
+        """A name for a rule that may refer to itself."""
+        self._unused += 1
+        return f"{prefix}_{self._unused}"
+
     def shared(self, prefix: str, form: str) -> str:
         """A rule of this form, one for all that need it; returns its name."""
         if form not in self._names:
-            self._names[form] = self.add(f"{prefix}_{len(self._names)}", form)
+            self._names[form] = self.add(self.unused(prefix), form)
         return self._names[form]
 
     def until(self, name: str, tag: str) -> str:
         """A rule for any text up to and including a tag."""
-        return self.add(name if tag in self._tokens else f"{name}[lazy]", f"TEXT {self.tag(tag)}")
+        return self.add(name if self.is_token(tag) else f"{name}[lazy]", f"TEXT {self.tag(tag)}")
+
+    def is_token(self, tag: str) -> bool:
+        """The vocabulary has a token for the tag."""
+        return tag in self._tokens
 
     def tag(self, tag: str) -> str:
         """A tag, as the vocabulary has it."""
-        return f"<[{self._tokens[tag]}]>" if tag in self._tokens else json.dumps(tag)
+        return f"<[{self._tokens[tag]}]>" if self.is_token(tag) else json.dumps(tag)
 
     def text(self, text: str) -> str:
         """This text."""
@@ -59,6 +74,10 @@ class Rules:
         """An instance of a JSON schema. Raises ValueError for one that cannot be written."""
         given = schema if isinstance(schema, bool) else {**schema, **ADDED_TO_SCHEMAS}
         try:
-            return f"%json {json.dumps(given)}"
+            text = json.dumps(given)
         except RecursionError:
             raise ValueError("is nested too deeply") from None
+        self._written += len(text)
+        if self._written > _MOST_WRITTEN:
+            raise ValueError("has too many references to large definitions")
+        return f"%json {text}"

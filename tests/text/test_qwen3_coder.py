@@ -210,6 +210,26 @@ def test_schemas_that_tags_cannot_express_are_refused(schema: Any) -> None:
         AnswerGrammar(Qwen3Coder, {"f": {"type": "object", **schema}}).build()
 
 
+def test_references_that_multiply_take_no_time() -> None:
+    twice = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at - 1}"}] * 2} for at in range(1, 100)}
+    definitions = {
+        "d0": {"type": "string", "maxLength": 2},
+        **twice,
+        "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {}]},
+    }
+    for name, wrong in (("d99", "abc"), ("loop", None)):
+        schema = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}}, "$defs": definitions}
+        assert Vocabulary(None).allows(call(("a", "ab")), parser=Qwen3Coder, functions={"f": schema})
+        if wrong:
+            assert not Vocabulary(None).allows(call(("a", wrong)), parser=Qwen3Coder, functions={"f": schema})
+    large = {
+        "large": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/large"}, {"enum": ["x" * 50_000]}]}}
+    }
+    many = {f"p{at}": {"type": "array", "items": {"$ref": "#/$defs/large"}} for at in range(10_000)}
+    with pytest.raises(ValueError, match="too many references"):
+        AnswerGrammar(Qwen3Coder, {"f": {"type": "object", "properties": many, "$defs": large}}).build()
+
+
 def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
     backend = Vocabulary(None).backend
     for pattern in ("(", "a\\", "(?=a)", "/ | TEXT"):

@@ -85,7 +85,9 @@ class Mistral(JsonCalls):
     def _further(self) -> bool:
         """Behind an object of the list."""
         match = _LIST_END.match(self._held)
-        return self._go(match.end(), self._gap) if match else self._object(self.further_heads)
+        if match is None or match.end() > LONGEST_HEAD:
+            return self._object(self.further_heads)
+        return self._go(match.end(), self._gap)
 
     def _new_id(self) -> str:
         return uuid.uuid4().hex[:9]

@@ -11,7 +11,7 @@ import regex
 from aioinfer.text.tags import partial_length
 from aioinfer.text.tool_calls.base import Functions
 from aioinfer.text.tool_calls.qwen3_coder_grammar import parameters_form
-from aioinfer.text.tool_calls.raw_values import as_json, quoted, resolved, types_of
+from aioinfer.text.tool_calls.raw_values import References, as_json, quoted
 from aioinfer.text.tool_calls.states import LONGEST_EARLY, LONGEST_HEAD, CallStates, JsonObject
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Qwen3Coder(CallStates):
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
         self._function = ""
+        self._references = References(None)
         #: function and parameter -> types of its value
         self._known: dict[tuple[str, str], frozenset[str]] = {}
         self._types = _STRING
@@ -86,6 +87,7 @@ class Qwen3Coder(CallStates):
         if match.partial:
             return False
         self._function = match["name"]
+        self._references = References(self._functions.get(self._function))
         self._begin(self._function)
         self._before = "{"
         return self._go(match.end(), self._parameters)
@@ -164,10 +166,9 @@ class Qwen3Coder(CallStates):
 
     def _types_of(self, key: str) -> frozenset[str]:
         if (self._function, key) not in self._known:
-            root = self._functions.get(self._function, {})
-            schema = resolved(root, root)
+            schema = self._references.resolved(self._functions.get(self._function))
             properties = schema.get("properties")
             declared = properties.get(key) if isinstance(properties, Mapping) else None
             more = schema.get("additionalProperties") if declared is None else declared
-            self._known[self._function, key] = types_of(more, root)
+            self._known[self._function, key] = self._references.types_of(more)
         return self._known[self._function, key]

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.text.tool_calls.raw_values import resolved, types_of
+from aioinfer.text.tool_calls.raw_text import raw_text
+from aioinfer.text.tool_calls.raw_values import ANY, References
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
@@ -16,16 +17,12 @@ __all__ = ["parameters_form"]
 
 _CLOSING = "</parameter>"
 _END = f"\n{_CLOSING}\n"
-_ANY = "(.|\\n)"
-#: text that the parser would take for the end of the value
-_CLOSED = f"{_ANY}*{_CLOSING}{_ANY}*".replace("/p", "\\/p")
 #: keywords of an object whose parameters follow from more than its properties
 _NOT_LISTED = (
     *("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames"),
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
 )
 _DEFINITIONS = ("$defs", "definitions", "$schema", "$id")
-_SLASH = re.compile(r"(\\.)|/|\n", re.DOTALL)
 
 
 def parameters_form(schema: Mapping[str, Any], rules: Rules) -> str:
@@ -44,9 +41,12 @@ class _Parameters:
     def __init__(self, schema: Mapping[str, Any], rules: Rules) -> None:
         self._rules = rules
         self._root = schema
+        self._references = References(schema)
+        #: forms of values, by the schema
+        self._known: dict[int, str] = {}
 
     def form(self) -> str:
-        schema = resolved(self._root, self._root)
+        schema = self._references.resolved(self._root)
         if found := [key for key in _NOT_LISTED if key in schema]:
             raise ValueError(f"has {found[0]} at its top, which calls of this format cannot express")
         declared = schema.get("properties", {})
@@ -72,14 +72,22 @@ class _Parameters:
 
     def _value(self, schema: Any) -> str:
         """A value up to the end of its tag."""
-        return self._rules.shared("value", " | ".join(self._choices(schema)))
-
-    def _choices(self, schema: Any) -> list[str]:
-        end = self._rules.text(_END)
         if schema is False:
             raise ValueError("has a property that allows nothing")
-        schema = {} if schema is True else resolved(schema, self._root)
-        if "string" not in (types := types_of(schema, self._root)):
+        schema = ANY if schema is True else self._references.resolved(schema)
+        if id(schema) not in self._known:
+            choices = dict.fromkeys(self._choices(schema, set()))
+            self._known[id(schema)] = self._rules.shared("value", " | ".join(choices))
+        return self._known[id(schema)]
+
+    def _choices(self, schema: Any, seen: set[int]) -> list[str]:
+        """The forms of a value. ``seen``: schemas whose forms are among them already."""
+        end = self._rules.text(_END)
+        schema = self._references.resolved(schema)
+        if id(schema) in seen:
+            return []
+        seen.add(id(schema))
+        if "string" not in (types := self._references.types_of(schema)):
             return [f"{self._rules.json(self._with_definitions(schema))} {end}"]
         if (values := _listed(schema)) is not None:
             return [f"{self._rules.text(_as_text(value))} {end}" for value in values]
@@ -87,18 +95,14 @@ class _Parameters:
             if isinstance(branches := schema.get(key), list) and "type" not in schema:
                 if key == "allOf" and len(branches) != 1:
                     raise ValueError("has an allOf of strings, which calls of this format cannot express")
-                return [choice for branch in branches for choice in self._choices(branch)]
+                return [choice for branch in branches for choice in self._choices(branch, seen)]
         others = sorted(types - {"string"})
         json_ = {**schema, "type": others}
         json_form = [f"{self._rules.json(self._with_definitions(json_))} {end}"] if others else []
         return [self._string(schema), *json_form]
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        text = f"/{_ANY}{{{least},{most}}}/" if least or most != "" else "TEXT"
-        if isinstance(pattern := schema.get("pattern"), str):
-            text += f" & {_regex(pattern)}"
-        return self._rules.shared("RAW", f"({text} & ~/{_CLOSED}/) {self._rules.text(_END)}")
+        return raw_text(schema, _CLOSING, _END, self._rules)
 
     def _with_definitions(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """The schema, with what its references may refer to."""
@@ -118,11 +122,3 @@ def _as_text(value: Any) -> str:
     if _CLOSING in text:
         raise ValueError(f"allows a text with {_CLOSING}, which calls of this format cannot express")
     return text
-
-
-def _regex(pattern: str) -> str:
-    """Texts in which a pattern is found, as a terminal. Its anchors are those of the text."""
-    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    inner = pattern[begin : len(pattern) - end]
-    inner = _SLASH.sub(lambda found: found[1] or {"/": "\\/", "\n": "\\n"}[found[0]], inner)
-    return f"/{'' if begin else f'{_ANY}*'}({inner}){'' if end else f'{_ANY}*'}/"

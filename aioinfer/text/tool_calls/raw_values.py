@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from aioinfer.text.schema_references import targets_of
 
-__all__ = ["as_json", "quoted", "resolved", "types_of"]
+__all__ = ["ANY", "References", "as_json", "quoted"]
 
+#: a schema that allows anything: one object, so that its id is its own
+ANY: Mapping[str, Any] = {}
 _STRING = frozenset({"string"})
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 #: What Python calls them: the templates write values of earlier calls so. "null" of JSON is read without it.
@@ -19,44 +22,47 @@ _MOST_REFERENCES = 16
 _UNIONS = ("anyOf", "oneOf", "allOf")
 
 
-def types_of(schema: Any, root: Any) -> frozenset[str]:
-    """The types that a JSON schema allows, as far as it names them; a string if it names none.
+class References:
+    """What the references within a schema lead to."""
 
-    ``root``: the schema in which references are looked up.
-    """
-    found: set[str] = set()
-    left, references = [schema], None
-    seen: set[str] = set()
-    while left:
-        each = left.pop()
-        if not isinstance(each, Mapping):
-            continue
-        named = each.get("type")
-        given = named if isinstance(named, list) else [named]
-        if types := _TYPES.intersection(name for name in given if isinstance(name, str)):
-            found |= types
-            continue
-        values = each["enum"] if isinstance(each.get("enum"), list) else []
-        found.update(map(_type_of, [*values, each["const"]] if "const" in each else values))
-        for key in _UNIONS:
-            left += each[key] if isinstance(each.get(key), list) else []
-        reference = each.get("$ref")
-        if isinstance(reference, str) and reference not in seen:
-            seen.add(reference)
-            references = targets_of(root)[0] if references is None else references
-            left.append(references.get(reference))
-    return frozenset(found) or _STRING
+    def __init__(self, root: Any) -> None:
+        self._root = root
 
+    @cached_property
+    def _targets(self) -> Mapping[str, Any]:
+        return targets_of(self._root)[0]
 
-def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """What a schema that is a reference refers to; an empty schema if it leads nowhere."""
-    references = None
-    for _ in range(_MOST_REFERENCES):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-            break
-        references = targets_of(root)[0] if references is None else references
-        schema = references.get(schema["$ref"])
-    return schema if isinstance(schema, Mapping) else {}
+    def resolved(self, schema: Any) -> Mapping[str, Any]:
+        """What a schema that is a reference refers to; an empty schema if it leads nowhere."""
+        for _ in range(_MOST_REFERENCES):
+            if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+                break
+            schema = self._targets.get(schema["$ref"])
+        return schema if isinstance(schema, Mapping) else ANY
+
+    def types_of(self, schema: Any) -> frozenset[str]:
+        """The types that a schema allows, as far as it names them; a string if it names none."""
+        found: set[str] = set()
+        seen: set[str] = set()
+        left = [schema]
+        while left:
+            each = left.pop()
+            if not isinstance(each, Mapping):
+                continue
+            named = each.get("type")
+            given = named if isinstance(named, list) else [named]
+            if types := _TYPES.intersection(name for name in given if isinstance(name, str)):
+                found |= types
+                continue
+            values = each["enum"] if isinstance(each.get("enum"), list) else []
+            found.update(map(_type_of, [*values, each["const"]] if "const" in each else values))
+            for key in _UNIONS:
+                left += each[key] if isinstance(each.get(key), list) else []
+            reference = each.get("$ref")
+            if isinstance(reference, str) and reference not in seen:
+                seen.add(reference)
+                left.append(self._targets.get(reference))
+        return frozenset(found) or _STRING
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
