@@ -386,8 +386,8 @@ class ServerConfig:
     tool_call_parser: str | None = _option(
         "auto",
         "chat",
-        "format of tool calls: hermes, qwen3-coder, mistral, mistral-v11, llama3; auto: the chat template's;"
-        " none: tools are refused",
+        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3;"
+        " auto: the chat template's; none: tools are refused",
     )
     reasoning_parser: str | None = _option(
         "auto",

@@ -76,6 +76,26 @@ def _qwen3_coder(name: str, arguments: Any, **how: Any) -> str:
     return f"<tool_call>\n<function={name}>\n{''.join(told)}</function>\n</tool_call>"
 
 
+def _gemma4(name: str, arguments: Any, **_: Any) -> str:
+    pairs = ",".join(f"{key}:{_gemma4_value(value)}" for key, value in arguments.items())
+    return f"<|tool_call>call:{name}{{{pairs}}}<tool_call|>"
+
+
+def _gemma4_value(value: Any) -> str:
+    """As the template writes it, but for keys that need quotation marks."""
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case list():
+            return f"[{','.join(map(_gemma4_value, value))}]"
+        case dict():
+            told = (f'<|"|>{key}<|"|>:{_gemma4_value(each)}' for key, each in value.items())
+            return f"{{{','.join(told)}}}"
+        case bool():
+            return "true" if value else "false"
+    return str(value)
+
+
 _MISTRAL = (
     "[TOOL_CALLS]",
     "[TOOL_CALLS][",
@@ -146,6 +166,26 @@ FORMATS = {
             "null",
             *_JSON,
         ),
+    ),
+    "gemma4": CallFormat(
+        _gemma4,
+        '<|tool_call>call:{}<tool_call|><|"|>,\n ',
+        (
+            "<|tool_call>",
+            "<|tool_call>call:f{",
+            "<tool_call|>",
+            "call:f",
+            '<|"|>',
+            "<|",
+            "text:",
+            "a:12",
+            "},",
+            "},b:[",
+            "true",
+            "None",
+            *_JSON,
+        ),
+        between="",
     ),
     "mistral": CallFormat(
         _mistral,

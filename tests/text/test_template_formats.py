@@ -9,13 +9,14 @@ from aioinfer.server.answers import ChatFormat
 from aioinfer.testing import ToyTokenizer
 from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
-from aioinfer.text.tool_calls import Hermes, Llama3, Mistral, MistralV11, Qwen3Coder
+from aioinfer.text.tool_calls import Gemma4, Hermes, Llama3, Mistral, MistralV11, Qwen3Coder
 
 #: parts of templates as models have them
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}"
 HERMES = PLAIN + "{{ '<tool_call>\\n{\"name\": \"' + tool.name + '\", \"arguments\": ' }}{{ '</tool_call>' }}"
 #: the same tags with something else between them: Qwen3-Coder and Qwen 3.5, GLM
 CODER = PLAIN + "{{ '<tool_call>\\n<function=' + tool.name + '>\\n<parameter=' }}{{ '</tool_call>' }}"
+GEMMA = PLAIN + "{{ '<|tool_call>call:' + function['name'] + '{' }}{{ '}<tool_call|>' }}"
 GLM = PLAIN + "{{ '<tool_call>' + tool.name }}<arg_key>{{ k }}</arg_key>{{ '</tool_call>' }}"
 LLAMA = (
     PLAIN + '{{ \'Respond in the format {"name": function name, "parameters": dictionary of names.\' }}'
@@ -37,6 +38,7 @@ CALLS = [
     (CODER, Qwen3Coder),
     (CODER + HERMES, Qwen3Coder),
     (GLM, None),
+    (GEMMA, Gemma4),
     (THINKING, None),
     (LLAMA, Llama3),
     (MISTRAL, Mistral),

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from aioinfer.text import AUTO
 from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls.gemma4 import Gemma4
 from aioinfer.text.tool_calls.hermes import Hermes
 from aioinfer.text.tool_calls.llama3 import Llama3
 from aioinfer.text.tool_calls.mistral import Mistral, MistralV11
@@ -18,6 +19,7 @@ from aioinfer.text.tool_calls.qwen3_coder import Qwen3Coder
 __all__ = [
     "PARSERS",
     "Functions",
+    "Gemma4",
     "Hermes",
     "Llama3",
     "Mistral",
@@ -30,7 +32,7 @@ __all__ = [
 ]
 
 PARSERS: dict[str, type[ToolCallParser]] = {
-    parser.name: parser for parser in (Hermes, Qwen3Coder, Mistral, MistralV11, Llama3)
+    parser.name: parser for parser in (Hermes, Qwen3Coder, Gemma4, Mistral, MistralV11, Llama3)
 }
 
 
