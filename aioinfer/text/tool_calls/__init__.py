@@ -1,7 +1,7 @@
 """Parsers of tool calls in streamed output.
 
-Each format has a file with one class; :data:`PARSERS` maps names to classes. To add a format, add its class
-to the tuple below.
+Each format has a file; :data:`PARSERS` maps names to classes. To add a format, add its class to the tuple
+below and its texts to ``tests/text/call_formats.py``, for the tests that run over all formats.
 """
 
 from __future__ import annotations
