@@ -1,4 +1,4 @@
-"""Answers that are calls as JSON, without tags: the format of Llama 3 and 4."""
+"""Answers that are calls as JSON, without tags: the format of Llama 3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHERS = ("<tool_call>", "[TOOL_CALLS]")
 
 
 class Llama3(JsonCalls):
-    """``{"name": ..., "parameters": {...}}`` as the whole answer: Llama 3.1, 3.2, 3.3 and 4.
+    """``{"name": ..., "parameters": {...}}`` as the whole answer: Llama 3.1, 3.2 and 3.3.
 
     The beginning of the answer decides: what does not begin with a call is content to its end. A call may
     have ``<|python_tag|>`` in front, and further ones behind it, separated by semicolons or white space.
