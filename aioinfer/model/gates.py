@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-__all__ = ["CONFIG_GATES", "Gate", "activated"]
+__all__ = ["CONFIG_GATES", "Gate", "activated", "gated"]
 
-#: SiLU (Elfwing et al., arXiv 1702.03118), or GELU by its tangent formula (Hendrycks and Gimpel, arXiv
-#: 1606.08415)
-Gate = Literal["silu", "gelu_tanh"]
+#: SiLU (Elfwing et al., arXiv 1702.03118), GELU by its tangent formula (Hendrycks and Gimpel, arXiv
+#: 1606.08415), or the one of gpt-oss, see :func:`gated`
+Gate = Literal["silu", "gelu_tanh", "clamped_silu"]
 
 #: by the names that configs have for them
 CONFIG_GATES: dict[str, Gate] = {
@@ -21,7 +21,21 @@ CONFIG_GATES: dict[str, Gate] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
+#: of the clamped gate, as in all of gpt-oss's configs
+_STEEPNESS, _LIMIT = 1.702, 7.0
+
 
 def activated(gate: Gate, values: torch.Tensor) -> torch.Tensor:
-    """The function of each element, in the tensor's dtype."""
+    """The function of each element, in the tensor's dtype; not of the clamped gate."""
     return F.silu(values) if gate == "silu" else F.gelu(values, approximate="tanh")
+
+
+def gated(gate: Gate, gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``up`` by its gates, elementwise: ``gate(gates) * up``.
+
+    The clamped gate is ``x * sigmoid(1.702 * x) * (up + 1)``, of gates x up to 7 and ``up`` between -7 and 7.
+    """
+    if gate != "clamped_silu":
+        return activated(gate, gates) * up
+    gates, up = gates.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    return gates * torch.sigmoid(gates * _STEEPNESS) * (up + 1)

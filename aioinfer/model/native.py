@@ -128,9 +128,8 @@ class NativeDecoder:
         assert parts is not None
         qkv, out = layer.qkv.packed, layer.out.packed
         gate_up = down = router = experts = None
-        gate: Gate = "silu"
         if parts.dense is not None:
-            gate_up, down, gate = parts.dense.gate_up.packed, parts.dense.down.packed, parts.dense.gate
+            gate_up, down = parts.dense.gate_up.packed, parts.dense.down.packed
         if parts.experts is not None:
             router, experts = parts.experts
         attention_norm, mlp_norm = self._norm(layer.attention_norm), self._norm(layer.mlp_norm)
@@ -157,7 +156,7 @@ class NativeDecoder:
             down=None if down is None else down.handle,
             router=None if router is None else router.handle,
             experts=None if experts is None else experts.handle,
-            gate=GATES[gate],
+            gate=GATES[parts.gate],
             mlp_post_norm=post_norms[1][0],
             window=params.window or 0,
             block=params.block,
@@ -263,7 +262,15 @@ class NativeLayers:
         found = None if blobs is None else blobs.find(name)
         if found is not None:
             stored.declare()
-        experts = NativeExperts(self._pool, dtype, sizes, found or stored.each(), self._rounding)
+        experts = NativeExperts(
+            self._pool,
+            dtype,
+            sizes,
+            found or stored.each(),
+            self._rounding,
+            gate=stored.gate,
+            biases=stored.biases(),
+        )
         if found is None and blobs is not None:
             blobs.add(name, *experts.packed.memory)
         return SparseMLP(NativeRouter(self._pool, rule, dtype), experts, shared)
@@ -376,14 +383,17 @@ class _Parts(NamedTuple):
     #: what every token passes
     dense: NativeMLP | None
     experts: tuple[PackedRouter, PackedExperts] | None
+    gate: Gate
 
 
 def _parts(mlp: FeedForward) -> _Parts | None:
     """None if not all of it is native."""
     if isinstance(mlp, NativeMLP):
-        return _Parts(mlp, None)
+        return _Parts(mlp, None, mlp.gate)
     if not (isinstance(mlp, SparseMLP) and isinstance(mlp.router, NativeRouter)):
         return None
     if not (isinstance(mlp.experts, NativeExperts) and isinstance(mlp.shared, NativeMLP | None)):
         return None
-    return _Parts(mlp.shared, (mlp.router.packed, mlp.experts.packed))
+    if mlp.shared is not None and mlp.shared.gate != mlp.experts.gate:
+        return None
+    return _Parts(mlp.shared, (mlp.router.packed, mlp.experts.packed), mlp.experts.gate)

@@ -9,6 +9,7 @@ from aioinfer.model.blocks import Blocks
 from aioinfer.model.families.base import Family
 from aioinfer.model.families.gemma import FOUR_NORMS, Gemma
 from aioinfer.model.families.gpt2 import GPT2
+from aioinfer.model.families.gpt_oss import GptOss
 from aioinfer.model.families.llada2 import LLaDA2
 from aioinfer.model.families.llama import POST_NORMS, SANDWICH_NORMS, LlamaLike
 from aioinfer.model.families.mixtral import Mixtral
@@ -59,6 +60,7 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
         frozenset({"gemma3_text"}),
         Gemma("config", qk_norm="heads", norms=FOUR_NORMS, windows="config"),
     ),
+    "GptOssForCausalLM": (frozenset({"gpt_oss"}), GptOss("config", windows="config")),
     "GPT2LMHeadModel": (frozenset({"gpt2"}), GPT2()),
     "SDARForCausalLM": (
         frozenset({"sdar"}),

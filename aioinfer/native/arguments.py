@@ -12,9 +12,9 @@ from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 __all__ = [
     "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DequantiseArguments",
-    "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments", "LogprobsArguments",
-    "MappedExpertsArguments", "MappedWeightsArguments", "MasksArguments", "MixArguments",
-    "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments", "RouterArguments",
+    "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments",
+    "LogprobsArguments", "MappedExpertsArguments", "MappedWeightsArguments", "MasksArguments",
+    "MixArguments", "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments", "RouterArguments",
     "SampleArguments", "SetExpertArguments", "WeightsArguments", "describe",
 ]  # fmt: skip
 
@@ -208,6 +208,18 @@ class SetExpertArguments(Arguments):
     __slots__ = ()
 
     pool: Address
+    experts: Address
+    index: int
+    gate_up: Address
+    down: Address
+
+
+@_structure
+class ExpertBiasesArguments(Arguments):
+    """Give one expert biases."""
+
+    __slots__ = ()
+
     experts: Address
     index: int
     gate_up: Address

@@ -23,6 +23,7 @@ from aioinfer.native.arguments import (
     AttendArguments,
     DecoderArguments,
     DequantiseArguments,
+    ExpertBiasesArguments,
     ExpertsArguments,
     ForwardArguments,
     LayerArguments,
@@ -56,7 +57,7 @@ _NUMBERS: tuple[Number, ...] = ("float32", "bfloat16")
 #: parts of a forward's time, in the order of the C++ side
 PARTS = ("linear", "attention", "rest")
 #: numbers of the functions between the products of a feed-forward part, see ``gates.hpp``
-GATES = {"none": 0, "silu": 1, "gelu_tanh": 2}
+GATES = {"none": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3}
 
 _log = logging.getLogger("aioinfer")
 _handle, _done, _text, _int = ctypes.c_void_p, ctypes.c_bool, ctypes.c_char_p, ctypes.c_int
@@ -95,6 +96,7 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "experts_data": (_handle, [_handle]),
     "experts_bytes": (ctypes.c_int64, [_handle]),
     "set_expert": (_done, [SetExpertArguments]),
+    "set_expert_biases": (_done, [ExpertBiasesArguments]),
     "mix": (_done, [MixArguments]),
     "attend": (_done, [AttendArguments]),
     "decoder": (_handle, [DecoderArguments]),
@@ -464,6 +466,11 @@ class PackedExperts:
             pool=pool.handle, experts=self.handle, index=expert, gate_up=gate_up, down=down
         )
         pool.kernels.call(arguments, self.number)
+
+    def set_biases(self, expert: int, gate_up: int, down: int) -> None:
+        """Give one expert biases, [2 * middle], those of gates first, and [hidden]."""
+        arguments = ExpertBiasesArguments(experts=self.handle, index=expert, gate_up=gate_up, down=down)
+        self.pool.kernels.call(arguments, self.number)
 
     def apply(
         self, values: int, count: int, top_k: int, chosen: int, weights: int, out: int, gate: int

@@ -239,6 +239,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {
             "head_dim": 16,
+            "hidden_size": 64,
+            "intermediate_size": 96,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 9,
@@ -251,7 +253,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _OWN = {
     *("Gemma", "Gemma2", "Gemma3", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
-    *("GPT2", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
+    *("GPT2", "GptOss", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
 }
 OWN = [
     name

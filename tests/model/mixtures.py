@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,8 +31,10 @@ class Mixture:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         seed: int = 0,
+        clamped: bool = False,
     ) -> Mixture:
-        """All tokens go to the first ``used`` experts only; the weights of the others are NaN."""
+        """All tokens go to the first ``used`` experts only; the weights of the others are NaN. ``clamped``:
+        with clamped gates, of which some are, and biases."""
         used = num_experts if used is None else used
         generator = torch.Generator().manual_seed(seed)
 
@@ -42,12 +44,17 @@ class Mixture:
         gate_up = noise(num_experts, 2 * middle, hidden) * 2 * hidden**-0.5
         down = noise(num_experts, hidden, middle) * middle**-0.5
         gate_up[used:] = down[used:] = float("nan")
-        return cls(
+        task = cls(
             noise(tokens, hidden).to(device, dtype),
             torch.rand(tokens, top_k, generator=generator).to(device),
             torch.rand(tokens, used, generator=generator).argsort(-1)[:, :top_k].to(device),
             ExpertWeights(gate_up.to(device, dtype), down.to(device, dtype)),
         )
+        if clamped:
+            biases = 5 * noise(num_experts, 2 * middle), noise(num_experts, hidden)
+            first, second = (each.to(device, dtype) for each in biases)
+            task.stack = replace(task.stack, gate="clamped_silu", biases=(first, second))
+        return task
 
     def expected(self) -> torch.Tensor:
         """[T, hidden] in float64 on the CPU, pair by pair."""
@@ -58,10 +65,25 @@ class Mixture:
         result = torch.zeros_like(hidden)
         for token, chosen in enumerate(self.experts.tolist()):
             for at, expert in enumerate(chosen):
-                gate, up = (gate_up[expert] @ hidden[token]).chunk(2)
+                both, out = gate_up[expert] @ hidden[token], torch.zeros(())
+                if self.stack.biases is not None:
+                    first, out = (each[expert].double().cpu() for each in self.stack.biases)
+                    both = both + first
+                gate, up = both.chunk(2)
                 inner = gate * torch.sigmoid(gate) * up
-                result[token] += weights[token, at] * (down[expert] @ inner)
+                if self.stack.gate == "clamped_silu":
+                    gate, up = gate.minimum(torch.tensor(7.0)), up.maximum(torch.tensor(-7.0))
+                    up = up.minimum(torch.tensor(7.0))
+                    inner = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+                result[token] += weights[token, at] * (down[expert] @ inner + out)
         return result
+
+    def check(self, got: torch.Tensor) -> None:
+        """Raise AssertionError if results are further off than what is added up rounds."""
+        expected = self.expected()
+        bound = 1e-5 if got.dtype == torch.float32 else 0.02
+        atol = bound * float(expected.abs().max())
+        torch.testing.assert_close(got.double().cpu(), expected, rtol=bound, atol=atol)
 
     def of(self, *tokens: int) -> Mixture:
         """The same with these tokens alone, in this order."""

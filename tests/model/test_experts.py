@@ -43,6 +43,13 @@ def test_what_the_formula_says(
 
 
 @KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_gates_and_biases(kind: type[GroupedExperts] | type[LoopExperts], dtype: torch.dtype) -> None:
+    task = Mixture.make(20, top_k=3, num_experts=4, dtype=dtype, clamped=True)
+    task.check(compute(kind, task))
+
+
+@KINDS
 def test_experts_without_tokens_are_not_touched(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
     task = Mixture.make(9, num_experts=6, used=3)
     assert task.stack.gate_up.isnan().any()

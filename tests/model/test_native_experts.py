@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.weights import Weights
-from aioinfer.native.bindings import ThreadPool
+from aioinfer.native.bindings import InvalidArguments, ThreadPool
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint, write_config
 from tests.model.harness import build_batch, make_pool
 from tests.model.kernels import assert_close
@@ -46,7 +47,8 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 def native(task: Mixture, threads: int = 2) -> NativeExperts:
     count, hidden, middle = task.stack.down.shape
     pairs = zip(task.stack.gate_up, task.stack.down, strict=True)
-    return NativeExperts(ThreadPool(threads), task.hidden.dtype, (count, hidden, middle), pairs)
+    more: dict[str, Any] = {"gate": task.stack.gate, "biases": task.stack.biases}
+    return NativeExperts(ThreadPool(threads), task.hidden.dtype, (count, hidden, middle), pairs, **more)
 
 
 def compute(task: Mixture, threads: int = 2) -> torch.Tensor:
@@ -66,6 +68,23 @@ def test_what_the_formula_says(
     got = compute(task)
     assert got.dtype == dtype
     assert_close(got, task.expected(), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_clamped_gates_and_biases(tokens: int, dtype: torch.dtype) -> None:
+    task = Mixture.make(tokens, top_k=3, num_experts=4, dtype=dtype, clamped=True)
+    task.check(compute(task))
+
+
+def test_biases_that_do_not_fit_are_refused() -> None:
+    task = Mixture.make(1, clamped=True)
+    assert task.stack.biases is not None
+    task.stack = replace(task.stack, biases=(task.stack.biases[0][:, :-1], task.stack.biases[1]))
+    with pytest.raises(ValueError, match="needs 32 contiguous elements"):
+        native(task)
+    with pytest.raises(InvalidArguments, match="expert"):
+        native(Mixture.make(1)).packed.set_biases(5, 0, 0)
 
 
 def test_experts_without_tokens_are_not_touched() -> None:

@@ -247,7 +247,7 @@ def test_a_captured_decode_follows_lengths_and_pages_on_the_device(device: str) 
 
 @battery(SLOW_MODEL)
 @pytest.mark.parametrize(
-    "family", ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3"]
+    "family", ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3", "gpt-oss"]
 )
 def test_greedy_ids_equal_transformers(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str, monkeypatch: pytest.MonkeyPatch
@@ -278,7 +278,8 @@ def test_greedy_ids_equal_transformers(
     batch = prompts(2, 4)
     with LLM(config) as llm:
         results = llm.generate(batch, SamplingParams(temperature=0, max_tokens=6))
-    assert calls == set(names)
+    # gpt-oss has gates in experts only.
+    assert calls == set(names) - ({"gate_mul"} if family == "gpt-oss" else set())
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, 6) for prompt in batch]
 
 

@@ -74,6 +74,12 @@ def test_numbers_of_tokens_and_experts(device: str, tokens: int, top_k: int, num
     assert_close(compute(task), task.expected(), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_gates_and_biases(device: str, dtype: torch.dtype) -> None:
+    task = Mixture.make(9, top_k=3, num_experts=4, dtype=dtype, device=device, clamped=True)
+    task.check(compute(task))
+
+
 def test_experts_without_tokens_are_not_touched(device: str) -> None:
     task = Mixture.make(9, num_experts=6, used=3, device=device)
     assert task.stack.down.isnan().any()
@@ -177,10 +183,11 @@ def test_blocks_suffice_for_the_worst_spread(device: str) -> None:
     assert block_expert.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_a_model_on_these_kernels_generates_what_transformers_does(
-    checkpoint: Callable[[str], tuple[Path, Any]], device: str
+    checkpoint: Callable[[str], tuple[Path, Any]], device: str, family: str
 ) -> None:
-    path, oracle = checkpoint("qwen3-moe")
+    path, oracle = checkpoint(family)
     model = load_model(path, dtype="float32", device=torch.device(device), experts="triton")
     assert model.spec.expert_kernels == "triton"
     batch = [[3, 1, 4, 1, 5], [9, 2]]

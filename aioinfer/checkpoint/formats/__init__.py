@@ -10,6 +10,7 @@ from aioinfer.checkpoint.formats.base import Format, QuantisedTensors
 from aioinfer.checkpoint.formats.compressed import IntQuantized, PackQuantized
 from aioinfer.checkpoint.formats.fp8 import FP8
 from aioinfer.checkpoint.formats.gptq import GPTQ
+from aioinfer.checkpoint.formats.mxfp4 import MXFP4Tensors
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError, shown
 
@@ -28,12 +29,18 @@ def _compressed(config: dict[str, Any]) -> Format:
     raise ConfigError(f"model: weights of the format {shown(name)} of compressed-tensors are not supported")
 
 
+def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, dict[str, Any]], Tensors]:
+    """Of a format that stores the weight of a module in parts."""
+    return lambda tensors, config: QuantisedTensors(tensors, form(config))
+
+
 #: by ``quant_method``
-_FORMATS: dict[str, Callable[[dict[str, Any]], Format]] = {
-    "awq": AWQ,
-    "compressed-tensors": _compressed,
-    "fp8": FP8,
-    "gptq": GPTQ,
+_FORMATS: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
+    "awq": _by_modules(AWQ),
+    "compressed-tensors": _by_modules(_compressed),
+    "fp8": _by_modules(FP8),
+    "gptq": _by_modules(GPTQ),
+    "mxfp4": lambda tensors, _: MXFP4Tensors(tensors),
 }
 
 
@@ -48,7 +55,6 @@ def quantised_tensors(tensors: Tensors, config: Any) -> Tensors:
             f"model: weights quantised by {shown(method)} are not supported: {', '.join(_FORMATS)} are"
         )
     try:
-        found = _FORMATS[method](config)
+        return _FORMATS[method](tensors, config)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"model: quantization_config describes no {method}: {error!r}") from error
-    return QuantisedTensors(tensors, found)

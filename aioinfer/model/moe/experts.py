@@ -8,17 +8,22 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from aioinfer.model.gates import Gate, gated
+
 __all__ = ["ExpertWeights", "Experts", "GroupedExperts", "LoopExperts", "grouped_mm"]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The SwiGLU weights of a layer's E experts, contiguous and of one dtype."""
+    """The weights of a layer's E experts, contiguous and of one dtype."""
 
     #: [E, 2 * middle, hidden]: the rows of gate, then those of up
     gate_up: torch.Tensor
     #: [E, hidden, middle]
     down: torch.Tensor
+    gate: Gate = "silu"
+    #: [E, 2 * middle] and [E, hidden], or None
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Experts(Protocol):
@@ -55,8 +60,13 @@ class GroupedExperts:
         ordered, order = experts.flatten().sort(stable=True)
         every = torch.arange(len(stack.down), device=experts.device)
         ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
-        gate, up = grouped_mm(hidden[order // top_k], stack.gate_up.mT, ends).chunk(2, dim=-1)
-        return _combine(grouped_mm(F.silu(gate) * up, stack.down.mT, ends), order, weights)
+        both = grouped_mm(hidden[order // top_k], stack.gate_up.mT, ends)
+        if stack.biases is not None:
+            both = both + stack.biases[0][ordered]
+        outputs = grouped_mm(gated(stack.gate, *both.chunk(2, dim=-1)), stack.down.mT, ends)
+        if stack.biases is not None:
+            outputs = outputs + stack.biases[1][ordered]
+        return _combine(outputs, order, weights)
 
 
 class LoopExperts:
@@ -78,8 +88,10 @@ class LoopExperts:
         for expert, count in enumerate(counts):
             if count:
                 start, end = end, end + count
-                gate, up = F.linear(inputs[start:end], stack.gate_up[expert]).chunk(2, dim=-1)
-                outputs[start:end] = F.linear(F.silu(gate) * up, stack.down[expert])
+                first, second = (None, None) if stack.biases is None else (b[expert] for b in stack.biases)
+                both = F.linear(inputs[start:end], stack.gate_up[expert], first)
+                inner = gated(stack.gate, *both.chunk(2, dim=-1))
+                outputs[start:end] = F.linear(inner, stack.down[expert], second)
         return _combine(outputs, order, weights)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
-from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
+from aioinfer.model.gates import Gate
+from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import ExpertsArguments, MappedExpertsArguments, WeightsArguments
@@ -32,10 +33,13 @@ class NativeRouter:
         """``dtype``: that of the tokens."""
         weight = rule.weight.float().contiguous()
         experts, hidden = weight.shape
+        softmax_bias = rule.bias if isinstance(rule, SoftmaxRouter) else None
+        if softmax_bias is not None:
+            softmax_bias = softmax_bias.float().contiguous()
         arguments = WeightsArguments(
             pool=pool.handle,
             rows=address(weight, torch.float32, experts * hidden),
-            bias=None,
+            bias=None if softmax_bias is None else address(softmax_bias, torch.float32, experts),
             outputs=experts,
             inner=hidden,
             bits=0,
@@ -73,7 +77,7 @@ class NativeRouter:
 class NativeExperts:
     """See :class:`~aioinfer.model.moe.experts.Experts`."""
 
-    __slots__ = ("dtype", "packed")
+    __slots__ = ("dtype", "gate", "packed")
 
     def __init__(
         self,
@@ -82,6 +86,9 @@ class NativeExperts:
         sizes: tuple[int, int, int],
         experts: Iterable[tuple[torch.Tensor, torch.Tensor]] | MappedMemory,
         rounding: Rounding | None = None,
+        *,
+        gate: Gate = "silu",
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """
         Args:
@@ -89,11 +96,12 @@ class NativeExperts:
             experts: [2 * middle, hidden] and [hidden, middle] of each; it is packed before the next is taken.
                 Or what ``packed.memory`` was when they were packed and written to a file.
             rounding: of their weights; None: not rounded.
+            biases: [count, 2 * middle], those of gates first, and [count, hidden]; or None.
 
         Raises:
             InvalidArguments: experts of these sizes are packed into another size.
         """
-        self.dtype = dtype
+        self.dtype, self.gate = dtype, gate
         count, hidden, middle = sizes
         shape = {
             "count": count,
@@ -106,12 +114,17 @@ class NativeExperts:
         if isinstance(experts, MappedMemory):
             mapped = MappedExpertsArguments(packed=experts.address, size=experts.size, **shape)
             self.packed = PackedExperts(pool, NUMBERS[dtype], mapped, experts.owner)
-            return
-        self.packed = PackedExperts(pool, NUMBERS[dtype], ExpertsArguments(**shape))
-        for index, (gate_up, down) in enumerate(experts):
-            gate_up, down = gate_up.contiguous(), down.contiguous()
-            both = address(gate_up, dtype, 2 * middle * hidden)
-            self.packed.pack(index, both, address(down, dtype, hidden * middle))
+        else:
+            self.packed = PackedExperts(pool, NUMBERS[dtype], ExpertsArguments(**shape))
+            for index, (gate_up, down) in enumerate(experts):
+                gate_up, down = gate_up.contiguous(), down.contiguous()
+                both = address(gate_up, dtype, 2 * middle * hidden)
+                self.packed.pack(index, both, address(down, dtype, hidden * middle))
+        for index in range(0 if biases is None else count):
+            assert biases is not None
+            first, second = (each[index].contiguous() for each in biases)
+            both = address(first, dtype, 2 * middle)
+            self.packed.set_biases(index, both, address(second, dtype, hidden))
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.model.moe.experts.Experts`."""
@@ -125,6 +138,6 @@ class NativeExperts:
             address(experts, torch.int64, tokens * top_k),
             address(weights, torch.float32, tokens * top_k),
             out.data_ptr(),
-            GATES["silu"],
+            GATES[self.gate],
         )
         return out

@@ -31,12 +31,14 @@ class SoftmaxRouter:
     #: [num_experts, hidden]
     weight: torch.Tensor
     top_k: int
-    #: whether the chosen weights are scaled to a sum of 1
+    #: whether the chosen weights are scaled to a sum of 1: the same as a softmax over the chosen (gpt-oss)
     normalize: bool
+    #: [num_experts], added to the scores before the softmax, or None
+    bias: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Router`. Weights are rounded to the dtype of ``hidden``, as in transformers."""
-        shares = F.linear(hidden, self.weight).softmax(-1, dtype=torch.float32)
+        shares = F.linear(hidden, self.weight, self.bias).softmax(-1, dtype=torch.float32)
         weights, experts = shares.topk(self.top_k, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)

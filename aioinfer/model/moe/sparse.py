@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from aioinfer.model.gates import Gate
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import Experts, ExpertWeights
 from aioinfer.model.moe.routing import Router
@@ -49,6 +50,12 @@ class StoredExperts:
     middle: int
     #: of the tensors of an expert
     names: tuple[str, str, str] = GATE_UP_DOWN
+    gate: Gate = "silu"
+
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """[num_experts, 2 * middle], those of gates first, and [num_experts, hidden]; None if there are none.
+        Raises ConfigError as :meth:`stacked`."""
+        return None
 
     def stacked(self) -> ExpertWeights:
         """All experts, read into place without a second copy. Raises ConfigError if a tensor is missing or

@@ -145,9 +145,10 @@ def _product(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _product_kernel(
-    x: tl.tensor, w: tl.tensor, out: tl.tensor, block_expert: tl.tensor, block_pairs: tl.tensor,
-    pairs: tl.tensor, stride_x: tl.tensor,
-    SHARED_BY: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
+    x: tl.tensor, w: tl.tensor, bias: tl.tensor, out: tl.tensor,
+    block_expert: tl.tensor, block_pairs: tl.tensor, pairs: tl.tensor, stride_x: tl.tensor,
+    SHARED_BY: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N columns of one block of pairs. Grid (blocks, column blocks): blocks of an expert that read the
@@ -155,7 +156,7 @@ def _product_kernel(
 
     x is [pairs / SHARED_BY, SIZE], one row for SHARED_BY consecutive pairs; out is [pairs, COLUMNS]; w is
     [experts, COLUMNS, SIZE], or with GATED [experts, 2 * COLUMNS, SIZE], gate and up, and out is
-    silu(gate) * up.
+    silu(gate) * up, or with CLAMPED the clamped gate's. With BIAS bias is the last but without SIZE.
     """
     block = tl.program_id(0)
     expert = tl.load(block_expert + block)
@@ -182,10 +183,21 @@ def _product_kernel(
         acc = _product(acc, tile, rows, at, SIZE, BLOCK_K, WIDEN)
         if GATED:
             up = _product(up, tile, rows + COLUMNS * SIZE, at, SIZE, BLOCK_K, WIDEN)
+    if BIAS:
+        first = bias + expert.to(tl.int64) * (sheets * COLUMNS) + clamped
+        acc += tl.load(first).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(first + COLUMNS).to(tl.float32)[None, :]
     if GATED:
-        # silu from an exponential that cannot overflow
-        shrunk = tl.exp(-tl.abs(acc))
-        acc = acc * tl.where(acc < 0.0, shrunk, 1.0) / (1.0 + shrunk) * up
+        steep = acc
+        if CLAMPED:
+            acc = tl.minimum(acc, 7.0, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+            steep = 1.702 * acc
+        # the sigmoid from an exponential that cannot overflow
+        shrunk = tl.exp(-tl.abs(steep))
+        acc = acc * tl.where(steep < 0.0, shrunk, 1.0) / (1.0 + shrunk) * up
     to = out + pair[:, None] * COLUMNS + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=valid[:, None] & (column < COLUMNS)[None, :])
 
@@ -248,13 +260,16 @@ def fused_experts(
     Raises ValueError if shapes do not fit or the experts are not contiguous.
     """
     gate_up, down = stack.gate_up, stack.down
+    if stack.gate not in ("silu", "clamped_silu"):
+        raise ValueError(f"the gate {stack.gate} of experts")
+    biases = (gate_up, down) if stack.biases is None else stack.biases
     (tokens, size), top_k = hidden.shape, experts.shape[1]
     num_experts, _, middle = down.shape
     if gate_up.shape != (num_experts, 2 * middle, size) or down.shape[1] != size:
         raise ValueError(f"tokens {tuple(hidden.shape)} do not fit experts {tuple(gate_up.shape)}")
     if experts.shape != (tokens, top_k) or weights.shape != experts.shape:
         raise ValueError(f"{tokens} tokens, experts {tuple(experts.shape)}, weights {tuple(weights.shape)}")
-    if not (gate_up.is_contiguous() and down.is_contiguous()):
+    if not all(each.is_contiguous() for each in (gate_up, down, *biases)):
         raise ValueError("experts must be contiguous")
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if tokens == 0:
@@ -269,12 +284,14 @@ def fused_experts(
     launch = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "enable_fp_fusion": True}
     half = tuning.block_n // 2
     _product_kernel[(blocks, -(-middle // half))](
-        hidden, gate_up, act, block_expert, block_pairs, pairs, hidden.stride(0),
-        SHARED_BY=top_k, SIZE=size, COLUMNS=middle, GATED=True, BLOCK_N=half, **tiles, **launch,
+        hidden, gate_up, biases[0], act, block_expert, block_pairs, pairs, hidden.stride(0),
+        SHARED_BY=top_k, SIZE=size, COLUMNS=middle, GATED=True, CLAMPED=stack.gate == "clamped_silu",
+        BIAS=stack.biases is not None, BLOCK_N=half, **tiles, **launch,
     )  # fmt: skip
     _product_kernel[(blocks, -(-size // tuning.block_n))](
-        act, down, partial, block_expert, block_pairs, pairs, middle,
-        SHARED_BY=1, SIZE=middle, COLUMNS=size, GATED=False, BLOCK_N=tuning.block_n, **tiles, **launch,
+        act, down, biases[1], partial, block_expert, block_pairs, pairs, middle,
+        SHARED_BY=1, SIZE=middle, COLUMNS=size, GATED=False, CLAMPED=False,
+        BIAS=stack.biases is not None, BLOCK_N=tuning.block_n, **tiles, **launch,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(size))
     _sum_kernel[(tokens, -(-size // block))](

@@ -140,7 +140,9 @@ class TritonRouter:
     @staticmethod
     def unsupported_reason(rule: SoftmaxRouter | GroupedSigmoidRouter) -> str | None:
         """Why the kernels cannot follow a rule; None if they can."""
-        if isinstance(rule, SoftmaxRouter) or rule.top_groups == rule.num_groups:
+        if isinstance(rule, SoftmaxRouter):
+            return None if rule.bias is None else "a bias of the scores"
+        if rule.top_groups == rule.num_groups:
             return None
         sizes = rule.num_groups, len(rule.weight) // rule.num_groups
         return f"{sizes[0]} groups of {sizes[1]} experts" if any(n & (n - 1) for n in sizes) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.gates import Gate, activated
+from aioinfer.model.gates import Gate, gated
 from aioinfer.model.norm import Norm
 
 __all__ = ["TorchOperations", "normed"]
@@ -28,8 +28,7 @@ class TorchOperations:
         return hidden, normed(hidden, norm)
 
     def gate_mul(self, gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
-        gates, up = gate_up.chunk(2, dim=-1)
-        return activated(gate, gates) * up
+        return gated(gate, *gate_up.chunk(2, dim=-1))
 
 
 def normed(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Results are rounded where :class:`~aioinfer.model.operations.torch_operations.TorchOperations` rounds them.
 Sums have the bits of torch's. A norm adds the squares in another order, and gates use another exponential:
-the last bit of some elements differs from torch's. Layer norms are torch's.
+the last bit of some elements differs from torch's. Layer norms and clamped gates are torch's.
 
 Nothing is read back from the device and grids follow from shapes, so that launches can be captured in a CUDA
 graph. A row has the same bits in any batch.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from aioinfer.model.attention.triton_common import INTERPRETED, inverse_rms, rounded
-from aioinfer.model.gates import Gate
+from aioinfer.model.gates import Gate, gated
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import normed as normed_by_torch
 
@@ -98,6 +98,8 @@ class TritonOperations:
         return total, normed
 
     def gate_mul(self, gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
+        if gate == "clamped_silu":
+            return gated(gate, *gate_up.chunk(2, dim=-1))
         gate_up = gate_up.contiguous()
         rows, size = len(gate_up), gate_up.shape[-1] // 2
         out = gate_up.new_empty((rows, size))

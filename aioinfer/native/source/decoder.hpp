@@ -124,7 +124,7 @@ class Decoder {
   // Throws InvalidArguments unless the layer's parts fit each other.
   void add(const Layer<T>& layer) {
     check(layer.params);
-    check(layer.gate);
+    aioinfer::check(layer.gate, layer.gate_up == nullptr || layer.gate_up->gated);
     shape_.check(layer.rotary.size);
     require(!layer.whole_norm || layer.head_norm != nullptr, "a norm of all queries without weights");
     fits(*layer.qkv, shape_.width(), hidden_);
@@ -179,7 +179,6 @@ class Decoder {
   }
 
   static void check(const AttentionParams& params) { aioinfer::check(params); }
-  static void check(Gate gate) { aioinfer::check(gate); }
 
   void check(const StepInput<T>& step) const {
     const AttentionInput& input = step.attention;
@@ -239,20 +238,20 @@ class Decoder {
   void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, *layer.gate_up, tokens, nullptr);
     watch.add(REST);
-    const Inputs<T> gated = wide_.inputs(*layer.down, tokens);
+    const Inputs<T> rows = wide_.inputs(*layer.down, tokens);
     const int64_t middle = layer.gate_up->outputs;
     if (layer.gate_up->gated)
       multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
-        gated.put(gated.row(place), panel * LANES, activated(layer.gate, gate) * up);
+        rows.put(rows.row(place), panel * LANES, gated(layer.gate, gate, up));
       });
     else
       multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats one, Floats other) {
-        const auto row = gated.row(place);
-        gated.put(row, panel * PANEL, activated(layer.gate, one));
-        if (panel * PANEL + LANES < middle) gated.put(row, panel * PANEL + LANES, activated(layer.gate, other));
+        const auto row = rows.row(place);
+        rows.put(row, panel * PANEL, activated(layer.gate, one));
+        if (panel * PANEL + LANES < middle) rows.put(row, panel * PANEL + LANES, activated(layer.gate, other));
       });
-    gated.finish(worker);
-    multiply(worker, gated, *layer.down, put_result(layer.mlp_post_norm));
+    rows.finish(worker);
+    multiply(worker, rows, *layer.down, put_result(layer.mlp_post_norm));
     watch.add(LINEAR);
     add_result(worker, layer.mlp_post_norm, tokens, watch);
   }

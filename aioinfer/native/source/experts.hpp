@@ -45,6 +45,12 @@ class Experts {
     down_[expert].set(pool, down);
   }
 
+  // Biases of one expert, [2 * middle], those of gates first, and [hidden].
+  void set_biases(int64_t expert, const T* gate_up, const T* down) {
+    gate_up_[expert].set_bias(gate_up);
+    down_[expert].set_bias(down);
+  }
+
   const char* data() const { return data_; }
   int64_t bytes() const { return each_ * count; }
   bool mapped() const { return memory_.as<char>() == nullptr; }
@@ -210,9 +216,9 @@ class Mixing {
   }
 
   static void multiply_gated(Gate gate, const Inputs<T>& a, const Linear<T>& w, int64_t from, int64_t to,
-                             const Inputs<T>& gated) {
+                             const Inputs<T>& to_rows) {
     multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats one, Floats up) {
-      gated.put(gated.row(place), panel * LANES, activated(gate, one) * up);
+      to_rows.put(to_rows.row(place), panel * LANES, gated(gate, one, up));
     });
   }
 

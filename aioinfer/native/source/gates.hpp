@@ -7,10 +7,12 @@
 namespace aioinfer {
 
 // Their numbers are those of aioinfer.native.arguments.
-enum class Gate : int64_t { NONE, SILU, GELU_TANH };
+enum class Gate : int64_t { NONE, SILU, GELU_TANH, CLAMPED_SILU };
 
-inline void check(Gate gate) {
-  require(gate >= Gate::NONE && gate <= Gate::GELU_TANH, "there is no such gate");
+// ``gated``: of weights with gates.
+inline void check(Gate gate, bool gated) {
+  require(gate >= Gate::NONE && gate <= Gate::CLAMPED_SILU, "there is no such gate");
+  require(gated || gate != Gate::CLAMPED_SILU, "a clamped gate clamps what it gates, too");
 }
 
 // x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), with 1 + tanh(u) = 2 / (1 + e^(-2u))
@@ -28,6 +30,19 @@ AIOINFER_INLINE Floats activated(Gate gate, Floats value) {
     default:
       return value;
   }
+}
+
+// The gate of gpt-oss: x * sigmoid(1.702 x) * (up + 1), with x at most 7 and up between -7 and 7; NaN stays NaN.
+AIOINFER_INLINE Floats clamped_silu(Floats x, Floats up) {
+  constexpr float LIMIT = 7.0f;
+  x = x > LIMIT ? spread(LIMIT) : x;
+  up = up > LIMIT ? spread(LIMIT) : up;
+  up = up < -LIMIT ? spread(-LIMIT) : up;
+  return x / (1.0f + exponential(-1.702f * x)) * (up + 1.0f);
+}
+
+AIOINFER_INLINE Floats gated(Gate gate, Floats value, Floats up) {
+  return gate == Gate::CLAMPED_SILU ? clamped_silu(value, up) : activated(gate, value) * up;
 }
 
 }  // namespace aioinfer

@@ -131,6 +131,15 @@ struct SetExpertArguments {
   const T* down;     // [hidden, middle]
 };
 
+// Give one expert biases, packed or not.
+template <class T>
+struct ExpertBiasesArguments {
+  Experts<T>* experts;
+  int64_t index;
+  const T* gate_up;  // [2 * middle], of gates first
+  const T* down;     // [hidden]
+};
+
 // ``out``: the weighted sum of each token's experts.
 template <class T>
 struct MixArguments {

@@ -58,6 +58,7 @@ inline std::string layout() {
   AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, bits, hidden_group, middle_group)
   AIOINFER_PLAIN(MappedExpertsArguments, packed, size, count, hidden, middle, bits, hidden_group, middle_group)
   AIOINFER_TEMPLATE(SetExpertArguments, pool, experts, index, gate_up, down)
+  AIOINFER_TEMPLATE(ExpertBiasesArguments, experts, index, gate_up, down)
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, gate, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
                     norm, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows, slot_mapping, cu_q,

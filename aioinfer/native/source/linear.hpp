@@ -43,8 +43,13 @@ class Linear {
   static Linear mapped(const char* data, const T* bias, int64_t outputs, int64_t inner, bool gated, Format format) {
     // It is only read: set() is not called.
     Linear layer = placed(const_cast<char*>(data), outputs, inner, gated, format);
-    std::visit([&](auto& weights) { weights.set_bias(bias); }, layer.weights_);
+    layer.set_bias(bias);
     return layer;
+  }
+
+  // One element per row, or null.
+  void set_bias(const T* bias) {
+    std::visit([&](auto& weights) { weights.set_bias(bias); }, weights_);
   }
 
   // Without a bias and without contents, in memory of size bytes() that the caller owns; set() fills it.

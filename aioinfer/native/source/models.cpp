@@ -93,14 +93,14 @@ bool NAMED(linear)(const LinearArguments<T>* a) {
   return guarded(false, [&] {
     const Linear<T>& w = *a->weights;
     const Gate gate = static_cast<Gate>(a->gate);
-    check(gate);
+    check(gate, w.gated);
     require(w.inner == a->inner, "the inner dimension is not that of the weights");
     const LayerRows rows(a->values, a->count, w);
     a->pool->run_model([&, out = a->out](Worker& worker) {
       multiply(worker, rows.set(worker), w, [&](const Place& place, int64_t panel, Floats one, Floats other) {
         T* to = out + place.row * w.outputs;
         if (w.gated)
-          Number<T>::store_lanes(to + panel * LANES, activated(gate, one) * other);
+          Number<T>::store_lanes(to + panel * LANES, gated(gate, one, other));
         else
           put_pair(to, panel, w.outputs, activated(gate, one), activated(gate, other));
       });
@@ -198,11 +198,19 @@ bool NAMED(set_expert)(const SetExpertArguments<T>* a) {
   });
 }
 
+bool NAMED(set_expert_biases)(const ExpertBiasesArguments<T>* a) {
+  return guarded(false, [&] {
+    require_below("expert", &a->index, 1, a->experts->count);
+    a->experts->set_biases(a->index, a->gate_up, a->down);
+    return true;
+  });
+}
+
 bool NAMED(mix)(const MixArguments<T>* a) {
   return guarded(false, [&] {
     const Experts<T>& experts = *a->experts;
     const Gate gate = static_cast<Gate>(a->gate);
-    check(gate);
+    check(gate, true);
     require(a->top_k > 0, "top_k is not positive");
     require_below("chosen", a->chosen, a->count * a->top_k, experts.count);
     const LayerRows tokens(a->values, a->count, experts.gate_up(0));

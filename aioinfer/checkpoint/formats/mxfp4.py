@@ -1,0 +1,96 @@
+"""MXFP4: the experts of gpt-oss as floats of 4 bits, 32 of which share a power of two.
+
+That is the format of the OCP Microscaling Formats, version 1.0. A stacked matrix ``name`` is stored as
+``name_blocks`` [experts, rows, groups, 16] or [experts, rows, groups * 16], two floats a byte, the lower four
+bits first, and ``name_scales`` [experts, rows, groups], exponents plus 127. transformers has it transposed:
+[experts, 32 * groups, rows].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MXFP4Tensors"]
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+#: bytes of a group
+_BYTES = 16
+#: what 4 bits stand for: sign, two bits of exponent, one of fraction
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS, _NOT_A_NUMBER = 127, 255
+
+
+class MXFP4Tensors:
+    """See :class:`~aioinfer.checkpoint.tensors.Tensors`."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        """Raises ConfigError if blocks have no scales, or if sizes do not fit."""
+        self._tensors = tensors
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        names = set(tensors.names)
+        for name in tensors.names:
+            if name.endswith(_BLOCKS):
+                own = name.removesuffix(_BLOCKS)
+                self._shapes[own] = self._shape(own)
+                names -= {name, f"{own}{_SCALES}"}
+        if not self._shapes:
+            raise ConfigError(
+                "model: the config says that weights are quantised, and the checkpoint has none"
+            )
+        self._names = frozenset(names | self._shapes.keys())
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes.get(name) or self._tensors.shape(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor; one that is quantised in bfloat16, which has all of its numbers."""
+        import torch
+
+        if name not in self._shapes:
+            return self._tensors.read(name)
+        blocks, scales = self._tensors.read(f"{name}{_BLOCKS}"), self._tensors.read(f"{name}{_SCALES}")
+        for part, found in ((_BLOCKS, blocks), (_SCALES, scales)):
+            if found.dtype != torch.uint8:
+                raise ConfigError(f"model: {name}{part} is of {found.dtype}, not uint8")
+        if bool((scales == _NOT_A_NUMBER).any()):
+            raise ConfigError(f"model: {name}{_SCALES} has scales that are no numbers")
+        experts, rows, groups = scales.shape
+        blocks = blocks.view(experts, rows, groups, _BYTES)
+        values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+        found = torch.empty(experts, rows, groups, 2 * _BYTES, dtype=torch.bfloat16)
+        for expert in range(experts):
+            exponents = scales[expert].int()[..., None] - _BIAS
+            factor = torch.ldexp(torch.ones(exponents.shape), exponents)
+            found[expert, ..., 0::2] = values[(blocks[expert] & 15).int()] * factor
+            found[expert, ..., 1::2] = values[(blocks[expert] >> 4).int()] * factor
+        return found.view(experts, rows, -1).mT
+
+    def rounding(self, name: str) -> Rounding | None:
+        return self._tensors.rounding(name)
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        return self._tensors.quantised(name)
+
+    def _shape(self, name: str) -> tuple[int, int, int]:
+        """Of a tensor, from those of its parts. Raises ConfigError."""
+        scales = f"{name}{_SCALES}"
+        if scales not in self._tensors.names:
+            raise ConfigError(f"model: {name} is quantised, and the checkpoint has no {scales}")
+        blocks, found = self._tensors.shape(f"{name}{_BLOCKS}"), self._tensors.shape(scales)
+        if len(found) != 3:
+            raise ConfigError(f"model: {scales} is shaped {found}, not [experts, rows, groups]")
+        experts, rows, groups = found
+        if blocks not in ((*found, _BYTES), (experts, rows, groups * _BYTES)):
+            raise ConfigError(f"model: {name}{_BLOCKS} is shaped {blocks}, with scales {found}")
+        return experts, groups * 2 * _BYTES, rows

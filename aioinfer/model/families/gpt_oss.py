@@ -1,0 +1,110 @@
+"""gpt-oss (arXiv 2508.10925): Llama with sinks, windows in every other layer, and experts with biases.
+
+The rows of gates and of what they gate alternate in the checkpoint; here those of gates come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.model.decoder import Layer
+from aioinfer.model.families.base import NormWeight, Source
+from aioinfer.model.families.llama import LlamaLike
+from aioinfer.model.gates import Gate
+from aioinfer.model.mlp import FeedForward
+from aioinfer.model.moe.experts import ExpertWeights
+from aioinfer.model.moe.routing import SoftmaxRouter
+from aioinfer.model.moe.sparse import StoredExperts
+
+__all__ = ["AlternatingExperts", "GptOss"]
+
+#: of the gate, in all configs; see :func:`~aioinfer.model.gates.gated`
+_STEEPNESS, _LIMIT = 1.702, 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class AlternatingExperts(StoredExperts):
+    """Experts with biases, stacked and transposed: ``gate_up_proj`` [num_experts, hidden, 2 * middle], of
+    which every other column is one of gates, and ``down_proj`` [num_experts, middle, hidden]."""
+
+    gate: Gate = "clamped_silu"
+
+    def stacked(self) -> ExpertWeights:
+        """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
+        gate_up = self.weights.empty(self.num_experts, 2 * self.middle, self.hidden)
+        down = self.weights.empty(self.num_experts, self.hidden, self.middle)
+        for expert, (first, second) in enumerate(self.each()):
+            gate_up[expert], down[expert] = first, second
+        return ExpertWeights(gate_up, down, self.gate, self.biases())
+
+    def declare(self) -> None:
+        """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
+        for name, shape in self._shapes.items():
+            self.weights.declare(f"{self.prefix}.{name}", shape)
+
+    def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
+        gate_up, down = self._take("gate_up_proj"), self._take("down_proj")
+        for expert in range(self.num_experts):
+            rows = gate_up[expert].T
+            yield torch.cat((rows[::2], rows[1::2])), down[expert].T.contiguous()
+
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
+        both = self._take("gate_up_proj_bias")
+        return torch.cat((both[:, ::2], both[:, 1::2]), dim=1), self._take("down_proj_bias")
+
+    def _take(self, name: str) -> torch.Tensor:
+        return self.weights.take(f"{self.prefix}.{name}", self._shapes[name])
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        count, hidden, middle = self.num_experts, self.hidden, self.middle
+        return {
+            "gate_up_proj": (count, hidden, 2 * middle),
+            "gate_up_proj_bias": (count, 2 * middle),
+            "down_proj": (count, middle, hidden),
+            "down_proj_bias": (count, hidden),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GptOss(LlamaLike):
+    """See :class:`~aioinfer.model.families.base.Family`."""
+
+    norm_weight: NormWeight = "exact"
+
+    def unsupported_reason(self, config: Any) -> str | None:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        if (config.swiglu_alpha, config.swiglu_limit) != (_STEEPNESS, _LIMIT):
+            return f"gates of steepness {config.swiglu_alpha} up to {config.swiglu_limit}"
+        return LlamaLike.unsupported_reason(self, config)
+
+    def sparse_layers(self, config: Any) -> frozenset[int]:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        chosen, count = config.num_experts_per_tok, config.num_local_experts
+        if not 1 <= chosen <= count:
+            raise ConfigError(f"model: {chosen} of {count} experts in every layer")
+        return frozenset(range(config.num_hidden_layers))
+
+    def layer(self, source: Source, index: int) -> Layer:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        layer = LlamaLike.layer(self, source, index)
+        name, heads = f"model.layers.{index}.self_attn.sinks", source.config.num_attention_heads
+        layer.sinks = source.weights.take(name, (heads,), dtype=torch.float32)
+        return layer
+
+    def _mlp(self, source: Source, index: int) -> FeedForward:
+        config, prefix, weights = source.config, f"model.layers.{index}.mlp", source.weights
+        count, hidden = config.num_local_experts, config.hidden_size
+        gates = weights.take(f"{prefix}.router.weight", (count, hidden))
+        bias = weights.take(f"{prefix}.router.bias", (count,))
+        rule = SoftmaxRouter(gates, config.num_experts_per_tok, normalize=True, bias=bias)
+        stored = AlternatingExperts(weights, f"{prefix}.experts", count, hidden, config.intermediate_size)
+        assert source.experts is not None
+        return source.kernels.sparse(rule, stored, None, source.experts)
