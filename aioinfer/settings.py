@@ -19,6 +19,7 @@ from aioinfer.errors import ConfigError
 __all__ = [
     "check_type",
     "field_options",
+    "first_line",
     "load_settings",
     "parse_setting",
     "read_settings_file",
@@ -41,6 +42,11 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 def shown(value: Any) -> str:
     """``repr(value)`` at bounded length, for error messages."""
     return _repr.repr(value)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error of another package, at bounded length: torch's have whole stacks."""
+    return str(error).partition("\n")[0][:500]
 
 
 def shown_bound(bound: float) -> str:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["Rope", "Rotary", "layer_type", "rotate", "supported"]
+__all__ = ["Rope", "Rotary", "layer_type", "longest", "rotate", "supported"]
 
 
 def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
     """Whether :class:`Rope` supports the config's variant, that is, whether a table by position suffices, one
     for all layers or one for each type of layers.
 
-    Dynamic NTK and LongRoPE depend on the length of the sequence. ``partial``: the family allows configs that
-    rotate only a part of each head.
+    Dynamic NTK depends on the length of the sequence, LongRoPE (arXiv 2402.13753) beyond :func:`longest`.
+    ``partial``: the family allows configs that rotate only a part of each head.
     """
     types = set(config.layer_types) if _by_type(config) else {None}
     if not all(_parameters(config, layer_type) for layer_type in types if layer_type is not None):
@@ -26,11 +26,22 @@ def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
 def _supported(parameters: dict[str, Any], head_dim: int, partial: bool) -> bool:
     rotated = _rotary_dim(parameters, head_dim)
     return (
-        parameters.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
+        parameters.get("rope_type", "default") in ("default", "linear", "llama3", "longrope", "yarn")
         and (rotated == head_dim or partial)
         and 2 <= rotated <= head_dim
         and rotated % 2 == 0
     )
+
+
+def longest(config: Any) -> int:
+    """The longest sequence in positions that the config's tables are for. A LongRoPE model changes its
+    frequencies for the whole sequence once that exceeds the original length, and is limited to that."""
+    length: int = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            length = min(length, parameters["original_max_position_embeddings"])
+    return length
 
 
 def layer_type(config: Any, index: int) -> str | None:

@@ -22,10 +22,12 @@ from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.batch import Batch
+from aioinfer.model.rope import longest
 from aioinfer.model.selfcheck import LayerShape, check_paged, record
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
 from aioinfer.model.weights import RandomWeights
 from aioinfer.model.wrappers import WRAPPERS
+from aioinfer.settings import first_line
 
 __all__ = ["TransformersLM", "random_model"]
 
@@ -78,9 +80,8 @@ class TransformersLM:
             raise
         except Exception as error:
             # The code of any model of transformers has just run: it may raise anything.
-            raise ConfigError(
-                f"model: {architecture} does not run over paged KV: {type(error).__name__}: {error}"
-            ) from error
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(f"model: {architecture} does not run over paged KV: {said}") from error
         text = config.get_text_config()
         output = self._model.get_output_embeddings()
         self.spec = ModelSpec(
@@ -189,7 +190,7 @@ def _load(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None) 
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ConfigError(f"model: transformers cannot load {path.name}: {error}") from error
+        raise ConfigError(f"model: transformers cannot load {path.name}: {first_line(error)}") from error
     # transformers initializes missing tensors at random, and only logs it.
     missing = sorted(report["missing_keys"])
     if missing:
@@ -218,7 +219,8 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, weights:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ConfigError(f"model: transformers cannot make a {config.architectures[0]}: {error}") from error
+        name = config.architectures[0]
+        raise ConfigError(f"model: transformers cannot make a {name}: {first_line(error)}") from error
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weights.fill(name, parameter)
@@ -226,16 +228,10 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, weights:
 
 
 def _max_model_len(text: Any, architecture: str) -> int:
-    """The longest sequence in positions. A LongRoPE model changes its frequencies for the whole batch once a
-    sequence exceeds the original length, so it is limited to that."""
-    length = getattr(text, "max_position_embeddings", None)
-    if not isinstance(length, int):
+    """The longest sequence in positions."""
+    if not isinstance(getattr(text, "max_position_embeddings", None), int):
         raise ConfigError(f"model: the config of {architecture} has no max_position_embeddings")
-    rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):
-        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
-            length = min(length, parameters["original_max_position_embeddings"])
-    return length
+    return longest(text)
 
 
 @contextlib.contextmanager

@@ -214,7 +214,7 @@ async def test_a_closed_engine_leaves_nothing_on_the_device(
     async with engine(settings, device) as running:
         await running.generate([5, 6, 7], wanted)
         runner: Any = device._backend.runner  # type: ignore[union-attr]
-        tensors = [weakref.ref(runner.model._embedding), weakref.ref(runner.attention._pool.keys[0])]
+        tensors = [weakref.ref(runner.model._words), weakref.ref(runner.attention._pool.keys[0])]
         runner.decoding.relay = None
         with pytest.raises(errors.StepFailed) as failed:
             await running.generate([5, 6, 7], wanted)
@@ -243,7 +243,7 @@ async def test_an_engine_that_could_not_start_says_why_and_holds_no_weights(
 
     def loaded(*arguments: Any, **options: Any) -> Any:
         model: Any = load(*arguments, **options)
-        weights.append(weakref.ref(model._embedding))
+        weights.append(weakref.ref(model._words))
         return model
 
     def full(*arguments: Any) -> None:

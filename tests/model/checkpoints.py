@@ -115,6 +115,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {"hidden_size": 64}),
+    # Factors for sequences of up to 128 positions, others for longer ones.
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "original_max_position_embeddings": 128,
+            **_rope(
+                "longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+                long_factor=[5.0, 6.0, 7.0, 8.0, 9.0, 10.0],
+                original_max_position_embeddings=128,
+            ),
+        },
+    ),
     "phi3-partial-rotary": (
         "Phi3",
         {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -20,7 +19,8 @@ from tests.model.kernels import DEVICES, integers, kernels_or_skip, normal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = TorchOperations()
-GATES: list[Gate] = list(get_args(Gate))
+#: those that Triton has
+GATES: list[Gate] = ["silu", "gelu_tanh"]
 
 
 @pytest.fixture(params=DEVICES)

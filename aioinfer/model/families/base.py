@@ -175,7 +175,7 @@ def build_decoder(
     shape, or if the backend of experts cannot run."""
     shape = expert_shape(family, config)
     backend = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
-    positions: int = config.max_position_embeddings
+    positions = rope.longest(config)
     source = Source(config, weights, kernels, backend, blocks.size if blocks else 1, device, positions)
     vocabulary, hidden = config.vocab_size, config.hidden_size
     words = StoredMatrix(weights, [family.words(weights)], [vocabulary], hidden)
