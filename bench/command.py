@@ -26,6 +26,7 @@ BENCHES = {
     "prefix": "the prefix cache with shared, growing and unrelated prompts",
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
     "kernels": "linear layers on a CPU: formats of weights, shapes, numbers of rows",
+    "families": "own code against transformers' code on a CPU, family by family",
     "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory; --serve for their servers",
     "attack": "hostile requests: how long ordinary clients wait beside them, and what is left behind",
     "soak": "many clients of twelve kinds for minutes: wrong answers, memory, what is left",

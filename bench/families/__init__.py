@@ -1,0 +1,1 @@
+"""``python -m bench families``; see :mod:`bench.families.command`."""
