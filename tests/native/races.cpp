@@ -29,6 +29,12 @@ std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
   return values;
 }
 
+std::vector<float> floats(size_t count, int seed) {
+  std::vector<float> values;
+  for (const T value : noise(count, seed, 1.0f)) values.push_back(Number<T>::read(value));
+  return values;
+}
+
 // A model, and two prompts and a decode of one step.
 struct Model {
   explicit Model(ThreadPool& pool)
@@ -42,18 +48,36 @@ struct Model {
       return weights.back().get();
     };
     const HeadShape<T> shape{HEADS, KV_HEADS, HEAD_DIM, nullptr, 1e-6f};
-    decoder = std::make_unique<Decoder<T>>(Embedding<T>{embedding.data(), nullptr}, norm.data(),
-                                           pack(VOCABULARY, HIDDEN, false, 9), shape,
-                                           Rotary<T>{cos.data(), sin.data(), HEAD_DIM, POSITIONS}, HIDDEN, 1e-6f);
+    const Embedding<T> words{embedding.data(), nullptr, 2.0f, learned.data()};
+    decoder = std::make_unique<Decoder<T>>(words, Norm{norm.data(), norm.data()}, pack(VOCABULARY, HIDDEN, false, 9),
+                                           shape, POSITIONS, HIDDEN, 1e-6f, 30.0f);
     for (int64_t expert = 0; expert < EXPERTS; expert++)
       experts.set(pool, expert, noise(2 * MIDDLE * HIDDEN, 50 + expert).data(), noise(HIDDEN * MIDDLE, 60 + expert).data());
-    // The last layer has experts besides a shared one.
-    for (int layer = 0; layer < LAYERS; layer++)
-      decoder->add({norm.data(), pack(shape.width(), HIDDEN, false, 10 + layer), head_norm.data(),
-                    pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer), norm.data(),
-                    pack(MIDDLE, HIDDEN, true, 30 + layer), pack(HIDDEN, MIDDLE, false, 40 + layer),
-                    layer + 1 < LAYERS ? nullptr : &router, layer + 1 < LAYERS ? nullptr : &experts,
-                    AttentionParams{0.25f, 0.0f, layer ? 7 : 0, 1}});
+    // The first layer has norms behind its parts, of all queries and keys, and no gates; the last one has sinks, and
+    // experts with biases besides a shared one.
+    const auto biases = noise(2 * MIDDLE, 70), out_biases = noise(HIDDEN, 71);
+    for (int64_t expert = 0; expert < EXPERTS; expert++) experts.set_biases(expert, biases.data(), out_biases.data());
+    for (int layer = 0; layer < LAYERS; layer++) {
+      const bool first = layer == 0, last = layer + 1 == LAYERS;
+      const Norm plain{norm.data(), nullptr}, none{nullptr, nullptr};
+      decoder->add({
+          .attention_norm = first ? none : plain,
+          .qkv = pack(shape.width(), HIDDEN, false, 10 + layer),
+          .head_norm = head_norm.data(),
+          .whole_norm = first,
+          .rotary = first ? Rotary<T>{} : Rotary<T>{cos.data(), sin.data(), HEAD_DIM},
+          .out = pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer),
+          .attention_post_norm = first ? plain : none,
+          .mlp_norm = plain,
+          .gate_up = pack(MIDDLE, HIDDEN, !first, 30 + layer),
+          .down = pack(HIDDEN, MIDDLE, false, 40 + layer),
+          .router = last ? &router : nullptr,
+          .experts = last ? &experts : nullptr,
+          .gate = first ? Gate::GELU_TANH : last ? Gate::CLAMPED_SILU : Gate::SILU,
+          .mlp_post_norm = first || last ? plain : none,
+          .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, last ? sinks.data() : nullptr},
+      });
+    }
   }
 
   std::vector<float> forward(ThreadPool& pool) {
@@ -83,14 +107,11 @@ struct Model {
     return logits;
   }
 
-  std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), norm = noise(HIDDEN, 2, 1.0f);
-  std::vector<T> head_norm = noise((HEADS + KV_HEADS) * HEAD_DIM, 3, 1.0f);
+  std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), learned = noise(POSITIONS * HIDDEN, 7);
+  std::vector<float> norm = floats(HIDDEN, 2), head_norm = floats((HEADS + KV_HEADS) * HEAD_DIM, 3);
+  std::vector<float> sinks = floats(HEADS, 8);
   std::vector<T> cos = noise(POSITIONS * HEAD_DIM, 4), sin = noise(POSITIONS * HEAD_DIM, 5);
-  std::vector<float> routes = [] {
-    std::vector<float> values;
-    for (const T value : noise(EXPERTS * HIDDEN, 6, 1.0f)) values.push_back(Number<T>::read(value));
-    return values;
-  }();
+  std::vector<float> routes = floats(EXPERTS * HIDDEN, 6);
   Weights<float> scores;
   Router<T> router;
   Experts<T> experts;
