@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.cache.pages import PageAllocator
@@ -29,6 +30,7 @@ from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Step
 from aioinfer.text.output import OutputText
+from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
     from aioinfer.outputs import TokenLogprob
@@ -161,6 +163,10 @@ class Core:
         if not params.masked:
             return None
         from aioinfer.text.grammar import GrammarState, TokenBounds
+
+        if params.structure is not None and params.structure.reasoning is not None:
+            end = "" if self.tokenizer is None else end_of(prompt_ids, self.tokenizer)
+            params = replace(params, grammar=params.structure.behind(end))
 
         bounds = None
         if params.bad_words or params.allowed_token_ids is not None:

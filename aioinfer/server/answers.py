@@ -36,11 +36,11 @@ class AnswerFormat:
     constrained: bool = False
     functions: Functions = field(default_factory=dict)
 
-    def reader(self) -> AnswerReader:
-        """For one choice."""
+    def reader(self, prompt_end: str = "") -> AnswerReader:
+        """For one choice, behind a prompt that ends so."""
         return AnswerReader(
             None if self.tools is None else self.tools(self.functions),
-            None if self.reasoning is None else self.reasoning(),
+            None if self.reasoning is None else self.reasoning(prompt_end),
         )
 
 
@@ -59,9 +59,8 @@ class ChatFormat:
     @classmethod
     def of(cls, config: ServerConfig, tokenizer: Tokenizer | None) -> ChatFormat:
         templates = () if tokenizer is None else tokenizer.chat_templates
-        end = "" if tokenizer is None else tokenizer.prompt_end
         tools = tool_calls.parser_of(config.tool_call_parser, templates)
-        parser = reasoning_formats.parser_of(config.reasoning_parser, templates, end)
+        parser = reasoning_formats.parser_of(config.reasoning_parser, templates)
         if tokenizer is None:
             return cls(tools, parser)
         return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names)

@@ -15,10 +15,11 @@ from aiohttp import web
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import ConfigError, InvalidRequest, RequestError
+from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.access import ApiKey, WebAccess
-from aioinfer.server.answers import ChatFormat
+from aioinfer.server.answers import AnswerReader, ChatFormat
 from aioinfer.server.bodies import expected, read_body
 from aioinfer.server.disconnects import ClientGone, ended, is_gone, unless_gone, unless_raises
 from aioinfer.server.failures import as_failure
@@ -33,12 +34,14 @@ from aioinfer.server.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.sse import EventStream
 from aioinfer.server.whole import whole_answer
 from aioinfer.stream import Stream
-from aioinfer.text.tokenizer import Tokenizer
+from aioinfer.text.tokenizer import Tokenizer, end_of
 
 __all__ = ["Routes"]
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Parser = Callable[[bytes, Served], Call]
+#: the parts of a choice that is streamed
+_Choice = tuple[Stream, AnswerReader | None]
 #: nginx's status of a closed connection, for the access log
 _CLIENT_GONE = 499
 
@@ -184,27 +187,34 @@ class Routes:
                 streams.append(await stack.enter_async_context(stream))
                 await pace()
             if call.stream:
-                return await self._stream(request, call, shape, streams)
+                return await self._stream(request, call, shape, prompts, streams)
             results = await unless_gone(request, _gather(streams))
-            pieces = await whole_answer(call, shape, results, await self._echoes(call), self._speller)
+            echoes, readers = await self._echoes(call), self._readers(call, prompts)
+            pieces = await whole_answer(call, shape, results, echoes, self._speller, readers)
             body: bytes | PiecesPayload = pieces[0]
             if len(pieces) > 1:
                 body = PiecesPayload(pieces, self._config.send_timeout, partial(_abort, request))
             return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
-        self, request: web.Request, call: Call, shape: Shape, streams: Sequence[Stream]
+        self,
+        request: web.Request,
+        call: Call,
+        shape: Shape,
+        prompts: Sequence[PromptSource],
+        streams: Sequence[Stream],
     ) -> web.StreamResponse:
         events = EventStream(
             request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
         )
         # A refusal at tokenizing still gets its HTTP status, before the response begins.
         await unless_gone(request, _accepted(streams))
-        echoes = await self._echoes(call)
+        echoes, readers = await self._echoes(call), self._readers(call, prompts)
+        choices = list(zip(streams, readers, strict=True))
         await events.open()
         watch = asyncio.create_task(events.watch())
         try:
-            await unless_raises(watch, self._send_all(call, shape, streams, echoes, events))
+            await unless_raises(watch, self._send_all(call, shape, choices, echoes, events))
         except ClientGone:
             return events.response
         finally:
@@ -212,7 +222,7 @@ class Routes:
         return events.response
 
     async def _send_all(
-        self, call: Call, shape: Shape, streams: Sequence[Stream], echoes: list[str], events: EventStream
+        self, call: Call, shape: Shape, choices: Sequence[_Choice], echoes: list[str], events: EventStream
     ) -> None:
         """All choices, then usage, then the end. After an error, the error is the last event."""
         pace = Pace()
@@ -224,8 +234,8 @@ class Routes:
                         await pace()
             async with asyncio.TaskGroup() as group:
                 sending = [
-                    group.create_task(self._send_choice(call, shape, index, stream, events))
-                    for index, stream in enumerate(streams)
+                    group.create_task(self._send_choice(call, shape, index, choice, events))
+                    for index, choice in enumerate(choices)
                 ]
         except BaseExceptionGroup as failed:
             error = failed.exceptions[0]
@@ -239,11 +249,11 @@ class Routes:
             await events.close()
 
     async def _send_choice(
-        self, call: Call, shape: Shape, index: int, stream: Stream, events: EventStream
+        self, call: Call, shape: Shape, index: int, choice: _Choice, events: EventStream
     ) -> Usage:
+        stream, reader = choice
         last: Chunk | None = None
         writer = None if call.params.logprobs is None else shape.logprobs(self._speller)
-        reader = None if call.answer is None else call.answer.reader()
         counts = replace(stream.usage, completion_tokens=0) if call.continuous_usage else None
         async for whole in stream:
             pace = Pace()
@@ -271,6 +281,14 @@ class Routes:
         assert last is not None
         assert last.usage is not None
         return last.usage
+
+    def _readers(self, call: Call, prompts: Sequence[PromptSource]) -> list[AnswerReader | None]:
+        """The parsers of every choice, which begin as the end of its prompt says."""
+        tokenizer = self._engine.tokenizer
+        if call.answer is None or tokenizer is None:
+            return [None] * (len(prompts) * call.n)
+        ends = [end_of(prompt.encode(), tokenizer) for prompt in prompts]
+        return [call.answer.reader(end) for end in ends for _ in range(call.n)]
 
     def _spell(self, token: int) -> str:
         tokenizer = self._engine.tokenizer

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aioinfer.outputs import Result
+from aioinfer.server.answers import AnswerReader
 from aioinfer.server.diffusion import step_map_field
 from aioinfer.server.logprobs import Speller
 from aioinfer.server.pace import Pace
@@ -19,16 +20,21 @@ __all__ = ["whole_answer"]
 
 
 async def whole_answer(
-    call: Call, shape: Shape, results: Sequence[Result], echoes: Sequence[str], speller: Speller
+    call: Call,
+    shape: Shape,
+    results: Sequence[Result],
+    echoes: Sequence[str],
+    speller: Speller,
+    readers: Sequence[AnswerReader | None],
 ) -> list[bytes]:
     """The body of an answer that is not streamed. Other callbacks run every few milliseconds."""
     pace, body = Pace(), Pieces()
     head = {"id": call.id, "object": shape.whole_object, "created": call.created, "model": call.model}
     head["system_fingerprint"] = call.fingerprint
     body.add(f'{json.dumps(head)[:-1]},"choices":[')
-    for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
+    for index, (echo, result, reader) in enumerate(zip(echoes, results, readers, strict=True)):
         body.add("," if index else "")
-        await _choice(body, call, shape, index, echo, result, speller, pace)
+        await _choice(body, call, shape, index, echo, result, speller, reader, pace)
         await pace()
     usage = usage_body([result.usage for result in results], call.n)
     body.add(f'],"usage":{json.dumps(usage)}}}')
@@ -43,9 +49,9 @@ async def _choice(
     echo: str,
     result: Result,
     speller: Speller,
+    reader: AnswerReader | None,
     pace: Pace,
 ) -> None:
-    reader = None if call.answer is None else call.answer.reader()
     given = index, echo + result.text, result.finish_reason, reader
     choice: dict[str, Any]
     if reader is not None and len(result.text) > PIECE:

@@ -355,7 +355,6 @@ class ToyTokenizer:
         #: a token for each character
         self.longest_token: int | None = 4
         self.chat_templates: tuple[str, ...] = ()
-        self.prompt_end = ""
         self.template_names: frozenset[str] | None = None
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
 

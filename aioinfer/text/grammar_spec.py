@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.plain import PLAIN, keep_plain, plain
+
+if TYPE_CHECKING:
+    from aioinfer.text.reasoning import ReasoningParser
 
 __all__ = ["Grammar", "Schema", "SchemaModel"]
 
@@ -41,12 +44,16 @@ class Grammar:
     A schema may also be given as a mapping, a boolean or a class with ``model_json_schema``, and choices as a
     list; they are converted to text, so that later changes have no effect.
 
+    ``reasoning``: the format of the reasoning that an ``answer`` begins with. Its source has no rule
+    ``start``: it depends on the prompt, see :meth:`behind`.
+
     Raises:
         InvalidRequest: unknown kind, or a source that cannot be converted or has more than 1 Mi characters.
     """
 
     kind: _Kind
     source: str | Schema | bool | list[str] | tuple[str, ...] = ""
+    reasoning: type[ReasoningParser] | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
@@ -57,6 +64,14 @@ class Grammar:
         if len(source) > _MAX_GRAMMAR:
             raise InvalidRequest("grammar", f"may have at most {_MAX_GRAMMAR} characters, got {len(source)}")
         object.__setattr__(self, "source", source)
+
+    def behind(self, prompt_end: str) -> Grammar:
+        """The grammar of an output behind a prompt that ends so: the prompt may have opened or closed the
+        reasoning."""
+        if self.reasoning is None:
+            return self
+        start = {True: "opened", False: "closed", None: "unopened"}[self.reasoning.opened_by(prompt_end)]
+        return Grammar(self.kind, f"{self.text}\nstart: {start}")
 
     @property
     def text(self) -> str:

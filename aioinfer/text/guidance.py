@@ -101,6 +101,7 @@ class GuidanceBackend:
         library = self._library.LLMatcher
         text: str
         options = _NO_FORCING if _has_long_text(grammar) else ""
+        grammar = grammar.behind("")
         match grammar.kind:
             case "json_schema":
                 _check_brackets(grammar.text, 0, self._max_depth)

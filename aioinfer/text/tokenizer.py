@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -13,7 +12,7 @@ from aioinfer.text import template
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from aioinfer.text.length import longest_token
 
-__all__ = ["HFTokenizer", "Tokenizer"]
+__all__ = ["HFTokenizer", "Tokenizer", "end_of"]
 
 #: Parameters of ``apply_chat_template`` itself and of its call of the template, which callers cannot set.
 _RESERVED = frozenset(
@@ -36,8 +35,8 @@ _RESERVED = frozenset(
 )
 
 
-#: characters of what templates put in front of an answer
-_PROMPT_END = 64
+#: tokens of a prompt's end: more than a tag of reasoning and the line breaks around it can have
+_PROMPT_END = 32
 
 
 class Tokenizer(Protocol):
@@ -52,7 +51,6 @@ class Tokenizer(Protocol):
         special_tokens: the texts among them that ``skip_special_tokens`` omits.
         longest_token: bytes of a text that one token stands for, at most; None if no bound is known.
         chat_templates: the texts of its chat templates.
-        prompt_end: what these put in front of an answer; empty if they cannot be rendered.
         template_names: variables and keys of messages that the chat template reads; None if not known.
     """
 
@@ -63,7 +61,6 @@ class Tokenizer(Protocol):
     special_tokens: frozenset[str]
     longest_token: int | None
     chat_templates: tuple[str, ...]
-    prompt_end: str
     template_names: frozenset[str] | None
 
     def encode(self, text: str) -> list[int]:
@@ -86,6 +83,12 @@ class Tokenizer(Protocol):
     def for_grammars(self) -> Any:
         """The vocabulary for llguidance: the JSON of a tokenizers file, or a TokenizerWrapper.
         Raises InvalidRequest if the tokenizer has neither."""
+
+
+def end_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The last characters of a prompt, special tokens included: what its chat template puts in front of an
+    answer."""
+    return tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
 
 
 #: Tokens that end a turn of the chat template although the checkpoint's config does not list them: LLaDA2.
@@ -123,10 +126,6 @@ class HFTokenizer:
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset(ends if eos is None else {eos, *ends})
         self.longest_token = None if self._fast is None else longest_token(self._fast)
-        self.prompt_end = ""
-        if self.has_chat_template:
-            with suppress(InvalidRequest):
-                self.prompt_end = self.render_chat([{"role": "user", "content": "Hi"}])[-_PROMPT_END:]
 
     @classmethod
     def load(cls, path: Path) -> Self:

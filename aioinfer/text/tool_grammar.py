@@ -48,8 +48,12 @@ class AnswerGrammar:
             choices.append(self._calls(self.parser, rules))
         if self.answer is not None:
             choices.append(rules.add("answer", rules.json(self.answer)))
-        rules.add("start", self._start(f"({' | '.join(choices)})", rules))
-        return Grammar("answer", rules.lark())
+        rest = rules.add("rest", " | ".join(choices))
+        if self.reasoning is None:
+            rules.add("start", rest)
+        else:
+            self._begin(self.reasoning, rest, rules)
+        return Grammar("answer", rules.lark(), self.reasoning)
 
     def _calls(self, parser: type[ToolCallParser], rules: Rules) -> str:
         """Calls, with or without text."""
@@ -71,11 +75,10 @@ class AnswerGrammar:
         between = rules.text(parser.separator) if parser.separator else ""
         return f"tagged ({between} tagged){{0,{_MOST_CALLS - 1}}}"
 
-    def _start(self, rest: str, rules: Rules) -> str:
-        if self.reasoning is None:
-            return rest
-        rules.until("thought", self.reasoning.closing)
+    def _begin(self, reasoning: type[ReasoningParser], rest: str, rules: Rules) -> None:
+        """The rules for an answer from within, from behind and from in front of the reasoning on."""
+        rules.until("thought", reasoning.closing)
         rules.add("BREAKS", "/\\n{1,4}/")
-        if self.reasoning.opened:
-            return f"thought BREAKS? {rest}"
-        return f"({rules.tag(self.reasoning.opening)} thought BREAKS?)? {rest}"
+        rules.add("opened", f"thought BREAKS? {rest}")
+        rules.add("closed", rest)
+        rules.add("unopened", f"({rules.tag(reasoning.opening)} thought BREAKS?)? {rest}")

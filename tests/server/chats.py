@@ -47,8 +47,11 @@ class Answer:
     logprobs: int = 0
 
     def __eq__(self, other: object) -> bool:
-        """Compare without the ids of calls, which differ in every request."""
-        return isinstance(other, Answer) and vars(self) | {"ids": 0} == vars(other) | {"ids": 0}
+        """Compare without the ids of calls, which differ in every request. A stream has no empty content."""
+        return isinstance(other, Answer) and self._compared() == other._compared()
+
+    def _compared(self) -> dict[str, Any]:
+        return vars(self) | {"ids": 0, "content": self.content or None}
 
     def check(self) -> None:
         """The calls are well-formed."""

@@ -319,7 +319,9 @@ async def test_a_whole_answer_is_written_in_slices_and_decodes_each_token_once(
         return f"t{token}\u00e9"
 
     async with counting_turns() as turns:
-        raw = b"".join(await whole_answer(call_for(shape), shape, results(500), ["", ""], Speller(spell)))
+        answers, readers = results(500), [None, None]
+        written = await whole_answer(call_for(shape), shape, answers, ["", ""], Speller(spell), readers)
+    raw = b"".join(written)
     assert turns() >= 2 * 500
     assert sorted(decoded) == list(range(50))
     choices = json.loads(raw)["choices"]
@@ -348,7 +350,7 @@ async def test_a_whole_answer_is_never_in_one_piece(shape: Shape, monkeypatch: p
         for text, result in zip(texts, results(300), strict=True)
     ]
     async with counting_turns() as turns:
-        written = await whole_answer(call, shape, answers, ["", "echo"], Speller(str))
+        written = await whole_answer(call, shape, answers, ["", "echo"], Speller(str), [None, None])
     assert max(map(len, written)) < 16_384
     assert turns() > sum(map(len, written)) / 4096
     choices = json.loads(b"".join(written))["choices"]

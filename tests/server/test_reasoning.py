@@ -28,6 +28,10 @@ class ThinkingTokenizer(ToyTokenizer):
             self.added_tokens = {"</think>": 4}
             self.special_tokens = frozenset({"</think>"})
 
+    def encode_chat(self, messages: Any, /, **template_kwargs: Any) -> list[int]:
+        # The prompt does not end with a tag.
+        return [*super().encode_chat(messages, **template_kwargs), 21]
+
     def detokenizer(self, prompt_ids: Any, *, skip_special_tokens: bool) -> Any:
         made = super().detokenizer(prompt_ids, skip_special_tokens=skip_special_tokens)
         if skip_special_tokens:
@@ -72,3 +76,69 @@ async def test_a_response_format_leaves_room_for_reasoning(bundled: Bundled, dir
         assert any(answer.reasoning for answer in answers)
         extra = {"guided_choice": ["<b>hm</b>yes"]}
         assert (await both(client, extra_body=extra))[0].content == "<b>hm</b>yes"
+
+
+#: what the chat template puts in front of an answer, by a variable of it
+OPENS = "{{ '<think>\\n' if thinking else '' if plain else '<think>\\n\\n</think>\\n\\n' }}"
+
+
+@pytest.fixture
+def switched(directory: Path) -> Path:
+    """The bundled model; ``thinking`` opens the reasoning in the prompt, ``plain`` leaves it to the model."""
+    template = directory / "chat_template.jinja"
+    marks = "{% if '</think>' in '' %}{% endif %}"
+    template.write_text(marks + template.read_text() + OPENS)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["auto", "qwen3", "deepseek-r1"])
+async def test_the_prompt_tells_whether_an_answer_begins_with_reasoning(
+    bundled: Bundled, switched: Path, name: str
+) -> None:
+    async with bundled(switched, reasoning_parser=name) as client:
+
+        async def ask(**kwargs: bool) -> list[Answer]:
+            return await both(
+                client,
+                temperature=0,
+                max_tokens=9,
+                logit_bias={"1": -100},
+                extra_body={"chat_template_kwargs": kwargs},
+                n=2,
+            )
+
+        for answer in await ask(thinking=True):
+            assert (bool(answer.reasoning), bool(answer.content)) == (True, False)
+        for answer in await ask():
+            assert (bool(answer.reasoning), bool(answer.content)) == (False, True)
+        # A prompt without tags: the setting decides.
+        for answer in await ask(plain=True):
+            assert bool(answer.reasoning) == (name == "deepseek-r1")
+
+
+@pytest.mark.parametrize("special", [None, False, True])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-r1"])
+async def test_a_grammar_begins_where_the_prompt_ends(
+    bundled: Bundled, switched: Path, name: str, special: bool | None
+) -> None:
+    tags = {} if special is None else add_tags(switched, "<think>", "</think>", special=special)
+    schema = {"enum": ["yes", "no"]}
+    formats: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    bias = {str(tags["</think>"]): 14} if tags else {}
+    async with bundled(switched, reasoning_parser=name) as client:
+
+        async def ask(most: int, **kwargs: bool) -> list[Answer]:
+            extra = {"chat_template_kwargs": kwargs}
+            options: Any = {"response_format": formats, "logit_bias": bias, "max_tokens": most}
+            return await both(client, **options, seed=1, n=4, temperature=2.0, extra_body=extra)
+
+        for answer in await ask(100):
+            assert (json.loads(answer.content or ""), answer.reasoning) in [("yes", None), ("no", None)]
+        for answer in await ask(300, thinking=True):
+            assert answer.reasoning or answer.content
+            if answer.finish_reason == "stop":
+                assert json.loads(answer.content or "") in schema["enum"]
+            else:
+                assert (answer.content or '"').startswith('"')
+        if tags:
+            assert any(answer.content for answer in await ask(300, thinking=True))

@@ -42,11 +42,14 @@ def split(parser: ReasoningParser, parts: list[str]) -> tuple[str, str]:
     return "".join(reasoning for reasoning, _ in pairs), "".join(content for _, content in pairs)
 
 
-def oracle(name: str, text: str) -> tuple[str, str]:
+def oracle(name: str, text: str, prompt_end: str) -> tuple[str, str]:
     """The whole text at once."""
     parser = REASONING_PARSERS[name]
+    within = prompt_end.startswith(parser.opening) or (parser.opened and not prompt_end)
+    if prompt_end.startswith(parser.closing):
+        return "", text
     opened = re.match(rf"\s*{re.escape(parser.opening)}\n*", text)
-    if not opened and not parser.opened:
+    if not opened and not within:
         return "", text
     body = text[opened.end() :] if opened else text
     closed = re.search(rf"\n*{re.escape(parser.closing)}\n*", body)
@@ -77,15 +80,27 @@ def test_reasoning_opened_by_the_template() -> None:
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)
-@given(text=texts, data=st.data())
-def test_the_result_does_not_depend_on_the_split(name: str, text: str, data: st.DataObject) -> None:
-    text = tagged(name, text)
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", " "])
+def test_the_end_of_the_prompt_tells_where_the_output_begins(name: str, end: str) -> None:
+    parser = REASONING_PARSERS[name]
+    assert parser.opened_by(f"assistant{parser.opening}{end}")
+    assert parser.opened_by(f"{parser.opening}{end}{parser.closing}{end}") is False
+    assert parser.opened_by(f"assistant{end}") is parser.opened
+    # A tag that someone wrote about.
+    assert parser.opened_by(f"What is {parser.opening}?{end}") is parser.opened
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+@given(text=texts, end=st.sampled_from(["", "<think>\n", "</think>\n\n"]), data=st.data())
+def test_the_result_does_not_depend_on_the_split(name: str, text: str, end: str, data: st.DataObject) -> None:
+    text, end = tagged(name, text), tagged(name, end)
+    parser = REASONING_PARSERS[name]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     parts = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert "".join(parts) == text
-    got = split(REASONING_PARSERS[name](), parts)
-    assert got == split(REASONING_PARSERS[name](), list(text))
-    assert got == oracle(name, text)
+    got = split(parser(end), parts)
+    assert got == split(parser(end), list(text))
+    assert got == oracle(name, text, end)
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)

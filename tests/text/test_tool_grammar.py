@@ -14,7 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
-from aioinfer.text.reasoning import DeepSeekR1, Qwen3
+from aioinfer.text.reasoning import DeepSeekR1, Qwen3, ReasoningParser
 from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.text.call_formats import written
@@ -45,7 +45,8 @@ class Vocabulary:
     def allows(self, output: str, /, **options: Any) -> bool:
         """The text is a whole answer, token by token allowed by the masks."""
         defaults = {"parser": Hermes, "functions": FUNCTIONS, "tokens": self.tokens}
-        grammar = AnswerGrammar(**{**defaults, **options}).build()
+        prompt_end = options.pop("prompt_end", "")
+        grammar = AnswerGrammar(**{**defaults, **options}).build().behind(prompt_end)
         matcher = self.backend.compile(grammar)
         mask = np.zeros(-(-self.size // 32), np.int32)
         for token in [*self.tokenizer.encode(output, add_special_tokens=False).ids, self.end]:
@@ -154,6 +155,20 @@ def test_reasoning_comes_first(vocabulary: Vocabulary) -> None:
         assert not vocabulary.allows(end, reasoning=DeepSeekR1, **options)
     assert not vocabulary.allows(f"<think>{thought}", reasoning=Qwen3)
     assert not vocabulary.allows(f"<think>{thought}{BERN}", reasoning=Qwen3)
+
+
+@pytest.mark.parametrize("reasoning", [Qwen3, DeepSeekR1])
+def test_reasoning_goes_on_from_the_end_of_the_prompt(
+    vocabulary: Vocabulary, reasoning: type[ReasoningParser]
+) -> None:
+    for options in ({}, {"text": True}, {"functions": {}, "answer": True}):
+        end = "7" if "answer" in options else ROME
+        opened = {"reasoning": reasoning, "prompt_end": "<think>\n", **options}
+        closed = {"reasoning": reasoning, "prompt_end": "<think>\n\n</think>\n\n", **options}
+        assert vocabulary.allows(f"hm</think>\n\n{end}", **opened)
+        assert not vocabulary.allows(end, **opened)
+        assert vocabulary.allows(end, **closed)
+        assert "text" in options or not vocabulary.allows(f"<think>hm</think>{end}", **closed)
 
 
 def test_white_space_is_bounded_and_arguments_are_json(vocabulary: Vocabulary) -> None:

@@ -20,14 +20,13 @@ _ALL: tuple[type[ReasoningParser], ...] = (Qwen3, DeepSeekR1, Mistral)
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {parser.name: parser for parser in _ALL}
 
 
-def parser_of(name: str | None, templates: Iterable[str], prompt_end: str) -> type[ReasoningParser] | None:
+def parser_of(name: str | None, templates: Iterable[str]) -> type[ReasoningParser] | None:
     """The parser of a setting: the one of that name, none, or for "auto" one that fits the chat templates.
 
-    ``prompt_end``: the text in front of an answer: it may have the opening tag already.
+    That is never one whose reasoning is opened by default: where a template opens it, the prompt shows it.
     """
     if name != AUTO:
         return None if name is None else REASONING_PARSERS[name]
-    texts, end = tuple(templates), prompt_end.rstrip()
-    known = [parser for parser in _ALL if any(parser.closing in text for text in texts)]
-    opened = next((parser for parser in known if parser.opened and end.endswith(parser.opening)), None)
-    return opened or next((parser for parser in known if not parser.opened), None)
+    texts = tuple(templates)
+    known = (parser for parser in _ALL if any(parser.closing in text for text in texts))
+    return next((parser for parser in known if not parser.opened), None)

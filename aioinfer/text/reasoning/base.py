@@ -20,17 +20,34 @@ class ReasoningParser:
 
     Reasoning can only be at the beginning: a later tag is content. Line breaks next to a tag belong to it.
     Only a possible prefix of a tag is held back.
+
+    Attributes:
+        name: the setting's value.
+        opening, closing: the tags around the reasoning.
+        opened: where the output begins if the prompt does not show it: within reasoning (True), or with an
+            opening tag if there is reasoning (None).
     """
 
     name: ClassVar[str]
     opening: ClassVar[str] = "<think>"
     closing: ClassVar[str] = "</think>"
-    #: the prompt ends with the opening tag, so the output begins with reasoning
-    opened: ClassVar[bool]
+    opened: ClassVar[bool | None]
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_end: str = "") -> None:
+        """For an output behind a prompt that ends so."""
+        self._opened = self.opened_by(prompt_end)
         self._held = ""
-        self._state: Callable[[], _Split] = self._begin
+        self._state: Callable[[], _Split] = self._answer if self._opened is False else self._begin
+
+    @classmethod
+    def opened_by(cls, prompt_end: str) -> bool | None:
+        """Where an output begins behind a prompt that ends so: within reasoning (True), with content, since
+        the prompt has closed the reasoning (False), or with an opening tag if there is reasoning (None)."""
+        end = prompt_end.rstrip()
+        if end.endswith(cls.opening):
+            return True
+        # Templates close it at once where a variable switches thinking off.
+        return False if end.endswith(cls.closing) else cls.opened
 
     def push(self, text: str) -> _Split:
         """Split the next piece of output."""
@@ -40,7 +57,7 @@ class ReasoningParser:
     def finish(self) -> _Split:
         """End of the output: the held text."""
         held, self._held = self._held, ""
-        thinking = self._state == self._think or (self.opened and self._state == self._begin)
+        thinking = self._state == self._think or (self._opened and self._state == self._begin)
         return (held, "") if thinking else ("", held)
 
     def _begin(self) -> _Split:
@@ -51,7 +68,7 @@ class ReasoningParser:
                 return self._to(self._skip_to_think)
             if self.opening.startswith(start):
                 return "", ""
-        return self._to(self._think if self.opened else self._answer)
+        return self._to(self._think if self._opened else self._answer)
 
     def _skip_to_think(self) -> _Split:
         self._held = self._held.lstrip("\n")

@@ -1,4 +1,4 @@
-"""Reasoning of DeepSeek R1 and of other models whose chat template contains the opening tag."""
+"""Reasoning of DeepSeek R1 and of other models that do not generate the opening tag."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ __all__ = ["DeepSeekR1"]
 
 
 class DeepSeekR1(ReasoningParser):
-    """The prompt opens the reasoning; a repeated opening tag at the start of the output is omitted."""
+    """The output begins with reasoning unless the prompt has closed it.
+
+    A repeated opening tag at the start of the output is omitted.
+    """
 
     name = "deepseek-r1"
     opened = True

@@ -13,4 +13,4 @@ class Mistral(ReasoningParser):
     name = "mistral"
     opening = "[THINK]"
     closing = "[/THINK]"
-    opened = False
+    opened = None

@@ -8,7 +8,7 @@ __all__ = ["Qwen3"]
 
 
 class Qwen3(ReasoningParser):
-    """The output contains both tags, or neither if it has no reasoning."""
+    """The output contains both tags, or neither if it has no reasoning, unless the prompt has opened it."""
 
     name = "qwen3"
-    opened = False
+    opened = None
