@@ -386,13 +386,13 @@ class ServerConfig:
     tool_call_parser: str | None = _option(
         "auto",
         "chat",
-        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3;"
+        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3, harmony;"
         " auto: the chat template's; none: tools are refused",
     )
     reasoning_parser: str | None = _option(
         "auto",
         "chat",
-        "format of reasoning to split off: qwen3, deepseek-r1, mistral; auto: the chat template's",
+        "format of reasoning to split off: qwen3, deepseek-r1, mistral, harmony; auto: the chat template's",
     )
 
     max_body_mib: float | None = _option(

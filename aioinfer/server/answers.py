@@ -118,7 +118,7 @@ class ChatFormat:
         if answer.tools is not None:
             tags.update(answer.tools.tags)
         if answer.reasoning is not None:
-            tags |= {answer.reasoning.opening, answer.reasoning.closing}
+            tags.update(answer.reasoning.tags)
         return tags
 
 

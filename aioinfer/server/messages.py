@@ -32,10 +32,20 @@ def parse_messages(messages: Any, template_names: frozenset[str] | None = None) 
     ]
 
 
-def _message(field: str, message: Any, template_names: frozenset[str] | None) -> dict[str, Any]:
-    if not isinstance(message, dict):
+def _with_thinking(message: dict[str, Any], template_names: frozenset[str]) -> dict[str, Any]:
+    """The message with its reasoning where the template of gpt-oss reads it. Older versions of transformers
+    leave that to the caller."""
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning is None or "thinking" not in template_names or "reasoning_content" in template_names:
+        return message
+    return {"thinking": reasoning, **message}
+
+
+def _message(field: str, given: Any, template_names: frozenset[str] | None) -> dict[str, Any]:
+    if not isinstance(given, dict):
         raise InvalidRequest(field, "must be an object")
-    check(message, _MESSAGE, f"{field}.", template_names or frozenset())
+    check(given, _MESSAGE, f"{field}.", template_names or frozenset())
+    message = _with_thinking(given, template_names or frozenset())
     content = message.get("content")
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and part.get("type") == "text":

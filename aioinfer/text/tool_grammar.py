@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioinfer.text.grammar_spec import Grammar
-from aioinfer.text.reasoning import ReasoningParser
+from aioinfer.text.harmony import CALL, CHANNEL, END, MESSAGE, START
+from aioinfer.text.reasoning import Harmony, ReasoningParser
 from aioinfer.text.rules import Rules
+from aioinfer.text.tool_calls import Harmony as HarmonyCalls
 from aioinfer.text.tool_calls import ToolCallParser
 
 __all__ = ["AnswerGrammar"]
@@ -43,9 +45,15 @@ class AnswerGrammar:
     def build(self) -> Grammar:
         """Raises InvalidRequest for too large a grammar, ValueError for a schema that cannot be written."""
         rules = Rules(self.tokens or {})
+        parser = self.parser if self.functions else None
+        if self.reasoning is Harmony or parser is HarmonyCalls:
+            if self.reasoning not in (None, Harmony) or parser not in (None, HarmonyCalls):
+                raise ValueError("needs calls and reasoning both in the format harmony, or neither")
+            self._messages(rules)
+            return Grammar("answer", rules.lark(), self.reasoning)
         choices = []
-        if self.parser is not None and self.functions:
-            choices.append(self._calls(self.parser, rules))
+        if parser is not None:
+            choices.append(self._calls(parser, rules))
         if self.answer is not None:
             choices.append(rules.add("answer", rules.json(self.answer)))
         rest = rules.add("rest", " | ".join(choices))
@@ -57,9 +65,7 @@ class AnswerGrammar:
 
     def _calls(self, parser: type[ToolCallParser], rules: Rules) -> str:
         """Calls, with or without text."""
-        for at, (name, schema) in enumerate(self.functions.items()):
-            rules.add(f"call_{at}", parser.write(name, schema, rules))
-        rules.add("call", " | ".join(f"call_{at}" for at in range(len(self.functions))))
+        rules.add("call", self._call(parser, rules))
         rules.add("calls", parser.group("call", _MOST_CALLS if self.parallel else 1))
         if not parser.opening:
             if self.text:
@@ -74,6 +80,38 @@ class AnswerGrammar:
             return "tagged"
         between = rules.text(parser.separator) if parser.separator else ""
         return f"tagged ({between} tagged){{0,{_MOST_CALLS - 1}}}"
+
+    def _call(self, parser: type[ToolCallParser], rules: Rules) -> str:
+        """A call of any of the functions."""
+        for at, (name, schema) in enumerate(self.functions.items()):
+            rules.add(f"call_{at}", parser.write(name, schema, rules))
+        return " | ".join(f"call_{at}" for at in range(len(self.functions)))
+
+    def _messages(self, rules: Rules) -> None:
+        """The rules of an answer in the messages of gpt-oss: the last one is a call or in the channel
+        ``final``. Before it there may be reasoning, and what is told the user if that is not to be JSON."""
+        channel, message = rules.tag(CHANNEL), rules.tag(MESSAGE)
+        again = f'{rules.tag(START)} "assistant"'
+        rules.until("thought", END)
+        before = "analysis*" if self.answer is not None else "(analysis | commentary)*"
+        if self.reasoning is None and not self.text:
+            before = ""
+        rules.add("analysis", f'{channel} "analysis" {message} thought {again}')
+        rules.add("commentary", f'{channel} "commentary" {message} thought {again}')
+        choices = []
+        if self.parser is not None and self.functions:
+            rules.add("call", f"{channel} ({self._call(self.parser, rules)})")
+            more = f"({rules.tag(CALL)} {again} call){{0,{_MOST_CALLS - 1}}}" if self.parallel else ""
+            choices.append(f"call {more}")
+        if self.answer is not None or self.text:
+            content = "TEXT" if self.answer is None else rules.json(self.answer)
+            choices.append(f'{channel} "final" {message} {content}')
+        rules.add("rest", f"{before} ({' | '.join(choices)})")
+        if self.reasoning is None:
+            rules.add("start", "rest")
+        else:
+            rules.add("opened", f"thought {again} rest")
+            rules.add("unopened", "rest")
 
     def _begin(self, reasoning: type[ReasoningParser], rest: str, rules: Rules) -> None:
         """The rules for an answer from within, from behind and from in front of the reasoning on."""

@@ -21,6 +21,8 @@ PIECES = [
     "</think>",
     "[THINK]",
     "[/THINK]",
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
     "<tool_call>",
     "</tool_call>",
     ROME,
@@ -95,13 +97,29 @@ def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     answer = AnswerFormat(Hermes, reasoning)
     text = f"{reasoning.opening}\nI call\n{ROME}\n{reasoning.closing}\n\nOne moment.\n{ROME}"
     message, reason = whole(answer, text)
-    # A call within the reasoning is not a call.
-    assert message["reasoning_content"] == f"I call\n{ROME}"
-    assert message["content"] == "One moment."
+    # A call within the reasoning is not a call. Line breaks around tags belong to those of two tags.
+    assert message["reasoning_content"].strip("\n") == f"I call\n{ROME}"
+    assert message["content"].strip("\n") == "One moment."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
     assert reason == "tool_calls"
     for first, second in itertools.combinations(range(0, len(text), 3), 2):
         check(answer, text, [text[:first], text[first:second], text[second:]])
+
+
+def test_messages_of_gpt_oss() -> None:
+    call = CALLS["harmony"].tell("weather", {"city": "Rome"})
+    again = "<|end|><|start|>assistant"
+    thoughts = f"<|channel|>analysis<|message|>I call.{again}"
+    text = f"{thoughts}<|channel|>commentary<|message|>One moment.{again}{call}"
+    answer = AnswerFormat(PARSERS["harmony"], REASONING_PARSERS["harmony"])
+    message, reason = whole(answer, text)
+    assert (message["reasoning_content"], message["content"]) == ("I call.", "One moment.")
+    assert [made["function"]["arguments"] for made in message["tool_calls"]] == ['{"city": "Rome"}']
+    assert reason == "tool_calls"
+    for first, second in itertools.combinations(range(0, len(text), 3), 2):
+        check(answer, text, [text[:first], text[first:second], text[second:]])
+    message, reason = whole(answer, f"{thoughts}<|channel|>final<|message|>It is sunny.")
+    assert (message["reasoning_content"], message["content"], reason) == ("I call.", "It is sunny.", "stop")
 
 
 def test_an_answer_longer_than_a_piece() -> None:

@@ -11,6 +11,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
 from aioinfer.server.answers import ChatFormat
 from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Harmless, Honoured, Table, Unsupported
+from aioinfer.server.messages import parse_messages
 from aioinfer.server.protocol import Call, Served, parse_chat, parse_completion
 from aioinfer.text.template import names_read
 from aioinfer.text.tool_calls import Hermes
@@ -399,3 +400,15 @@ def test_only_the_served_name_is_a_model(model: Any) -> None:
     assert (caught.value.failure.status, caught.value.failure.code) == (404, "model_not_found")
     assert len(caught.value.failure.message) < 300
     assert chat(model=None).model == chat().model == "toy"
+
+
+def test_reasoning_of_earlier_answers_is_named_as_the_template_reads_it() -> None:
+    def parsed(names: set[str], **message: Any) -> dict[str, Any]:
+        return parse_messages([{"role": "assistant", "content": "", **message}], frozenset(names))[0]
+
+    for field in ("reasoning_content", "reasoning"):
+        assert parsed({"thinking"}, **{field: "hm"})["thinking"] == "hm"
+        assert "thinking" not in parsed({"thinking", "reasoning_content"}, **{field: "hm"})
+    assert parsed({"thinking"}, thinking="a", reasoning_content="b")["thinking"] == "a"
+    assert "thinking" not in parsed({"thinking"})
+    assert "thinking" not in parsed(set(), reasoning_content="hm")

@@ -11,8 +11,9 @@ import pytest
 
 from aioinfer.params import SamplingParams
 from aioinfer.testing import ToyTokenizer, toy_generate
+from aioinfer.text.harmony import TAGS
 from aioinfer.text.reasoning import REASONING_PARSERS
-from tests.server.chats import TOOLS, Answer, add_tags, both
+from tests.server.chats import TOOLS, USER, Answer, add_tags, both
 from tests.server.conftest import Bundled, Serving
 
 
@@ -52,7 +53,7 @@ async def test_reasoning_is_split_off(serving: Serving, name: str | None, specia
     if name == "deepseek-r1":
         reasoning, content = text.split("</think>", 1)
         wanted.reasoning, wanted.content = reasoning.rstrip("\n"), content.lstrip("\n") or None
-    elif special and name in (None, "mistral"):
+    elif special and name in (None, "mistral", "harmony"):
         # No tags of this format, but special tokens.
         wanted.content = text.replace("\n</think>\n", "")
     server = {"reasoning_parser": name, "tool_call_parser": "hermes"}
@@ -142,3 +143,62 @@ async def test_a_grammar_begins_where_the_prompt_ends(
                 assert (answer.content or '"').startswith('"')
         if tags:
             assert any(answer.content for answer in await ask(300, thinking=True))
+
+
+@pytest.fixture
+def in_channels(directory: Path) -> Path:
+    """The bundled model with the tags of gpt-oss and a template that knows them. Its own end token, which has
+    the name of one of them, gets another."""
+    for file in (*directory.glob("*.json"), *directory.glob("*.jinja")):
+        file.write_text(file.read_text().replace("<|end|>", "<|over|>"))
+    template = directory / "chat_template.jinja"
+    seen = "{% set seen = namespace(thinking='') %}{% for m in messages %}"
+    seen += "{% if m.thinking %}{% set seen.thinking = m.thinking %}{% endif %}{% endfor %}"
+    opens = "{{ '<|channel|>analysis<|message|>' if seen.thinking == 'open' }}"
+    template.write_text(seen + template.read_text() + opens)
+    return directory
+
+
+@pytest.mark.parametrize("special", [None, False, True])
+async def test_answers_in_the_channels_of_gpt_oss(
+    bundled: Bundled, in_channels: Path, special: bool | None
+) -> None:
+    tags = {} if special is None else add_tags(in_channels, *TAGS, special=special)
+    schema = {"enum": ["yes", "no"]}
+    formats: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    # So that thoughts end. Two calls are one only where <|call|> ends the output.
+    bias = {str(tags["<|end|>"]): 14, str(tags["<|call|>"]): -100} if tags else {}
+    options: Any = {"logit_bias": bias, "seed": 1, "n": 4, "temperature": 2.0, "max_tokens": 400}
+    async with bundled(in_channels, reasoning_parser="auto", tool_call_parser="auto") as client:
+        for answer in await both(client, response_format=formats, **options):
+            assert answer.finish_reason == "length" or json.loads(answer.content or "") in schema["enum"]
+            assert "<|" not in (answer.content or "")
+            assert tags == {} or answer.finish_reason == "stop"
+        answers = await both(client, tools=TOOLS, tool_choice="required", **options)
+        assert tags == {} or any(answer.calls for answer in answers)
+        for answer in answers:
+            if answer.finish_reason != "length":
+                answer.check()
+                assert answer.calls
+                assert answer.finish_reason == "tool_calls"
+                assert "<|" not in f"{answer.content}{answer.reasoning}"
+
+
+async def test_the_template_of_gpt_oss_gets_reasoning_as_thinking(
+    bundled: Bundled, in_channels: Path
+) -> None:
+    options: Any = {"temperature": 0, "max_tokens": 9, "logit_bias": {"1": -100}}
+    async with bundled(in_channels, reasoning_parser="auto", tool_call_parser="auto") as client:
+
+        async def ask(**message: Any) -> Answer:
+            earlier = {"role": "assistant", "content": "42", **message}
+            (answer,) = await both(client, messages=[USER, earlier, USER], **options)
+            return answer
+
+        for field in ("reasoning_content", "reasoning", "thinking"):
+            answer = await ask(**{field: "open"})
+            assert (bool(answer.reasoning), bool(answer.content)) == (True, False)
+        answer = await ask(reasoning_content="other")
+        assert (bool(answer.reasoning), bool(answer.content)) == (False, True)
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        assert (await ask(reasoning_content="open", tool_calls=[call], content=None)).reasoning

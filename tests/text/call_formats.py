@@ -76,6 +76,11 @@ def _qwen3_coder(name: str, arguments: Any, **how: Any) -> str:
     return f"<tool_call>\n<function={name}>\n{''.join(told)}</function>\n</tool_call>"
 
 
+def _harmony(name: str, arguments: Any, **how: Any) -> str:
+    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return header + json.dumps(arguments, **how)
+
+
 def _gemma4(name: str, arguments: Any, **_: Any) -> str:
     pairs = ",".join(f"{key}:{_gemma4_value(value)}" for key, value in arguments.items())
     return f"<|tool_call>call:{name}{{{pairs}}}<tool_call|>"
@@ -219,6 +224,30 @@ FORMATS = {
         ),
         between="; ",
         alone=True,
+    ),
+    "harmony": CallFormat(
+        _harmony,
+        "<|start|>assistant<|channel|>commentary to=functions. <|constrain|>json<|message|><|call|><|end|>\n",
+        (
+            "<|start|>",
+            "<|start|>assistant",
+            "<|channel|>",
+            "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{",
+            "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>",
+            "<|channel|>analysis<|message|>",
+            "<|constrain|>",
+            "<|message|>",
+            "<|call|>",
+            "<|end|>",
+            "assistant",
+            "commentary",
+            " to=f",
+            "json",
+            "<|",
+            "}}",
+            *_JSON,
+        ),
+        between="<|call|><|start|>assistant",
     ),
 }
 

@@ -9,7 +9,7 @@ from aioinfer.server.answers import ChatFormat
 from aioinfer.testing import ToyTokenizer
 from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
-from aioinfer.text.tool_calls import Gemma4, Hermes, Llama3, Mistral, MistralV11, Qwen3Coder
+from aioinfer.text.tool_calls import Gemma4, Harmony, Hermes, Llama3, Mistral, MistralV11, Qwen3Coder
 
 #: parts of templates as models have them
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -26,6 +26,9 @@ MISTRAL = PLAIN + "{{ '[TOOL_CALLS] [' }}{{ tool_call.function | tojson }}{{ ']'
 MISTRAL_V11 = PLAIN + "{{ '[TOOL_CALLS]' }}{{ name + '[CALL_ID]' + id + '[ARGS]' + arguments }}"
 #: tools are written as JSON, and calls in another format
 DECLARING = PLAIN + "{{ '{\"name\": ' + t.name + '\"description\": ' + t.description + '\"parameters\": ' }}"
+GPT_OSS = (
+    PLAIN + "{{ '<|start|>assistant to=' + name + '<|channel|>commentary json<|message|>' }}{{ '<|call|>' }}"
+)
 MAGISTRAL = PLAIN + "{{ 'Think first: [THINK]Your thoughts[/THINK]Here, the response.' }}"
 THINKING = (
     PLAIN + "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
@@ -44,6 +47,7 @@ CALLS = [
     (MISTRAL, Mistral),
     (MISTRAL_V11, MistralV11),
     (DECLARING, None),
+    (GPT_OSS, Harmony),
 ]
 
 
@@ -57,7 +61,8 @@ def test_calls_are_read_in_the_format_that_the_template_writes(
 
 
 @pytest.mark.parametrize(
-    ("template", "parser"), [(PLAIN, None), (THINKING, Qwen3), (MAGISTRAL, reasoning.Mistral)]
+    ("template", "parser"),
+    [(PLAIN, None), (THINKING, Qwen3), (MAGISTRAL, reasoning.Mistral), (GPT_OSS, reasoning.Harmony)],
 )
 def test_reasoning_is_split_off_where_the_template_knows_it(
     template: str, parser: type[reasoning.ReasoningParser] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
-from aioinfer.text.reasoning import DeepSeekR1, Qwen3, ReasoningParser
+from aioinfer.text.reasoning import DeepSeekR1, Harmony, Qwen3, ReasoningParser
 from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.text.call_formats import written
@@ -32,9 +33,10 @@ class Vocabulary:
     """The bundled model's tokenizer, with or without tokens for the tags."""
 
     def __init__(self, special: bool | None) -> None:
-        text = (EngineConfig().model_path / "tokenizer.json").read_text()
+        # gpt-oss ends messages with what ends the answers of the bundled model.
+        text = (EngineConfig().model_path / "tokenizer.json").read_text().replace("<|end|>", "<|over|>")
         self.tokenizer = Tokenizer.from_str(text)
-        self.end = self.tokenizer.token_to_id("<|end|>")
+        self.end = self.tokenizer.token_to_id("<|over|>")
         self.tokens: dict[str, int] = {}
         if special is not None:
             self.tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
@@ -97,11 +99,15 @@ def test_an_instance_of_a_schema_or_calls(vocabulary: Vocabulary) -> None:
     assert not vocabulary.allows(ROME, functions={}, **options)
 
 
+#: formats whose calls stand next to text and reasoning in any format
+FREE = [name for name in PARSERS if name != "harmony"]
+
+
 def in_format(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
     return written(name, [*calls])
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", FREE)
 def test_calls_in_every_format(vocabulary: Vocabulary, name: str) -> None:
     parser = PARSERS[name]
     rome, now = ("weather", {"city": "Rome"}), ("now", {"zone": "1"})
@@ -125,6 +131,52 @@ def test_calls_in_every_format(vocabulary: Vocabulary, name: str) -> None:
     assert vocabulary.allows(f"<think>hm</think>{two}", parser=parser, reasoning=Qwen3)
     assert vocabulary.allows("42", parser=parser, answer={"type": "integer"})
     assert vocabulary.allows(two, parser=parser, answer={"type": "integer"})
+
+
+CALLED: Any = {"parser": PARSERS["harmony"], "functions": FUNCTIONS}
+
+
+def test_answers_in_messages(vocabulary: Vocabulary) -> None:
+    def said(text: str, channel: str = "analysis") -> str:
+        return f"<|channel|>{channel}<|message|>{text}<|end|><|start|>assistant"
+
+    def final(text: str) -> str:
+        return f"<|channel|>final<|message|>{text}"
+
+    rome, bern = (in_format("harmony", ("weather", {"city": city})) for city in ("Rome", "Bern"))
+    both = in_format("harmony", ("weather", {"city": "Rome"}), ("now", {}))
+    thoughts = said("Which city?\n{") + said("Rome.")
+    plan = said("I ask.", "commentary")
+    for reasoning in (None, Harmony):
+        options: Any = {"parser": PARSERS["harmony"], "reasoning": reasoning}
+        for before in ("", thoughts, plan, thoughts + plan):
+            # Without a format of reasoning there is none in front of what is required.
+            known = reasoning is not None or not before
+            assert vocabulary.allows(before + rome, **options) == known, before
+            assert vocabulary.allows(before + both, **options) == known
+            assert not vocabulary.allows(before + both, parallel=False, **options)
+            assert not vocabulary.allows(before + final("Rome"), **options)
+            for text in (rome, final("Rome"), final("")):
+                assert vocabulary.allows(before + text, text=True, **options), text
+            for text in (bern, "Rome", "", rome[:-1]):
+                assert not vocabulary.allows(before + text, text=True, **options), text
+        for before, text in itertools.product(("", thoughts), (final("42"), rome)):
+            known = reasoning is not None or not before
+            assert vocabulary.allows(before + text, answer={"type": "integer"}, **options) == known
+        # What is told the user in front of the JSON would be a part of it.
+        for text in (final("x"), "42", thoughts, plan + final("42")):
+            assert not vocabulary.allows(text, answer={"type": "integer"}, **options)
+    within = "hm<|end|><|start|>assistant"
+    options = {"parser": None, "functions": {}, "answer": {"type": "integer"}, "reasoning": Harmony}
+    assert vocabulary.allows(thoughts + final("42"), **options)
+    assert not vocabulary.allows(within + final("42"), **options)
+    options["prompt_end"] = "<|channel|>analysis<|message|>"
+    assert vocabulary.allows(within + final("42"), **options)
+    assert not vocabulary.allows(final("42"), **options)
+    assert vocabulary.allows(within + final("42"), **{**options, "parser": Hermes})
+    for mixed in ({"parser": Hermes, "reasoning": Harmony}, {**options, "reasoning": Qwen3, **CALLED}):
+        with pytest.raises(ValueError, match="both in the format harmony"):
+            vocabulary.allows("", **mixed)
 
 
 def test_calls_of_mistral_may_have_ids_and_spaces(vocabulary: Vocabulary) -> None:

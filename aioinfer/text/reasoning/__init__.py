@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from aioinfer.text import AUTO
 from aioinfer.text.reasoning.base import ReasoningParser
 from aioinfer.text.reasoning.deepseek_r1 import DeepSeekR1
+from aioinfer.text.reasoning.harmony import Harmony
 from aioinfer.text.reasoning.mistral import Mistral
 from aioinfer.text.reasoning.qwen3 import Qwen3
 
-__all__ = ["REASONING_PARSERS", "DeepSeekR1", "Mistral", "Qwen3", "ReasoningParser", "parser_of"]
+__all__ = ["REASONING_PARSERS", "DeepSeekR1", "Harmony", "Mistral", "Qwen3", "ReasoningParser", "parser_of"]
 
-_ALL: tuple[type[ReasoningParser], ...] = (Qwen3, DeepSeekR1, Mistral)
+_ALL: tuple[type[ReasoningParser], ...] = (Qwen3, DeepSeekR1, Mistral, Harmony)
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {parser.name: parser for parser in _ALL}
 
 
@@ -28,5 +29,5 @@ def parser_of(name: str | None, templates: Iterable[str]) -> type[ReasoningParse
     if name != AUTO:
         return None if name is None else REASONING_PARSERS[name]
     texts = tuple(templates)
-    known = (parser for parser in _ALL if any(parser.closing in text for text in texts))
+    known = (parser for parser in _ALL if any(map(parser.in_template, texts)))
     return next((parser for parser in known if not parser.opened), None)

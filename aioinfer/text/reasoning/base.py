@@ -26,18 +26,25 @@ class ReasoningParser:
         opening, closing: the tags around the reasoning.
         opened: where the output begins if the prompt does not show it: within reasoning (True), or with an
             opening tag if there is reasoning (None).
+        tags: what has to be in the text, even if a vocabulary has special tokens for it.
     """
 
     name: ClassVar[str]
     opening: ClassVar[str] = "<think>"
     closing: ClassVar[str] = "</think>"
     opened: ClassVar[bool | None]
+    tags: ClassVar[tuple[str, ...]] = (opening, closing)
 
     def __init__(self, prompt_end: str = "") -> None:
         """For an output behind a prompt that ends so."""
         self._opened = self.opened_by(prompt_end)
         self._held = ""
         self._state: Callable[[], _Split] = self._answer if self._opened is False else self._begin
+
+    @classmethod
+    def in_template(cls, template: str) -> bool:
+        """Whether a chat template knows this format."""
+        return cls.closing in template
 
     @classmethod
     def opened_by(cls, prompt_end: str) -> bool | None:

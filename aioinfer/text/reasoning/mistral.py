@@ -14,3 +14,4 @@ class Mistral(ReasoningParser):
     opening = "[THINK]"
     closing = "[/THINK]"
     opened = None
+    tags = (opening, closing)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from aioinfer.text import AUTO
 from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.gemma4 import Gemma4
+from aioinfer.text.tool_calls.harmony import Harmony
 from aioinfer.text.tool_calls.hermes import Hermes
 from aioinfer.text.tool_calls.llama3 import Llama3
 from aioinfer.text.tool_calls.mistral import Mistral, MistralV11
@@ -20,6 +21,7 @@ __all__ = [
     "PARSERS",
     "Functions",
     "Gemma4",
+    "Harmony",
     "Hermes",
     "Llama3",
     "Mistral",
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 PARSERS: dict[str, type[ToolCallParser]] = {
-    parser.name: parser for parser in (Hermes, Qwen3Coder, Gemma4, Mistral, MistralV11, Llama3)
+    parser.name: parser for parser in (Hermes, Qwen3Coder, Gemma4, Mistral, MistralV11, Llama3, Harmony)
 }
 
 
