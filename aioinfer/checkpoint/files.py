@@ -113,9 +113,7 @@ class GGUFCheckpoint:
         from aioinfer.checkpoint.gguf_tensors import GGUFTensors
 
         config = self.config()
-        interleaved = config["model_type"] == "llama"
-        heads = (config["num_attention_heads"], config["num_key_value_heads"]) if interleaved else (0, 0)
-        return GGUFTensors(self._file, *heads)
+        return GGUFTensors(self._file, config["num_attention_heads"], config["num_key_value_heads"])
 
     def files(self) -> list[Path]:
         return [*self._file.files]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.checkpoint.gguf_architectures import architecture_of
 from aioinfer.checkpoint.gguf_blocks import BLOCKS
 from aioinfer.checkpoint.gguf_config import name_of
 from aioinfer.checkpoint.gguf_file import GGUFFile, StoredTensor
@@ -21,6 +22,8 @@ __all__ = ["GGUFTensors"]
 
 #: types of which no block is taken apart: dequantised, and rounded to what they nearly are
 _ROUNDED = {"Q6_K": Rounding(8, 32)}
+#: end of the names of norms' weights
+_NORM = "norm.weight"
 _PLAIN = {"F32": "<f4", "F16": "<f2"}
 #: elements that are dequantised at a time
 _SLICE = 1 << 22
@@ -30,17 +33,18 @@ class GGUFTensors:
     """See :class:`~aioinfer.checkpoint.tensors.Tensors`."""
 
     def __init__(self, file: GGUFFile, heads: int, kv_heads: int) -> None:
-        """``heads`` and ``kv_heads``: of queries and keys, if their rows are interleaved for rotations of
-        neighbours, as the architecture llama has them; else 0."""
+        """``heads`` and ``kv_heads``: of queries and keys."""
+        architecture = architecture_of(file)
         self._stored: dict[str, StoredTensor] = {}
         self._heads: dict[str, int] = {}
+        self._norms_plus_one = architecture.norms_plus_one
         for name, tensor in file.tensors.items():
-            own = name_of(name)
+            own = name_of(name, architecture)
             if own is None:
                 continue
             self._stored[own] = tensor
             for part, count in ((".q_proj.", heads), (".k_proj.", kv_heads)):
-                if count and part in own:
+                if architecture.neighbours and part in own:
                     self._heads[own] = count
 
     @property
@@ -51,6 +55,11 @@ class GGUFTensors:
         return self._stored[name].shape
 
     def read(self, name: str) -> torch.Tensor:
+        tensor = self._read(name)
+        # In float32, whatever the type: what is added back is to give the same factor.
+        return tensor.float() - 1 if self._norms_plus_one and name.endswith(_NORM) else tensor
+
+    def _read(self, name: str) -> torch.Tensor:
         import torch
 
         stored, data = self._stored[name], self._rows(name)

@@ -15,6 +15,7 @@ from aioinfer.errors import ConfigError, shown
 
 __all__ = ["tokenizer_of"]
 
+_KINDS = "tokenizer.ggml.token_type"
 #: characters of a piece of SentencePiece; longer ones are whole tokens that nothing is merged into
 _LONGEST_PIECE = 128
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -128,6 +129,10 @@ def _sentence_pieces(file: GGUFFile) -> Any:
     tokens, scores = _texts(file, "tokenizer.ggml.tokens"), file.value("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens):
         raise ConfigError(f"model: the GGUF file has {len(tokens)} tokens and {len(scores)} scores")
+    tokens, scores = [*tokens], [*scores]
+    for at, (token, kind) in enumerate(zip(tokens, file.value(_KINDS, list, []), strict=False)):
+        if _is_spaces(token, kind):
+            tokens[at], scores[at] = "▁" * len(token), 0.0
     vocabulary = {token: at for at, token in enumerate(tokens)}
     unknown = tokens[file.value("tokenizer.ggml.unknown_token_id", int, 0)]
     model = models.BPE(
@@ -147,8 +152,16 @@ def _sentence_pieces(file: GGUFFile) -> Any:
     return tokenizer
 
 
+def _is_spaces(token: str, kind: int) -> bool:
+    """Whether a token is a run of spaces that its model's authors have added. Converters write those as they
+    occur in texts; the model knows them, as all others, with the sign for a space, and before all others."""
+    return kind == ADDED and token != "" and not token.strip(" ")
+
+
 def _merges(tokens: list[str], scores: list[float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the highest score first, as SentencePiece merges them."""
+    """All pairs of tokens that make a token, the highest score first, as SentencePiece merges them; of pairs
+    of the same score those that are longest on the left, as transformers sorts them: runs of a character
+    then become long tokens before short ones."""
     found = []
     for token, score in zip(tokens, scores, strict=True):
         if len(token) > _LONGEST_PIECE:
@@ -156,9 +169,9 @@ def _merges(tokens: list[str], scores: list[float], vocabulary: dict[str, int]) 
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-score, left, right))
+                found.append((-score, -cut, cut - len(token), left, right))
     found.sort()
-    return [(tokens[left], tokens[right]) for _, left, right in found]
+    return [(tokens[left], tokens[right]) for *_, left, right in found]
 
 
 def _begin(tokenizer: Any, file: GGUFFile, *, default: bool) -> None:
@@ -186,12 +199,13 @@ def _add_tokens(tokenizer: Any, file: GGUFFile) -> None:
     from tokenizers import AddedToken
 
     tokens = _texts(file, "tokenizer.ggml.tokens")
-    kinds = file.value("tokenizer.ggml.token_type", list, [])
-    marked = list(zip(tokens, kinds, strict=False))
+    marked = list(zip(tokens, file.value(_KINDS, list, []), strict=False))
     tokenizer.add_special_tokens(
         [AddedToken(token, normalized=False, special=True) for token, kind in marked if kind == CONTROL]
     )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in marked if kind == ADDED])
+    scored = file.metadata["tokenizer.ggml.model"] == "llama"
+    added = [token for token, kind in marked if kind == ADDED and not (scored and _is_spaces(token, kind))]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
 
 
 def _wrapped(tokenizer: Any, file: GGUFFile) -> Any:

@@ -21,34 +21,80 @@ _ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
 }
+#: those whose rows of queries and keys llama.cpp's converter reorders, and whose norms it adds 1 to
+_NEIGHBOURS = {"llama"}
+_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
+#: every how many layers one has no window
+_PERIODS = {"gemma2": 2, "gemma3": 6}
 #: of the smallest tokenizer there is
 TOKENS = ["<s>", "</s>", "a", "b", "ab"]
 
 
 def write_gguf(
-    folder: Path, target: Path, kind: str = "F32", *, more: dict[str, Any] | None = None
+    folder: Path,
+    target: Path,
+    kind: str = "F32",
+    *,
+    more: dict[str, Any] | None = None,
+    further: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """A checkpoint with its matrices in a type that the package can make; returns its tensors as they were.
 
-    ``more``: further integers and texts of the metadata.
+    ``more``: numbers and texts of the metadata; ``further``: tensors.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
     writer: Any = gguf.GGUFWriter(str(target), architecture)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    _add_sizes(writer, config, architecture)
+    _add_rope(writer, config)
+    _add_windows(writer, config, architecture)
+    for name, value in (more or {}).items():
+        if isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
+    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    _add_tensors(writer, tensors, gguf.GGMLQuantizationType[kind], config, architecture)
+    for name, tensor in (further or {}).items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def _add_sizes(writer: Any, config: dict[str, Any], architecture: str) -> None:
+    heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config["rope_parameters"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(size)
     writer.add_value_length(size)
-    writer.add_rope_dimension_count(size)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if architecture not in _PLUS_ONE:
+        writer.add_rope_dimension_count(size)
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _add_rope(writer: Any, config: dict[str, Any]) -> None:
+    """Of the layers without a window; the others rotate plainly, by a base of their own."""
+    rope = config["rope_parameters"]
+    if local := rope.get("sliding_attention"):
+        rope = rope["full_attention"]
+        if local["rope_theta"] != 10_000.0:
+            writer.add_float32(f"{writer.arch}.rope.freq_base_swa", local["rope_theta"])
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -57,40 +103,48 @@ def write_gguf(
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if experts := config.get("num_experts") or config.get("num_local_experts"):
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    for name, value in (more or {}).items():
-        writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
-    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
-    _add_tensors(
-        writer, tensors, gguf.GGMLQuantizationType[kind], heads, kv_heads, llama=architecture == "llama"
-    )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tensors
+
+
+def _add_windows(writer: Any, config: dict[str, Any], architecture: str) -> None:
+    """And what else of Gemma depends on them; the pattern only if it is not that of the architecture."""
+    if architecture not in _PERIODS:
+        return
+    writer.add_sliding_window(config["sliding_window"])
+    sliding = [each == "sliding_attention" for each in config["layer_types"]]
+    period = _PERIODS[architecture]
+    if sliding != [(layer + 1) % period != 0 for layer in range(len(sliding))]:
+        writer.add_sliding_window_pattern(sliding)
+    # A cap of 0 is none: configs of releases have numbers.
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"] or 0.0)
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"] or 0.0)
+    writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
 
 
 def _add_tensors(
-    writer: Any, tensors: dict[str, torch.Tensor], kind: Any, heads: int, kv_heads: int, *, llama: bool
+    writer: Any, tensors: dict[str, torch.Tensor], kind: Any, config: dict[str, Any], architecture: str
 ) -> None:
+    names = gguf.get_tensor_name_map(
+        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], config["num_hidden_layers"]
+    )
     for name, tensor in _stacked(tensors).items():
         values = tensor.float().numpy()
-        place = name_in_gguf(name)
-        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
-            if llama and part in name:
-                # Neighbours rotate together.
-                shape = values.shape
-                values = (
-                    values.reshape(count, 2, shape[0] // count // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-                )
+        place = name_in_gguf(name) if "experts" in name else names.get_name(name, (".weight", ".bias"))
+        if architecture in _PLUS_ONE and name.endswith("norm.weight"):
+            values = values + 1
+        for part, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if architecture in _NEIGHBOURS and part in name:
+                values = _neighbours(values, config[count])
         if values.ndim == 1 or kind.name == "F32":
             writer.add_tensor(place, np.ascontiguousarray(values))
         else:
             writer.add_tensor(place, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+
+
+def _neighbours(values: Any, heads: int) -> Any:
+    """Rows in an order in which neighbours rotate together."""
+    rows, rest = len(values), values.shape[1:]
+    return values.reshape(heads, 2, rows // heads // 2, *rest).swapaxes(1, 2).reshape(values.shape)
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -289,6 +289,19 @@ BY_KERNELS = [(name, "sdpa") for name in FAMILIES] + [(name, "native") for name 
 def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
     """Write a random checkpoint of a family; returns the model, in ``dtype``."""
     prefix, changes = FAMILIES[name]
+    return make_model(prefix, changes, path, seed=sum(map(ord, name)), dtype=dtype, **save)
+
+
+def make_model(
+    prefix: str,
+    changes: dict[str, Any],
+    path: Path,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    **save: Any,
+) -> Any:
+    """As :func:`make_checkpoint`, of a prefix and changes as :data:`FAMILIES` has them."""
     config_class = getattr(transformers, f"{prefix}Config")
     model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
     if prefix == "Gemma3":
@@ -298,7 +311,7 @@ def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, *
         key: value for key, value in {**shape, **changes}.items() if key != "num_key_value_heads" or value
     }
     model = model_class(config_class(**shape)).eval()
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             # Wide enough that no two logits come close by chance: exact ids are to be compared.

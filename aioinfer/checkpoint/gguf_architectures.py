@@ -1,0 +1,197 @@
+"""The architectures of GGUF files that are read: what each adds to the config, and how it stores weights.
+
+llama (and Mistral, which converts to it), qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3 (text).
+Defaults of metadata that a file leaves out are those of llama.cpp, which its converter relies on:
+https://github.com/ggml-org/llama.cpp/tree/master/src/models
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.gguf_rope import DEFAULT_BASE
+from aioinfer.errors import ConfigError, shown
+
+__all__ = ["Architecture", "Common", "architecture_of"]
+
+_NUMBER = (int, float)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What the configs of all architectures are made of."""
+
+    file: GGUFFile
+    prefix: str
+    layers: int
+    hidden: int
+    heads: int
+    head_dim: int
+    #: see :func:`~aioinfer.checkpoint.gguf_rope.rope_of`
+    rope: dict[str, Any]
+
+    def value(self, name: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
+        """See :meth:`~aioinfer.checkpoint.gguf_file.GGUFFile.value`; without the prefix."""
+        return self.file.value(f"{self.prefix}.{name}", kind, default)
+
+    def has(self, name: str) -> bool:
+        """Whether the metadata have a name, without the prefix."""
+        return f"{self.prefix}.{name}" in self.file.metadata
+
+    @property
+    def attention_bias(self) -> bool:
+        return "blk.0.attn_q.bias" in self.file.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What differs between architectures."""
+
+    model_type: str
+    name: str
+    #: further entries of the config
+    more: Callable[[Common], dict[str, Any]]
+    #: names of a layer's tensors that mean something else than elsewhere
+    names: Mapping[str, str] = field(default_factory=dict)
+    #: whether rows of queries and keys are in the order of neighbours that rotate together, transformers'
+    #: being that of two halves
+    neighbours: bool = False
+    #: whether weights of norms are factors, transformers' being those less one
+    norms_plus_one: bool = False
+
+
+def architecture_of(file: GGUFFile) -> Architecture:
+    """Raises ConfigError if it is not read."""
+    stated = file.value("general.architecture", str)
+    found = _ARCHITECTURES.get(stated)
+    if found is None:
+        raise ConfigError(
+            f"model: GGUF files of the architecture {shown(stated)} are not supported: "
+            f"{', '.join(_ARCHITECTURES)} are"
+        )
+    return found
+
+
+def _llama(common: Common) -> dict[str, Any]:
+    if common.value("expert_count", int, 0):
+        raise ConfigError("model: GGUF files of Mixtral, which are Llama with experts, are not supported")
+    return _biases(common)
+
+
+def _biases(common: Common) -> dict[str, Any]:
+    return {
+        "attention_bias": common.attention_bias,
+        "mlp_bias": "blk.0.ffn_gate.bias" in common.file.tensors,
+    }
+
+
+def _qwen2(common: Common) -> dict[str, Any]:
+    return {"use_sliding_window": False}
+
+
+def _qwen3(common: Common) -> dict[str, Any]:
+    return {"attention_bias": False, "use_sliding_window": False}
+
+
+def _qwen3moe(common: Common) -> dict[str, Any]:
+    return {
+        **_qwen3(common),
+        "num_experts": common.value("expert_count", int),
+        "num_experts_per_tok": common.value("expert_used_count", int),
+        "moe_intermediate_size": common.value("expert_feed_forward_length", int),
+        # The architecture always does so; transformers' default is not to.
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _gemma(common: Common) -> dict[str, Any]:
+    gate = "gelu_pytorch_tanh"
+    return {"hidden_act": gate, "hidden_activation": gate, "attention_bias": common.attention_bias}
+
+
+def _gemma2(common: Common) -> dict[str, Any]:
+    return {
+        **_gemma(common),
+        **_windows(common, default=4096, period=2),
+        "query_pre_attn_scalar": _query_scalar(common, largest=46),
+        "attn_logit_softcapping": _cap(common, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _cap(common, "final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(common: Common) -> dict[str, Any]:
+    return {
+        **_gemma(common),
+        **_windows(common, default=0, period=6),
+        "query_pre_attn_scalar": _query_scalar(common, largest=62),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": _cap(common, "final_logit_softcapping", 0.0),
+        "rope_parameters": _two_rotations(common, DEFAULT_BASE),
+    }
+
+
+def _cap(common: Common, name: str, default: float) -> float | None:
+    """A soft cap; 0 is none."""
+    return float(common.value(name, _NUMBER, default)) or None
+
+
+def _query_scalar(common: Common, *, largest: int) -> int:
+    """What queries are divided by the root of: the size of a head, but hidden / heads in the largest model
+    of a release, which is known by its number of layers."""
+    if not common.has("attention.scale"):
+        return common.hidden // common.heads if common.layers == largest else common.head_dim
+    scale = float(common.value("attention.scale", _NUMBER))
+    scalar = round(scale**-2) if 0 < scale <= 1 else 0
+    if scalar < 1 or abs(scalar**-0.5 - scale) > 1e-6 * scale:
+        raise ConfigError(f"model: {common.prefix}.attention.scale of the GGUF file is {scale}")
+    return scalar
+
+
+def _windows(common: Common, *, default: int, period: int) -> dict[str, Any]:
+    """The attention window, and which layers have it: all but every ``period``-th, unless the file states
+    another period, or says it of each layer. A window of 0 is none."""
+    window = common.value("attention.sliding_window", int, default)
+    pattern = common.value("attention.sliding_window_pattern", (int, list), period)
+    if window < 0 or (isinstance(pattern, int) and pattern < 0):
+        raise ConfigError(f"model: {common.prefix}.attention.sliding_window of the GGUF file is negative")
+    if isinstance(pattern, int):
+        sliding = [pattern == 0 or (layer + 1) % pattern != 0 for layer in range(common.layers)]
+    elif len(pattern) == common.layers and all(isinstance(each, int) for each in pattern):
+        sliding = [bool(each) for each in pattern]
+    else:
+        raise ConfigError(
+            f"model: {common.prefix}.attention.sliding_window_pattern has {len(pattern)} values for "
+            f"{common.layers} layers"
+        )
+    types = [_SLIDING if window and each else _FULL for each in sliding]
+    return {"sliding_window": window or None, "layer_types": types}
+
+
+def _two_rotations(common: Common, base: float) -> dict[str, Any]:
+    """Layers with a window rotate without scaling, by a base of their own. ``base``: of files that do not
+    state that."""
+    own = float(common.value("rope.freq_base_swa", _NUMBER, base))
+    return {_FULL: common.rope, _SLIDING: {"rope_type": "default", "rope_theta": own}}
+
+
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+_ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", _llama, neighbours=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen3),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norms_plus_one=True),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, _FOUR_NORMS, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, _FOUR_NORMS, norms_plus_one=True),
+}

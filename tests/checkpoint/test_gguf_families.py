@@ -1,0 +1,161 @@
+"""What differs between the architectures of GGUF files: metadata, defaults, norms and windows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from aioinfer.checkpoint.files import open_checkpoint
+from aioinfer.checkpoint.gguf_config import config_of
+from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
+from aioinfer.llm import LLM
+from aioinfer.params import SamplingParams
+from tests.checkpoint.gguf_models import write_gguf
+from tests.model.checkpoints import FAMILIES, VOCAB, greedy, make_checkpoint, make_model
+from tests.model.harness import require
+
+#: a family of every architecture
+EVERY = ["llama-gqa-tied", "qwen2", "qwen3", "qwen3-moe", "gemma", "gemma2", "gemma3"]
+#: those whose blocks are multiplied as they are stored
+BLOCKS = ["gemma-mqa", "gemma2", "gemma3"]
+#: those that transformers reads
+READ = ["gemma2", "gemma3"]
+
+
+def written(family: str, tmp_path: Path) -> None:
+    """A family as GGUF at m.gguf."""
+    make_checkpoint(family, tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_metadata_that_are_missing_or_of_another_type_are_one_error(tmp_path: Path, family: str) -> None:
+    written(family, tmp_path)
+    file = GGUFFile(tmp_path / "m.gguf")
+    config, prefix = config_of(file), file.metadata["general.architecture"]
+    for name in [name for name in file.metadata if name.startswith(f"{prefix}.")]:
+        whole = dict(file.metadata)
+        wrong = 1 if isinstance(whole[name], str) else "wrong"
+        file.metadata[name] = wrong
+        with pytest.raises(ConfigError, match=f"{name} of the GGUF file is {type(wrong).__name__}"):
+            config_of(file)
+        del file.metadata[name]
+        try:
+            # Some have defaults.
+            assert config_of(file).keys() == config.keys()
+        except ConfigError as error:
+            # Without the size of keys another one follows from other metadata.
+            text = "another size than its keys" if name.endswith("key_length") else f"does not state {name}"
+            assert text in str(error)
+        file.metadata.clear()
+        file.metadata.update(whole)
+    assert config_of(file) == config
+
+
+@pytest.mark.parametrize("family", READ)
+def test_weights_are_those_that_transformers_reads(tmp_path: Path, family: str) -> None:
+    make_checkpoint(family, tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", more={f"{family}.vocab_size": VOCAB})
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf")
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors()
+    names = dict(read.named_parameters())
+    assert names.keys() == set(tensors.names)
+    for name, parameter in names.items():
+        assert torch.equal(tensors.read(name), parameter), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("family", BLOCKS)
+def test_blocks_of_a_family_are_multiplied_as_they_are(tmp_path: Path, family: str, kind: str) -> None:
+    """Native kernels with stored numbers, and with dequantised ones, against transformers with the latter."""
+    require("native")
+    prefix, changes = FAMILIES[family]
+    sizes = {**changes, "hidden_size": 64, "intermediate_size": 96}
+    oracle = make_model(prefix, sizes, tmp_path / "hf", seed=1)
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", kind)
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            parameter.copy_(tensors.read(name).float())
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    expected = oracle(torch.tensor([prompt])).logits[0, -1].detach().log_softmax(0)
+    for quantization in ("auto", "none"):
+        config = EngineConfig(
+            model=str(tmp_path / "m.gguf"), dtype="float32", attention_backend="native", num_pages=64,
+            threads=1, quantization=quantization,
+        )  # fmt: skip
+        with LLM(config) as llm:
+            (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, logprobs=5))
+        if quantization == "none":
+            assert result.token_ids == greedy(oracle, prompt, 12)
+        assert result.logprobs is not None
+        # Activations are rounded to 8 bits where weights are.
+        for token, logprob in result.logprobs[0].top:
+            assert logprob == pytest.approx(float(expected[token]), abs=0.2), quantization
+
+
+def test_a_weight_that_nobody_takes_is_an_error(tmp_path: Path) -> None:
+    """A norm of heads, which Gemma 2 does not have, though Gemma 3 has it under this name."""
+    make_checkpoint("gemma2", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", further={"blk.1.attn_q_norm.weight": torch.ones(16)})
+    with pytest.raises(ConfigError, match=r"1 unexpected tensors, first model\.layers\.1\.self_attn\.q_norm"):
+        LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, threads=1))
+
+
+def config_with(file: GGUFFile, **changes: Any) -> dict[str, Any]:
+    """The config with metadata of the architecture changed, or left out where they are None."""
+    whole, prefix = dict(file.metadata), file.metadata["general.architecture"]
+    try:
+        for name, value in changes.items():
+            key = f"{prefix}.{name.replace('__', '.')}"
+            file.metadata.pop(key, None)
+            if value is not None:
+                file.metadata[key] = value
+        return config_of(file)
+    finally:
+        file.metadata.clear()
+        file.metadata.update(whole)
+
+
+def test_gemmas_windows_and_scales_are_those_of_its_releases(tmp_path: Path) -> None:
+    """With what the converter writes of them: no pattern, and no scale of queries."""
+    plain = {"attention__scale": None, "attention__sliding_window_pattern": None}
+    for family, largest, period in (("gemma2", 46, 2), ("gemma3", 62, 6)):
+        written(family, tmp_path / family)
+        file = GGUFFile(tmp_path / family / "m.gguf")
+        head_dim, per_head = (16, 64 // 4) if family == "gemma2" else (32, 64 // 4)
+        assert config_with(file, **plain)["query_pre_attn_scalar"] == head_dim
+        config = config_with(file, **plain, block_count=largest)
+        assert config["query_pre_attn_scalar"] == per_head
+        full = [index for index, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+        assert full == list(range(period - 1, largest, period))
+        config = config_with(file, **plain, attention__sliding_window=0)
+        assert (config["sliding_window"], set(config["layer_types"])) == (None, {"full_attention"})
+    assert config_with(file, **plain, attention__sliding_window=None)["sliding_window"] is None
+    bases = config_with(file, **plain, rope__freq_base_swa=None, rope__freq_base=1e6)["rope_parameters"]
+    assert bases["sliding_attention"] == {"rope_type": "default", "rope_theta": 10_000.0}
+    assert bases["full_attention"]["rope_theta"] == 1e6
+    assert bases["full_attention"]["factor"] == 8
+
+
+def test_metadata_that_describe_no_gemma_are_refused(tmp_path: Path) -> None:
+    written("gemma3", tmp_path)
+    file = GGUFFile(tmp_path / "m.gguf")
+    for message, changes in (
+        ("pattern has 2 values for 3 layers", {"attention__sliding_window_pattern": [True, 0]}),
+        ("sliding_window of the GGUF file is negative", {"attention__sliding_window": -1}),
+        ("gemma3.attention.scale of the GGUF file is 0.3", {"attention__scale": 0.3}),
+        ("gemma3.attention.scale of the GGUF file is -1", {"attention__scale": -1.0}),
+        ("bidirectional attention", {"attention__causal": False}),
+        ("its keys", {"attention__value_length": 8}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            config_with(file, **changes)
+    pattern = config_with(file, attention__sliding_window_pattern=2)["layer_types"]
+    assert pattern == ["sliding_attention", "full_attention", "sliding_attention"]
