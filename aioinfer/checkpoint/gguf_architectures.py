@@ -1,6 +1,7 @@
 """The architectures of GGUF files that are read: what each adds to the config, and how it stores weights.
 
-llama (and Mistral, which converts to it), qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3 (text).
+llama (and Mistral, which converts to it), qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3 (text), smollm3,
+olmo2 (and OLMo 3, which converts to it), glm4, phi3.
 Defaults of metadata that a file leaves out are those of llama.cpp, which its converter relies on:
 https://github.com/ggml-org/llama.cpp/tree/master/src/models
 """
@@ -31,6 +32,8 @@ class Common:
     hidden: int
     heads: int
     head_dim: int
+    #: positions of the longest sequence
+    context: int
     #: see :func:`~aioinfer.checkpoint.gguf_rope.rope_of`
     rope: dict[str, Any]
 
@@ -62,6 +65,10 @@ class Architecture:
     neighbours: bool = False
     #: whether weights of norms are factors, transformers' being those less one
     norms_plus_one: bool = False
+    #: whether a part of each head may be rotated: then its size does not follow from that part's
+    partial_rotary: bool = False
+    #: texts of control tokens that end a turn, beside those that do so everywhere
+    ends: frozenset[str] = frozenset()
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
@@ -136,6 +143,51 @@ def _gemma3(common: Common) -> dict[str, Any]:
     }
 
 
+def _smollm3(common: Common) -> dict[str, Any]:
+    # Which layers do not rotate is not in the metadata.
+    return {**_biases(common), "no_rope_layer_interval": 4, "use_sliding_window": False}
+
+
+def _olmo2(common: Common) -> dict[str, Any]:
+    """OLMo 3 is OLMo 2 with a window, and plain rotations where it applies."""
+    stated = {"attention_bias": common.attention_bias}
+    if not common.value("attention.sliding_window", int, 0):
+        return stated
+    return {
+        **stated,
+        **_windows(common, default=0, period=4),
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "rope_parameters": _two_rotations(common, common.rope["rope_theta"]),
+    }
+
+
+def _glm4(common: Common) -> dict[str, Any]:
+    """Neighbours rotate together, for which transformers has rows of queries and keys in the same order."""
+    sections = common.value("rope.dimension_sections", list, [])
+    if any(sections) or common.value("nextn_predict_layers", int, 0):
+        # Of GLM-4V, whose rows are in another order, and of GLM-OCR.
+        raise ConfigError(
+            "model: GGUF files of GLM-4 for images, or with layers for further tokens, are not supported"
+        )
+    return {"attention_bias": common.attention_bias, "rope_parameters": _partial(common)}
+
+
+def _phi3(common: Common) -> dict[str, Any]:
+    return {
+        "sliding_window": common.value("attention.sliding_window", int, 0) or None,
+        "original_max_position_embeddings": common.value(
+            "rope.scaling.original_context_length", int, common.context
+        ),
+        "rope_parameters": _partial(common),
+    }
+
+
+def _partial(common: Common) -> dict[str, Any]:
+    """The rotation with the part of a head that rotates; transformers' default is not all of it."""
+    return {"partial_rotary_factor": 1.0, **common.rope}
+
+
 def _cap(common: Common, name: str, default: float) -> float | None:
     """A soft cap; 0 is none."""
     return float(common.value(name, _NUMBER, default)) or None
@@ -186,6 +238,17 @@ _FOUR_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
+_OLMO_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GLM = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
 _ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, neighbours=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
@@ -194,4 +257,15 @@ _ARCHITECTURES = {
     "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norms_plus_one=True),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, _FOUR_NORMS, norms_plus_one=True),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, _FOUR_NORMS, norms_plus_one=True),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, neighbours=True),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, _OLMO_NORMS),
+    "glm4": Architecture(
+        "glm4",
+        "Glm4ForCausalLM",
+        _glm4,
+        _GLM,
+        partial_rotary=True,
+        ends=frozenset({"<|user|>", "<|observation|>"}),
+    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _PHI, partial_rotary=True),
 }

@@ -81,12 +81,15 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
     if heads < 1:
         raise ConfigError(f"model: {prefix}.attention.head_count of the GGUF file is {heads}")
-    size = number("attention.key_length", number("rope.dimension_count", hidden // heads))
+    size = hidden // heads
+    if not architecture.partial_rotary:
+        size = number("rope.dimension_count", size)
+    size = number("attention.key_length", size)
     if number("attention.value_length", size) != size:
         raise ConfigError("model: the values of the GGUF file have another size than its keys")
     if not file.value(f"{prefix}.attention.causal", bool, True):
         raise ConfigError("model: the GGUF file has bidirectional attention, which is not supported")
-    ends, rope = end_tokens(file), rope_of(file, prefix, size)
+    ends, rope, context = end_tokens(file), rope_of(file, prefix, size), number("context_length")
     return {
         "model_type": architecture.model_type,
         "architectures": [architecture.name],
@@ -97,7 +100,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": size,
         "vocab_size": _vocabulary(file),
-        "max_position_embeddings": number("context_length"),
+        "max_position_embeddings": context,
         "rms_norm_eps": float(file.value(f"{prefix}.attention.layer_norm_rms_epsilon", _NUMBER)),
         "rope_parameters": rope,
         "hidden_act": "silu",
@@ -105,19 +108,20 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "dtype": _dtype(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends or None,
-        **architecture.more(Common(file, prefix, layers, hidden, heads, size, rope)),
+        **architecture.more(Common(file, prefix, layers, hidden, heads, size, context, rope)),
     }
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
     """The tokens that end a text, a turn, or a message: those that the metadata name, and those whose text
     says so, which many files do not name."""
+    texts = _ENDS | architecture_of(file).ends
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     found = {file.value(name, int) for name in names if name in file.metadata}
     tokens = file.value("tokenizer.ggml.tokens", list, [])
     kinds = file.value("tokenizer.ggml.token_type", list, [])
     for at, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind in (CONTROL, ADDED) and token in _ENDS:
+        if kind in (CONTROL, ADDED) and token in texts:
             found.add(at)
     return sorted(found)
 

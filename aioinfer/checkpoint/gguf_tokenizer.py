@@ -16,6 +16,8 @@ from aioinfer.errors import ConfigError, shown
 __all__ = ["tokenizer_of"]
 
 _KINDS = "tokenizer.ggml.token_type"
+#: of the control tokens of Phi-3, those behind which white space is text
+_KEEP_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
 #: characters of a piece of SentencePiece; longer ones are whole tokens that nothing is merged into
 _LONGEST_PIECE = 128
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -57,13 +59,18 @@ _CUTS: dict[str, Callable[[Any], Any]] = {
     "llama3": _by_pattern(_LLAMA3),
     "llama-v3": _by_pattern(_LLAMA3),
     "smaug-bpe": _by_pattern(_LLAMA3),
+    "dbrx": _by_pattern(_LLAMA3),
+    "glm4": _by_pattern(_LLAMA3),
+    "chatglm-bpe": _by_pattern(_LLAMA3),
     "qwen2": _by_pattern(_QWEN2, composed=True),
     "deepseek-r1-qwen": _by_pattern(_QWEN2, composed=True),
 }
 #: by architecture, of files that name none: those that can have no other
 _RULES = {"gpt2": "gpt-2", "qwen2": "qwen2"}
-#: those whose vocabulary has whole words that merges do not lead to, and whose texts begin with a token
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3"}
+#: those whose texts begin with a token
+_BEGUN = {"llama-bpe", "llama3", "llama-v3"}
+#: those whose vocabulary, which is Llama 3's, has whole words that merges do not lead to
+_WHOLE_WORDS = {*_BEGUN, "smaug-bpe"}
 
 
 def tokenizer_of(file: GGUFFile) -> Any | None:
@@ -113,7 +120,7 @@ def _byte_level(file: GGUFFile) -> Any:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = cut(tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
-    _begin(tokenizer, file, default=pre in _WHOLE_WORDS)
+    _begin(tokenizer, file, default=pre in _BEGUN)
     return tokenizer
 
 
@@ -200,12 +207,22 @@ def _add_tokens(tokenizer: Any, file: GGUFFile) -> None:
 
     tokens = _texts(file, "tokenizer.ggml.tokens")
     marked = list(zip(tokens, file.value(_KINDS, list, []), strict=False))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, kind in marked if kind == CONTROL]
-    )
     scored = file.metadata["tokenizer.ggml.model"] == "llama"
-    added = [token for token, kind in marked if kind == ADDED and not (scored and _is_spaces(token, kind))]
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+    # Files do not say that white space behind these tokens is not text.
+    strips = scored and file.value("general.architecture", str) == "phi3"
+
+    def added(token: str, *, special: bool) -> AddedToken:
+        rstrip = strips and token not in _KEEP_SPACE
+        return AddedToken(token, normalized=False, special=special, rstrip=rstrip)
+
+    tokenizer.add_special_tokens([added(token, special=True) for token, kind in marked if kind == CONTROL])
+    tokenizer.add_tokens(
+        [
+            added(token, special=False)
+            for token, kind in marked
+            if kind == ADDED and not (scored and _is_spaces(token, kind))
+        ]
+    )
 
 
 def _wrapped(tokenizer: Any, file: GGUFFile) -> Any:

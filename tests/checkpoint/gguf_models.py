@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from bench.peers.adapters.to_gguf import name_in_gguf
+from tests.model.checkpoints import FAMILIES, make_model
 
-__all__ = ["TOKENS", "write_gguf", "write_tokenizer"]
+__all__ = ["TOKENS", "make_family", "write_gguf", "write_tokenizer"]
 
 _ARCHITECTURES = {
     "llama": "llama",
@@ -24,14 +25,49 @@ _ARCHITECTURES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "glm4": "glm4",
+    "phi3": "phi3",
+}
+#: further families as tests/model/checkpoints.py has them: SmolLM3 as its releases, of which a file does not
+#: say which layers rotate
+_FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3-interval": ("SmolLM3", {"head_dim": 16, "num_hidden_layers": 5, "attention_bias": True}),
+    "olmo3-yarn": (
+        "Olmo3",
+        {
+            "sliding_window": 9,
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10_000.0,
+                    "factor": 4.0,
+                    "attention_factor": 1.5,
+                    "beta_fast": 8.0,
+                    "beta_slow": 2.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        },
+    ),
 }
 #: those whose rows of queries and keys llama.cpp's converter reorders, and whose norms it adds 1 to
-_NEIGHBOURS = {"llama"}
+_NEIGHBOURS = {"llama", "smollm3"}
 _PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 #: every how many layers one has no window
 _PERIODS = {"gemma2": 2, "gemma3": 6}
 #: of the smallest tokenizer there is
 TOKENS = ["<s>", "</s>", "a", "b", "ab"]
+
+
+def make_family(name: str, path: Path, **changes: Any) -> Any:
+    """Write a random checkpoint of a family, with a config that is changed so; returns the model."""
+    prefix, stated = {**FAMILIES, **_FURTHER}[name]
+    return make_model(prefix, {**stated, **changes}, path, seed=sum(map(ord, name)))
 
 
 def write_gguf(
@@ -78,10 +114,12 @@ def _add_sizes(writer: Any, config: dict[str, Any], architecture: str) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(size)
-    writer.add_value_length(size)
+    if architecture not in ("olmo2", "phi3"):
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+    rotated = int(size * config["rope_parameters"].get("partial_rotary_factor", 1))
     if architecture not in _PLUS_ONE:
-        writer.add_rope_dimension_count(size)
+        writer.add_rope_dimension_count(rotated)
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -103,10 +141,20 @@ def _add_rope(writer: Any, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for name in ("attention_factor", "beta_fast", "beta_slow"):
+            if name in rope:
+                key = f"yarn_{name.replace('attention', 'attn')}"
+                writer.add_float32(f"{writer.arch}.rope.scaling.{key}", rope[name])
 
 
 def _add_windows(writer: Any, config: dict[str, Any], architecture: str) -> None:
-    """And what else of Gemma depends on them; the pattern only if it is not that of the architecture."""
+    """And what else of Gemma is beside them; its pattern only if it is not that of the architecture."""
+    if architecture == "phi3":
+        writer.add_sliding_window(config["sliding_window"] or 0)
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    if architecture == "olmo2" and "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
     if architecture not in _PERIODS:
         return
     writer.add_sliding_window(config["sliding_window"])
@@ -161,9 +209,9 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_tokenizer(target: Path, metadata: dict[str, Any]) -> None:
+def write_tokenizer(target: Path, metadata: dict[str, Any], architecture: str = "llama") -> None:
     """A file with the least of a model, and these metadata."""
-    writer: Any = gguf.GGUFWriter(str(target), "llama")
+    writer: Any = gguf.GGUFWriter(str(target), architecture)
     for name, value in metadata.items():
         if isinstance(value, bool):
             writer.add_bool(name, value)

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from aioinfer.checkpoint.files import GGUFCheckpoint, open_checkpoint
 from aioinfer.checkpoint.gguf_blocks import BLOCKS
@@ -22,7 +22,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from aioinfer.text.tokenizer import HFTokenizer
-from tests.checkpoint.gguf_models import TOKENS, write_gguf, write_tokenizer
+from tests.checkpoint.gguf_models import TOKENS, make_family, write_gguf, write_tokenizer
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
 
@@ -30,7 +30,8 @@ from tests.model.harness import require
 FAMILIES = [
     "llama-gqa-tied", "llama-mha-untied", "llama-mqa", "llama-biases", "llama-rope-linear", "llama-rope-yarn",
     "llama-head-dim", "qwen2", "qwen3", "qwen3-wide-untied", "qwen3-moe", "gemma", "gemma-mqa", "gemma2",
-    "gemma2-uncapped", "gemma3", "gemma3-window",
+    "gemma2-uncapped", "gemma3", "gemma3-window", "smollm3-interval", "olmo2", "olmo2-biases", "olmo3",
+    "olmo3-yarn", "glm4", "glm4-whole-rotary", "phi3", "phi3-partial-rotary",
 ]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 #: of the blocks that hold a float of 16 bits, where in a block it lies
@@ -45,7 +46,7 @@ FACTORS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_and_config_are_those_of_the_directory(tmp_path: Path, family: str) -> None:
-    model = make_checkpoint(family, tmp_path / "hf")
+    model = make_family(family, tmp_path / "hf")
     tensors = write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     found = checkpoint.tensors()
@@ -86,7 +87,7 @@ def _ropes(found: dict[str, Any], made: dict[str, Any]) -> list[tuple[dict[str, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    oracle = make_checkpoint(family, tmp_path / "hf")
+    oracle = make_family(family, tmp_path / "hf")
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
     rng = random.Random(family)
     prompts = [[rng.randrange(200) for _ in range(length)] for length in (1, 7, 19)]
@@ -305,12 +306,20 @@ def original(pre: str) -> Tokenizer:
         tokenizer.pre_tokenizer = byte_level
     elif pre == "smollm":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
+    elif pre != "qwen2":
+        # As Llama 3, GLM-4 and OLMo 2 state it in their tokenizer.json.
+        pattern = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+        split = pre_tokenizers.Split(Regex(pattern), "isolated", invert=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     else:
         from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
         tokenizer.normalizer = normalizers.NFC()
-        from tokenizers import Regex
-
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated", invert=False),
@@ -326,7 +335,7 @@ def original(pre: str) -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"])
 def test_a_tokenizer_encodes_as_the_one_that_it_was_made_of(tmp_path: Path, pre: str) -> None:
     import json
 

@@ -107,3 +107,56 @@ def test_a_tokenizer_of_gemma_encodes_as_transformers_does(tmp_path: Path, seed:
         assert ids == oracle.encode(text), (seed, text)
         assert found.decode(ids) == oracle.decode(ids, skip_special_tokens=True), (seed, text)
     assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == [1, CONTROLS.index("<end_of_turn>")]
+
+
+def phi3(tokens: list[str], scores: list[float], controls: list[str]) -> Tokenizer:
+    """Phi-3's tokenizer as it is published, of a vocabulary."""
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
+    found = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    kept = ("<unk>", "<s>", "<|endoftext|>")
+    found.add_special_tokens(
+        [AddedToken(token, normalized=False, rstrip=token not in kept) for token in controls]
+    )
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+def test_white_space_behind_control_tokens_of_phi_3_is_no_text(tmp_path: Path, architecture: str) -> None:
+    learned = [(token, score) for token, score, kind in pieces(3) if kind in (NORMAL, BYTE)]
+    controls = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>", "<|end|>", "<|assistant|>"]
+    tokens = [*controls, *(token for token, _ in learned)]
+    scores = [-1000.0] * len(controls) + [score for _, score in learned]
+    stated = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [CONTROL] * len(controls) + [NORMAL] * len(learned),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    write_tokenizer(tmp_path / "t.gguf", stated, architecture)
+    found, oracle = HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf")), phi3(tokens, scores, controls)
+    assert found is not None
+    chat = "<|user|>\nHi there<|end|>\n<|assistant|>\n"
+    if architecture == "phi3":
+        for text in [*TEXTS, chat, chat + "  code\n", "<|endoftext|> x", "a</s>  b"]:
+            assert found.encode(text) == [1, *oracle.encode(text).ids], text
+        assert found.encode(chat)[-1] == controls.index("<|assistant|>")
+    else:
+        assert found.encode(chat) != [1, *oracle.encode(chat).ids]
+    assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == [3, 5]
+
+
+def test_turns_of_glm_4_end_where_the_next_one_begins(tmp_path: Path) -> None:
+    stated = {
+        "tokenizer.ggml.tokens": ["<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>"],
+        "tokenizer.ggml.token_type": [CONTROL] * 4,
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    for architecture, ends in (("glm4", [0, 1, 2]), ("llama", [0])):
+        write_tokenizer(tmp_path / "t.gguf", stated, architecture)
+        assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == ends
