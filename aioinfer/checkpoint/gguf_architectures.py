@@ -1,7 +1,7 @@
 """The architectures of GGUF files that are read: what each adds to the config, and how it stores weights.
 
 llama (and Mistral, which converts to it), qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3 (text), smollm3,
-olmo2 (and OLMo 3, which converts to it), glm4, phi3.
+olmo2 (and OLMo 3, which converts to it), glm4, phi3, gpt2.
 Defaults of metadata that a file leaves out are those of llama.cpp, which its converter relies on:
 https://github.com/ggml-org/llama.cpp/tree/master/src/models
 """
@@ -19,6 +19,8 @@ from aioinfer.errors import ConfigError, shown
 __all__ = ["Architecture", "Common", "architecture_of"]
 
 _NUMBER = (int, float)
+#: more are damage, of which no list is made
+_MOST_LAYERS = 10_000
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -58,8 +60,14 @@ class Architecture:
     name: str
     #: further entries of the config
     more: Callable[[Common], dict[str, Any]]
-    #: names of a layer's tensors that mean something else than elsewhere
+    #: names of tensors of a layer, and of others, that transformers calls otherwise than elsewhere
     names: Mapping[str, str] = field(default_factory=dict)
+    #: what transformers calls the layers
+    layers: str = "model.layers"
+    #: ends of transformers' names of matrices that it has transposed
+    transposed: tuple[str, ...] = ()
+    #: name of the epsilon of norms in the metadata
+    epsilon: str = "layer_norm_rms_epsilon"
     #: whether rows of queries and keys are in the order of neighbours that rotate together, transformers'
     #: being that of two halves
     neighbours: bool = False
@@ -183,6 +191,17 @@ def _phi3(common: Common) -> dict[str, Any]:
     }
 
 
+def _gpt2(common: Common) -> dict[str, Any]:
+    return {
+        "n_layer": common.layers,
+        "n_embd": common.hidden,
+        "n_head": common.heads,
+        "n_positions": common.context,
+        "n_inner": common.value("feed_forward_length", int, 4 * common.hidden),
+        "layer_norm_epsilon": float(common.value("attention.layer_norm_epsilon", _NUMBER)),
+    }
+
+
 def _partial(common: Common) -> dict[str, Any]:
     """The rotation with the part of a head that rotates; transformers' default is not all of it."""
     return {"partial_rotary_factor": 1.0, **common.rope}
@@ -212,6 +231,8 @@ def _windows(common: Common, *, default: int, period: int) -> dict[str, Any]:
     pattern = common.value("attention.sliding_window_pattern", (int, list), period)
     if window < 0 or (isinstance(pattern, int) and pattern < 0):
         raise ConfigError(f"model: {common.prefix}.attention.sliding_window of the GGUF file is negative")
+    if common.layers > _MOST_LAYERS:
+        raise ConfigError(f"model: the GGUF file states {common.layers} layers")
     if isinstance(pattern, int):
         sliding = [pattern == 0 or (layer + 1) % pattern != 0 for layer in range(common.layers)]
     elif len(pattern) == common.layers and all(isinstance(each, int) for each in pattern):
@@ -248,6 +269,17 @@ _GLM = {
     "ffn_up": "mlp.gate_up_proj",
 }
 _PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
 
 _ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, neighbours=True),
@@ -268,4 +300,13 @@ _ARCHITECTURES = {
         ends=frozenset({"<|user|>", "<|observation|>"}),
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _PHI, partial_rotary=True),
+    "gpt2": Architecture(
+        "gpt2",
+        "GPT2LMHeadModel",
+        _gpt2,
+        _GPT2,
+        layers="transformer.h",
+        transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+        epsilon="layer_norm_epsilon",
+    ),
 }

@@ -63,11 +63,12 @@ def name_of(name: str, architecture: Architecture) -> str | None:
     if match is not None:
         layer, part, kind = match.groups()
         if part in _STACKS and kind == "weight":
-            return f"model.layers.{layer}.{_STACKS[part]}"
+            return f"{architecture.layers}.{layer}.{_STACKS[part]}"
         own = architecture.names.get(part) or _LAYER.get(part)
-        return f"model.layers.{layer}.{own}.{kind}" if own else name
+        return f"{architecture.layers}.{layer}.{own}.{kind}" if own else name
     stem, _, kind = name.rpartition(".")
-    return f"{_WHOLE[stem]}.{kind}" if stem in _WHOLE else name
+    own = architecture.names.get(stem) or _WHOLE.get(stem)
+    return f"{own}.{kind}" if own else name
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
@@ -85,6 +86,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     if not architecture.partial_rotary:
         size = number("rope.dimension_count", size)
     size = number("attention.key_length", size)
+    if size < 1:
+        raise ConfigError(f"model: heads of the GGUF file have {size} elements")
     if number("attention.value_length", size) != size:
         raise ConfigError("model: the values of the GGUF file have another size than its keys")
     if not file.value(f"{prefix}.attention.causal", bool, True):
@@ -101,7 +104,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "head_dim": size,
         "vocab_size": _vocabulary(file),
         "max_position_embeddings": context,
-        "rms_norm_eps": float(file.value(f"{prefix}.attention.layer_norm_rms_epsilon", _NUMBER)),
+        "rms_norm_eps": float(file.value(f"{prefix}.attention.{architecture.epsilon}", _NUMBER)),
         "rope_parameters": rope,
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,

@@ -37,7 +37,7 @@ class GGUFTensors:
         architecture = architecture_of(file)
         self._stored: dict[str, StoredTensor] = {}
         self._heads: dict[str, int] = {}
-        self._norms_plus_one = architecture.norms_plus_one
+        self._norms_plus_one, self._transposed = architecture.norms_plus_one, architecture.transposed
         for name, tensor in file.tensors.items():
             own = name_of(name, architecture)
             if own is None:
@@ -52,10 +52,13 @@ class GGUFTensors:
         return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored[name].shape
+        shape = self._stored[name].shape
+        return shape[::-1] if name.endswith(self._transposed) else shape
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._read(name)
+        if name.endswith(self._transposed):
+            return tensor.T
         # In float32, whatever the type: what is added back is to give the same factor.
         return tensor.float() - 1 if self._norms_plus_one and name.endswith(_NORM) else tensor
 
@@ -72,7 +75,7 @@ class GGUFTensors:
 
     def rounding(self, name: str) -> Rounding | None:
         stored = self._stored[name]
-        if len(stored.shape) != 2:
+        if len(stored.shape) != 2 or name.endswith(self._transposed):
             return None
         kind = stored.kind.name
         return BLOCKS[kind][0] if kind in BLOCKS else _ROUNDED.get(kind)

@@ -30,11 +30,26 @@ _ARCHITECTURES = {
     "olmo3": "olmo2",
     "glm4": "glm4",
     "phi3": "phi3",
+    "gpt2": "gpt2",
 }
+#: ends of names of matrices that the converter transposes
+_TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 #: further families as tests/model/checkpoints.py has them: SmolLM3 as its releases, of which a file does not
 #: say which layers rotate
 _FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-interval": ("SmolLM3", {"head_dim": 16, "num_hidden_layers": 5, "attention_bias": True}),
+    "gpt2-inner": (
+        "GPT2",
+        {
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_inner": 96,
+            "n_positions": 256,
+            "bos_token_id": None,
+            "tie_word_embeddings": False,
+        },
+    ),
     "olmo3-yarn": (
         "Olmo3",
         {
@@ -85,9 +100,12 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
     writer: Any = gguf.GGUFWriter(str(target), architecture)
-    _add_sizes(writer, config, architecture)
-    _add_rope(writer, config)
-    _add_windows(writer, config, architecture)
+    if architecture == "gpt2":
+        _add_gpt2(writer, config)
+    else:
+        _add_sizes(writer, config, architecture)
+        _add_rope(writer, config)
+        _add_windows(writer, config, architecture)
     for name, value in (more or {}).items():
         if isinstance(value, float):
             writer.add_float32(name, value)
@@ -124,6 +142,15 @@ def _add_sizes(writer: Any, config: dict[str, Any], architecture: str) -> None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _add_gpt2(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["n_layer"])
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_feed_forward_length(config["n_inner"] or 4 * config["n_embd"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
 
 
 def _add_rope(writer: Any, config: dict[str, Any]) -> None:
@@ -173,11 +200,14 @@ def _add_tensors(
     writer: Any, tensors: dict[str, torch.Tensor], kind: Any, config: dict[str, Any], architecture: str
 ) -> None:
     names = gguf.get_tensor_name_map(
-        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], config["num_hidden_layers"]
+        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture],
+        config.get("num_hidden_layers") or config["n_layer"],
     )
     for name, tensor in _stacked(tensors).items():
         values = tensor.float().numpy()
         place = name_in_gguf(name) if "experts" in name else names.get_name(name, (".weight", ".bias"))
+        if name.endswith(_TRANSPOSED):
+            values = values.T
         if architecture in _PLUS_ONE and name.endswith("norm.weight"):
             values = values + 1
         for part, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):

@@ -31,7 +31,7 @@ FAMILIES = [
     "llama-gqa-tied", "llama-mha-untied", "llama-mqa", "llama-biases", "llama-rope-linear", "llama-rope-yarn",
     "llama-head-dim", "qwen2", "qwen3", "qwen3-wide-untied", "qwen3-moe", "gemma", "gemma-mqa", "gemma2",
     "gemma2-uncapped", "gemma3", "gemma3-window", "smollm3-interval", "olmo2", "olmo2-biases", "olmo3",
-    "olmo3-yarn", "glm4", "glm4-whole-rotary", "phi3", "phi3-partial-rotary",
+    "olmo3-yarn", "glm4", "glm4-whole-rotary", "phi3", "phi3-partial-rotary", "gpt2", "gpt2-inner",
 ]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 #: of the blocks that hold a float of 16 bits, where in a block it lies
@@ -60,19 +60,17 @@ def test_tensors_and_config_are_those_of_the_directory(tmp_path: Path, family: s
             assert torch.equal(found.read(name), tensors[name]), name
         assert found.shape(name) == tuple(tensors[name].shape)
     stated, made = checkpoint.config(), model.config.to_dict()
-    for name in (
-        "hidden_size",
-        "num_key_value_heads",
-        "vocab_size",
-        "tie_word_embeddings",
-        "model_type",
-        "dtype",
-    ):
-        assert stated[name] == made[name], name
-    assert stated["rms_norm_eps"] == pytest.approx(made["rms_norm_eps"])
+    names = ["vocab_size", "tie_word_embeddings", "model_type", "dtype"]
+    if family.startswith("gpt2"):
+        names += ["n_embd", "n_head", "n_layer", "n_positions", "layer_norm_epsilon"]
+    else:
+        names += ["hidden_size", "num_key_value_heads", "rms_norm_eps"]
+    for name in names:
+        expected = pytest.approx(made[name]) if isinstance(made[name], float) else made[name]
+        assert stated[name] == expected, name
     for name in ("layer_types", "sliding_window", "query_pre_attn_scalar"):
         assert stated.get(name) == made.get(name) or name not in stated, name
-    for found_rope, made_rope in _ropes(stated["rope_parameters"], made["rope_parameters"]):
+    for found_rope, made_rope in _ropes(stated["rope_parameters"], made.get("rope_parameters", {})):
         for name in found_rope.keys() & made_rope.keys():
             assert found_rope[name] == made_rope[name], name
 

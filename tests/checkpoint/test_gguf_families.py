@@ -23,12 +23,12 @@ from tests.model.harness import require
 #: a family of every architecture
 EVERY = [
     "llama-gqa-tied", "qwen2", "qwen3", "qwen3-moe", "gemma", "gemma2", "gemma3", "smollm3-interval", "olmo2",
-    "olmo3-yarn", "glm4", "phi3",
+    "olmo3-yarn", "glm4", "phi3", "gpt2",
 ]  # fmt: skip
 #: those whose blocks are multiplied as they are stored
 BLOCKS = ["gemma-mqa", "gemma2", "gemma3", "smollm3-interval", "olmo2", "olmo3", "glm4", "phi3"]
 #: those that transformers reads
-READ = ["gemma2", "gemma3"]
+READ = ["gemma2", "gemma3", "phi3"]
 
 
 def written(family: str, tmp_path: Path) -> None:
@@ -61,11 +61,32 @@ def test_metadata_that_are_missing_or_of_another_type_are_one_error(tmp_path: Pa
     assert config_of(file) == config
 
 
+@pytest.mark.parametrize("family", EVERY)
+def test_numbers_that_make_no_sense_are_an_error_or_a_config(tmp_path: Path, family: str) -> None:
+    """Nothing else is raised, and nothing is made as large as a number says."""
+    written(family, tmp_path)
+    file = GGUFFile(tmp_path / "m.gguf")
+    prefix, refused = file.metadata["general.architecture"], 0
+    whole = dict(file.metadata)
+    for name in [
+        name for name in whole if name.startswith(f"{prefix}.") and not isinstance(whole[name], str)
+    ]:
+        for number in (0, -1, 1, 2**31, 2**63, 0.0, -1.0, 1e-45, 1e38, float("inf"), float("nan"), [], [1.5]):
+            file.metadata[name] = number
+            try:
+                config_of(file)
+            except ConfigError as error:
+                refused += 1
+                assert str(error)
+        file.metadata[name] = whole[name]
+    assert refused > 10
+
+
 @pytest.mark.parametrize("family", READ)
 def test_weights_are_those_that_transformers_reads(tmp_path: Path, family: str) -> None:
     make_family(family, tmp_path / "hf")
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf", more={f"{family}.vocab_size": VOCAB})
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", pad_token_id=None)
     tensors = open_checkpoint(tmp_path / "m.gguf").tensors()
     names = dict(read.named_parameters())
     assert names.keys() == set(tensors.names)
