@@ -174,7 +174,8 @@ FORMATS = {
     ),
     "gemma4": CallFormat(
         _gemma4,
-        '<|tool_call>call:{}<tool_call|><|"|>,\n ',
+        # None stands for null.
+        '<|tool_call>call:{}<tool_call|><|"|>,\n None',
         (
             "<|tool_call>",
             "<|tool_call>call:f{",
