@@ -109,7 +109,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": _token(file, "bos"),
         "eos_token_id": ends or None,
         **architecture.more(Common(file, prefix, layers, hidden, heads, size, context, rope)),
     }
@@ -127,6 +127,12 @@ def end_tokens(file: GGUFFile) -> list[int]:
         if kind in (CONTROL, ADDED) and token in texts:
             found.add(at)
     return sorted(found)
+
+
+def _token(file: GGUFFile, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    found: int | None = file.value(key, int) if key in file.metadata else None
+    return found
 
 
 def _vocabulary(file: GGUFFile) -> int:

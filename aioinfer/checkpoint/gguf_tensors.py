@@ -42,6 +42,8 @@ class GGUFTensors:
             own = name_of(name, architecture)
             if own is None:
                 continue
+            if own in self._stored:
+                raise ConfigError(f"model: the GGUF file has {own} twice, once as {name}")
             self._stored[own] = tensor
             for part, count in ((".q_proj.", heads), (".k_proj.", kv_heads)):
                 if architecture.neighbours and part in own:

@@ -114,6 +114,9 @@ def _byte_level(file: GGUFFile) -> Any:
         )
     vocabulary = {token: at for at, token in enumerate(_texts(file, "tokenizer.ggml.tokens"))}
     merges = [_pair(merge) for merge in _texts(file, "tokenizer.ggml.merges")]
+    # The library panics at one that is missing.
+    if not all(vocabulary.keys() >= {left, right, left + right} for left, right in merges):
+        raise ConfigError("model: tokenizer.ggml.merges of the GGUF file name tokens that it does not have")
     model = models.BPE(
         vocabulary, merges, fuse_unk=False, byte_fallback=False, ignore_merges=pre in _WHOLE_WORDS
     )

@@ -24,14 +24,17 @@ _SIZES = frozenset(
         "moe_intermediate_size",
         "n_embd",
         "n_head",
-        "n_layer",
+        "n_inner",
+        "no_rope_layer_interval",
         "num_attention_heads",
         "num_experts_per_tok",
-        "num_hidden_layers",
         "num_key_value_heads",
         "vocab_size",
     }
 )
+#: of which the classes of transformers make lists
+_LAYERS = frozenset({"n_layer", "num_hidden_layers"})
+_MOST_LAYERS = 10_000
 #: lengths of sequences, for each position of which there are rotary factors in memory
 _LENGTHS = frozenset({"max_position_embeddings", "n_positions", "original_max_position_embeddings"})
 _LONGEST = 2**26
@@ -49,14 +52,17 @@ _COUNTS = frozenset(
 #: finite numbers above 0
 _NUMBERS = frozenset(
     {
+        "attn_logit_softcapping",
         "beta_fast",
         "beta_slow",
         "factor",
+        "final_logit_softcapping",
         "high_freq_factor",
         "layer_norm_eps",
         "layer_norm_epsilon",
         "low_freq_factor",
         "partial_rotary_factor",
+        "query_pre_attn_scalar",
         "rms_norm_eps",
         "rope_local_base_freq",
         "rope_theta",
@@ -84,7 +90,12 @@ def check_numbers(stated: Mapping[str, Any], file: str = "config.json", prefix: 
 def _wanted(name: str, value: Any) -> str | None:
     """What a field must be instead of ``value``; None if that will do."""
     number = not isinstance(value, bool) and isinstance(value, (int, float))
-    for names, low, high in ((_SIZES, 1, _LARGEST), (_LENGTHS, 1, _LONGEST), (_COUNTS, 0, _LARGEST)):
+    for names, low, high in (
+        (_SIZES, 1, _LARGEST),
+        (_LAYERS, 1, _MOST_LAYERS),
+        (_LENGTHS, 1, _LONGEST),
+        (_COUNTS, 0, _LARGEST),
+    ):
         if name in names:
             fits = number and isinstance(value, int) and low <= value <= high
             return None if fits else f"an integer in [{low}, {high}]"

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-__all__ = ["CONFIG_GATES", "Gate", "activated", "gated"]
+__all__ = ["CONFIG_GATES", "LIMIT", "STEEPNESS", "Gate", "activated", "gated"]
 
 #: SiLU (Elfwing et al., arXiv 1702.03118), GELU by its tangent formula (Hendrycks and Gimpel, arXiv
 #: 1606.08415), or the one of gpt-oss, see :func:`gated`
@@ -22,7 +22,7 @@ CONFIG_GATES: dict[str, Gate] = {
 }
 
 #: of the clamped gate, as in all of gpt-oss's configs
-_STEEPNESS, _LIMIT = 1.702, 7.0
+STEEPNESS, LIMIT = 1.702, 7.0
 
 
 def activated(gate: Gate, values: torch.Tensor) -> torch.Tensor:
@@ -37,5 +37,5 @@ def gated(gate: Gate, gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """
     if gate != "clamped_silu":
         return activated(gate, gates) * up
-    gates, up = gates.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
-    return gates * torch.sigmoid(gates * _STEEPNESS) * (up + 1)
+    gates, up = gates.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gates * torch.sigmoid(gates * STEEPNESS) * (up + 1)

@@ -35,6 +35,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _Arguments = ParamSpec("_Arguments")
 _Loaded = TypeVar("_Loaded")
 
+#: Fields that transformers keeps in the config of a model type, whose code does not read them.
+_NOT_READ = {"gpt2": ("head_dim", "num_key_value_heads")}
+
 
 def _blaming_the_config(load: Callable[_Arguments, _Loaded]) -> Callable[_Arguments, _Loaded]:
     """Turn what a config that makes no sense can raise anywhere into a ConfigError."""
@@ -47,7 +50,7 @@ def _blaming_the_config(load: Callable[_Arguments, _Loaded]) -> Callable[_Argume
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"model: config.json describes no model: {type(error).__name__}: {error}"
+                f"model: the config describes no model: {type(error).__name__}: {error}"
             ) from error
 
     return wrapped
@@ -302,6 +305,8 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     except Exception as error:
         # Each of the many config classes raises its own types of errors.
         raise ConfigError(f"model: the config of {name} cannot be used: {error}") from error
+    for field in _NOT_READ.get(config.model_type, ()):
+        setattr(config, field, None)
     named = config.architectures
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         raise ConfigError(f"model: the config of {name} names no architecture")

@@ -55,7 +55,10 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
         ),
     ),
     "GemmaForCausalLM": (frozenset({"gemma"}), Gemma("config")),
-    "Gemma2ForCausalLM": (frozenset({"gemma2"}), Gemma("config", norms=FOUR_NORMS, windows="config")),
+    "Gemma2ForCausalLM": (
+        frozenset({"gemma2"}),
+        Gemma("config", norms=FOUR_NORMS, windows="config", capped=True),
+    ),
     "Gemma3ForCausalLM": (
         frozenset({"gemma3_text"}),
         Gemma("config", qk_norm="heads", norms=FOUR_NORMS, windows="config"),

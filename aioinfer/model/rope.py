@@ -120,7 +120,7 @@ def _frequencies(config: Any, head_dim: int, layer_type: str | None) -> tuple[to
 def _by_type(config: Any) -> bool:
     """Whether the config has a rotation for each type of layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
+    return any(isinstance(parameters.get(kind), dict) for kind in getattr(config, "layer_types", None) or ())
 
 
 def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:

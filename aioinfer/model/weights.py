@@ -89,6 +89,13 @@ class Weights:
         parts = [self.take(name, (count, *tail)) for name, count in zip(names, rows, strict=True)]
         return torch.cat(parts)
 
+    def differs(self, name: str, other: str) -> bool:
+        """Whether the checkpoint has both tensors, and they are not the same."""
+        if name not in self._names or other not in self._names:
+            return False
+        one, two = self._tensors.read(name), self._tensors.read(other)
+        return one.shape != two.shape or not torch.equal(one, two.to(one.dtype))
+
     def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
         """Raise ConfigError if the checkpoint has tensors that were not taken, those excepted whose names end
         with one of ``ignore``."""
@@ -110,8 +117,8 @@ class RandomWeights(Weights):
     """Random tensors of any name and shape, made on the device: to measure a model's speed without its files.
 
     A tensor depends on the seed, its name, its shape and the type of the device, not on what was taken before
-    it. Matrices are normal with a variance of 1 / fan-in, which preserves the magnitude of activations; norms
-    are 1 and biases 0, as at the start of a training.
+    it. Matrices are normal with a variance of 1 / their last dimension, the fan-in as a rule, which preserves
+    the magnitude of activations; vectors are 1 and biases 0.
     """
 
     def __init__(
@@ -139,6 +146,9 @@ class RandomWeights(Weights):
     def rounding(self, name: str) -> Rounding | None:
         return None
 
+    def differs(self, name: str, other: str) -> bool:
+        return False
+
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         if self._check_size is not None:
             self._check_size(math.prod(shape) * (dtype or self._dtype).itemsize)
@@ -152,7 +162,7 @@ class RandomWeights(Weights):
 
     def fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite an existing tensor, in its own dtype and on its own device, and return it."""
-        if tensor.dim() < 2:
+        if tensor.dim() < 2 or name.endswith("bias"):
             return tensor.fill_(0 if name.endswith("bias") else 1)
         generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode(), self._seed))
         return tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)

@@ -36,6 +36,9 @@ def _with_thinking(message: dict[str, Any], template_names: frozenset[str]) -> d
     """The message with its reasoning where the template of gpt-oss reads it. Older versions of transformers
     leave that to the caller."""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
+    # With calls it refuses reasoning beside content, which is a preamble of them.
+    if message.get("tool_calls") and message.get("content"):
+        return message
     if reasoning is None or "thinking" not in template_names or "reasoning_content" in template_names:
         return message
     return {"thinking": reasoning, **message}

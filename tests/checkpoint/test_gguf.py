@@ -404,6 +404,10 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of the kind 't5'"):
         GGUFCheckpoint(file).tokenizer()
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}
+    known = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.pre": "qwen2"}
+    write_tokenizer(file, {**metadata, **known})
+    with pytest.raises(ConfigError, match="name tokens that it does not have"):
+        GGUFCheckpoint(file).tokenizer()
     write_tokenizer(file, {"tokenizer.ggml.tokens": TOKENS, **metadata})
     with pytest.raises(ConfigError, match=r"does not state tokenizer\.ggml\.pre"):
         GGUFCheckpoint(file).tokenizer()

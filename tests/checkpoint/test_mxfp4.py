@@ -80,8 +80,13 @@ def test_experts_are_what_was_encoded_and_what_transformers_reads(tmp_path: Path
         (lambda parts: parts.update(_blocks=parts["_blocks"][..., :8]), r"at.up_blocks is shaped"),
         (lambda parts: parts.update(_scales=parts["_scales"].float()), r"at.up_scales is of torch.float32"),
         (lambda parts: parts.update(_blocks=parts["_blocks"].int()), r"at.up_blocks is of torch.int32"),
-        (lambda parts: parts["_scales"].fill_(255), "scales that are no numbers"),
-        (lambda parts: parts.clear(), "the checkpoint has none"),
+        (lambda parts: parts["_scales"].fill_(255), "scales beyond those of bfloat16"),
+        (lambda parts: parts["_scales"].fill_(253), "scales beyond those of bfloat16"),
+        (
+            lambda parts: parts.update({"": parts["_blocks"].clone()}),
+            "at.up is in the checkpoint quantised and not",
+        ),
+        (lambda parts: parts.clear(), "^model: the config says .* the checkpoint has none"),
     ],
 )
 def test_parts_that_do_not_fit_are_an_error(tmp_path: Path, change: Any, message: str) -> None:

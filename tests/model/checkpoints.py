@@ -47,6 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-rope-linear": ("Llama", _rope("linear", factor=2.0)),
     "llama-rope-yarn": ("Llama", {**_rope("yarn", **_YARN), "head_dim": 16}),
     "llama-head-dim": ("Llama", {"head_dim": 32}),
+    "llama-gelu-tanh": ("Llama", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
     "qwen2": ("Qwen2", {}),
@@ -265,6 +266,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Variants of own families that only transformers computes.
     "llama-rope-dynamic": ("Llama", _rope("dynamic", factor=2.0)),
     "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
+    "qwen3-moe-gelu": ("Qwen3Moe", {**_EXPERTS, "hidden_act": "gelu_pytorch_tanh"}),
+    "mixtral-gelu": ("Mixtral", {"head_dim": 16, "num_local_experts": 4, "hidden_act": "gelu_new"}),
 }
 _OWN = {
     *("Gemma", "Gemma2", "Gemma3", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
@@ -273,7 +276,7 @@ _OWN = {
 OWN = [
     name
     for name, (prefix, _) in FAMILIES.items()
-    if prefix in _OWN and name not in ("llama-rope-dynamic", "llama-gelu")
+    if prefix in _OWN and name not in ("llama-rope-dynamic", "llama-gelu", "qwen3-moe-gelu", "mixtral-gelu")
 ]
 #: of these, those of sizes that native kernels compute
 NATIVE = [

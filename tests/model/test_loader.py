@@ -218,3 +218,68 @@ def test_settings_that_the_model_cannot_meet_are_refused(
     make_checkpoint("qwen3", tmp_path)
     with pytest.raises(ConfigError, match=message):
         LLM(EngineConfig(model=str(tmp_path), **settings))
+
+
+@pytest.mark.parametrize("family", ["smollm3", "gpt2-wide", "gemma2"])
+def test_a_head_of_its_own_is_used_though_the_config_says_tied(tmp_path: Path, family: str) -> None:
+    """As transformers does; a head that is the embedding is not kept twice."""
+    oracle = make_checkpoint(family, tmp_path)
+    edit_config(tie_word_embeddings=True)(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    ends = "embed_tokens.weight", "wte.weight"
+    (words,) = (value for name, value in tensors.items() if name.endswith(ends))
+    prompt, found = list(range(1, 20)), []
+    for head in (words.clone(), torch.randn(words.shape, generator=torch.Generator().manual_seed(7))):
+        save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+        wanted = type(oracle).from_pretrained(tmp_path).eval()
+        (sequence,) = Driver(load(tmp_path), chunk=5).run([prompt], 8)
+        found.append(sequence.ids[len(prompt) :])
+        assert found[-1] == greedy(wanted, prompt, 8)
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gpt2-wide", {"n_inner": -64}, "n_inner"),
+        ("gpt2-wide", {"n_head": 3}, "n_embd, 64, is no multiple of n_head, 3"),
+        ("olmo2", {"num_key_value_heads": 3}, "4 heads of queries are no multiple of 3 heads of keys"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers of the config has 1 entries for 3 layers"),
+        ("llama-mqa", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers"),
+    ],
+)
+def test_numbers_that_no_model_has_are_named(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    make_checkpoint(family, tmp_path)
+    edit_config(**changes)(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+def test_fields_that_the_code_of_a_model_type_does_not_read_are_not_believed(tmp_path: Path) -> None:
+    oracle = make_checkpoint("gpt2-wide", tmp_path)
+    edit_config(head_dim=32, num_key_value_heads=2)(tmp_path)
+    (sequence,) = Driver(load(tmp_path), chunk=5).run([[1, 2, 3]], 6)
+    assert sequence.ids[3:] == greedy(oracle, [1, 2, 3], 6)
+
+
+def test_a_soft_cap_in_the_config_of_gemma_3_is_not_one_of_scores(tmp_path: Path) -> None:
+    oracle = make_checkpoint("gemma3", tmp_path)
+    edit_config(attn_logit_softcapping=1.0)(tmp_path)
+    (sequence,) = Driver(load(tmp_path), chunk=5).run([[1, 2, 3]], 6)
+    assert sequence.ids[3:] == greedy(oracle, [1, 2, 3], 6)
+
+
+def test_a_rotation_beside_those_of_types_of_layers_is_not_used(tmp_path: Path) -> None:
+    """What transformers makes of a config with one rotation: that, and defaults for each type."""
+    oracle = make_checkpoint("gemma3", tmp_path)
+    edit_config(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0})(tmp_path)
+    wanted = type(oracle).from_pretrained(tmp_path).eval()
+    prompt = list(range(1, 20))
+    (sequence,) = Driver(load(tmp_path), chunk=5).run([prompt], 6)
+    assert sequence.ids[len(prompt) :] == greedy(wanted, prompt, 6)

@@ -190,7 +190,7 @@ def test_parts_that_do_not_fit_a_layer_are_refused_when_it_is_added(
     norm = Norm(torch.ones(64), 1e-6)
     parts = {
         "tall": NativeMLP(linear(32, 48), linear(64, 32)),
-        "odd": NativeMLP(linear(24, 64), linear(64, 24)),
+        "odd": NativeMLP(linear(20, 64), linear(64, 20)),
         "small": HeadNorm(torch.ones(2, 16), 1e-6, whole=True),
     }
     good: dict[str, Any] = {

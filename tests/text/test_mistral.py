@@ -7,6 +7,7 @@ import re
 import pytest
 
 from aioinfer.text.tool_calls import PARSERS
+from aioinfer.text.tool_calls.states import LONGEST_EARLY, CallStates
 from tests.text.call_formats import Calls, parse
 
 FOUND = [("f", '{"a": 1}')]
@@ -24,6 +25,8 @@ LISTED = '{"name": "f", "arguments": {"a": 1}}'
         ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "a1B2c3D4e"}]', "", FOUND),
         ('[TOOL_CALLS][{"arguments": {"a": 1}, "name": "f"}]', "", FOUND),
         ('[TOOL_CALLS][{"arguments": {"a": 1}, "name": "f", "id": "a1B2c3D4e"}]', "", FOUND),
+        ('[TOOL_CALLS][{"id": "a1B2c3D4e", "name": "f", "arguments": {"a": 1}}]', "", FOUND),
+        (f'[TOOL_CALLS][{LISTED}, {{"id": "b", "arguments": {{"a": 1}}, "name": "f"}}]', "", FOUND * 2),
         (BARE, "", FOUND),
         (BARE + BARE, "", FOUND * 2),
         ('[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{"a": 1}', "", FOUND),
@@ -49,6 +52,47 @@ LISTED = '{"name": "f", "arguments": {"a": 1}}'
 )
 def test_calls_and_text_similar_to_calls(name: str, text: str, content: str, calls: Calls) -> None:
     assert parse(name, [text]) == parse(name, list(text)) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "piece"),
+    [("mistral", '[TOOL_CALLS][{"arguments":{'), ("hermes", '<tool_call>{"arguments":{"')],
+)
+def test_arguments_without_a_name_are_parsed_again_a_few_times_only(
+    name: str, piece: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[int] = []
+    plain = CallStates._no_call
+
+    def watch(parser: CallStates) -> bool:
+        again.append(len(parser._tentative))
+        return plain(parser)
+
+    monkeypatch.setattr(CallStates, "_no_call", watch)
+    text = piece * 4000
+    assert parse(name, [text]) == (text, [])
+    assert sum(again) < 8 * LONGEST_EARLY + 100 * 4000
+    again.clear()
+    assert parse(name, list(text)) == (text, [])
+    assert sum(again) < 8 * LONGEST_EARLY + 100 * 4000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral-v11", '[TOOL_CALLS]f[ARGS]{"b": <y>}'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"b": <y>}}</tool_call>'),
+    ],
+)
+def test_a_call_whose_arguments_break_off_is_not_complete(name: str, text: str) -> None:
+    parser = PARSERS[name]()
+    parser.push(text)
+    parser.finish()
+    assert parser.unfinished
+    # The next one is.
+    parser.push(BARE if name != "hermes" else '<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    parser.finish()
+    assert not parser.unfinished
 
 
 def test_ids_are_such_as_the_templates_demand() -> None:

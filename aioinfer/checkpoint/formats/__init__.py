@@ -56,5 +56,7 @@ def quantised_tensors(tensors: Tensors, config: Any) -> Tensors:
         )
     try:
         return _FORMATS[method](tensors, config)
+    except ConfigError:
+        raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"model: quantization_config describes no {method}: {error!r}") from error

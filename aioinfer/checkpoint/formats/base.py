@@ -112,6 +112,8 @@ class QuantisedTensors:
             if part == form.marker and form.quantised(stored):
                 names.discard(name)
                 names -= {f"{module}.{other}" for other in form.others}
+                if f"{module}.weight" in names:
+                    raise ConfigError(f"model: {module} is in the checkpoint quantised and not quantised")
                 self._modules[f"{module}.weight"] = stored
                 form.shape(stored)
         if not self._modules:

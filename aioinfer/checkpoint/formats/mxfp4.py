@@ -24,7 +24,9 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16
 #: what 4 bits stand for: sign, two bits of exponent, one of fraction
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS, _NOT_A_NUMBER = 127, 255
+_BIAS = 127
+#: the exponent, plus that, whose numbers bfloat16 has, up to 6 times 2 to that power; 255 is no number
+_LARGEST = 252
 
 
 class MXFP4Tensors:
@@ -40,6 +42,8 @@ class MXFP4Tensors:
                 own = name.removesuffix(_BLOCKS)
                 self._shapes[own] = self._shape(own)
                 names -= {name, f"{own}{_SCALES}"}
+                if own in names:
+                    raise ConfigError(f"model: {own} is in the checkpoint quantised and not quantised")
         if not self._shapes:
             raise ConfigError(
                 "model: the config says that weights are quantised, and the checkpoint has none"
@@ -63,8 +67,8 @@ class MXFP4Tensors:
         for part, found in ((_BLOCKS, blocks), (_SCALES, scales)):
             if found.dtype != torch.uint8:
                 raise ConfigError(f"model: {name}{part} is of {found.dtype}, not uint8")
-        if bool((scales == _NOT_A_NUMBER).any()):
-            raise ConfigError(f"model: {name}{_SCALES} has scales that are no numbers")
+        if bool((scales > _LARGEST).any()):
+            raise ConfigError(f"model: {name}{_SCALES} has scales beyond those of bfloat16")
         experts, rows, groups = scales.shape
         blocks = blocks.view(experts, rows, groups, _BYTES)
         values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])

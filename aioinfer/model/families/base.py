@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from aioinfer.checkpoint.files import Checkpoint
+from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks
@@ -175,13 +176,18 @@ def build_decoder(
     shape, or if the backend of experts cannot run."""
     shape = expert_shape(family, config)
     backend = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
+    heads, kv = config.num_attention_heads, kv_heads(config)
+    if heads % kv:
+        raise ConfigError(f"model: {heads} heads of queries are no multiple of {kv} heads of keys")
     positions = rope.longest(config)
     source = Source(config, weights, kernels, backend, blocks.size if blocks else 1, device, positions)
     vocabulary, hidden = config.vocab_size, config.hidden_size
-    words = StoredMatrix(weights, [family.words(weights)], [vocabulary], hidden)
+    name = family.words(weights)
+    words = StoredMatrix(weights, [name], [vocabulary], hidden)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
     norm, embedding = family.final_norm(source), family.embedding(source)
-    tied = config.tie_word_embeddings
+    # Some configs say so of a head of its own; as in transformers, the weights decide.
+    tied = config.tie_word_embeddings and not weights.differs("lm_head.weight", f"{name}.weight")
     head = words if tied else StoredMatrix(weights, ["lm_head"], [vocabulary], hidden)
     weights.check_all_taken([*_BUFFERS, "lm_head.weight"] if tied else _BUFFERS)
     spec = ModelSpec(

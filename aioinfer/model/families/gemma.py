@@ -30,6 +30,8 @@ class Gemma(LlamaLike):
     """See :class:`~aioinfer.model.families.base.Family`."""
 
     norm_weight: NormWeight = "offset"
+    #: whether the config states a soft cap of scores; that of Gemma 3's config is not read
+    capped: bool = False
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
@@ -53,7 +55,7 @@ class Gemma(LlamaLike):
         return AttentionParams(
             scale=(getattr(config, "query_pre_attn_scalar", None) or head_dim(config)) ** -0.5,
             window=self._window(config, index),
-            soft_cap=getattr(config, "attn_logit_softcapping", None),
+            soft_cap=config.attn_logit_softcapping if self.capped else None,
         )
 
     def _activation(self, config: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.decoder import Embedding, Layer
 from aioinfer.model.families.base import Family, Source, head_dim
@@ -25,6 +26,8 @@ class GPT2(Family):
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
+        if config.n_embd % config.n_head:
+            raise ConfigError(f"model: n_embd, {config.n_embd}, is no multiple of n_head, {config.n_head}")
         if config.activation_function not in CONFIG_GATES:
             return f"the activation {config.activation_function}"
         return "attention to another model" if config.add_cross_attention else None

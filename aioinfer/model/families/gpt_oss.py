@@ -15,16 +15,13 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import NormWeight, Source
 from aioinfer.model.families.llama import LlamaLike
-from aioinfer.model.gates import Gate
+from aioinfer.model.gates import LIMIT, STEEPNESS, Gate
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import ExpertWeights
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import StoredExperts
 
 __all__ = ["AlternatingExperts", "GptOss"]
-
-#: of the gate, in all configs; see :func:`~aioinfer.model.gates.gated`
-_STEEPNESS, _LIMIT = 1.702, 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +78,12 @@ class GptOss(LlamaLike):
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
-        if (config.swiglu_alpha, config.swiglu_limit) != (_STEEPNESS, _LIMIT):
+        if (config.swiglu_alpha, config.swiglu_limit) != (STEEPNESS, LIMIT):
             return f"gates of steepness {config.swiglu_alpha} up to {config.swiglu_limit}"
         return LlamaLike.unsupported_reason(self, config)
+
+    def _has_experts(self, config: Any) -> bool:
+        return True
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """See :class:`~aioinfer.model.families.base.Family`."""

@@ -83,14 +83,23 @@ class LlamaLike(Family):
         """See :class:`~aioinfer.model.families.base.Family`."""
         if not rope.supported(config, head_dim(config), partial=self.partial_rotary):
             return "its kind of rotary positions"
-        if self._activation(config) not in CONFIG_GATES:
-            return f"the activation {self._activation(config)}"
+        activation, rotated = self._activation(config), getattr(config, "no_rope_layers", None)
+        if activation not in CONFIG_GATES:
+            return f"the activation {activation}"
+        if self._has_experts(config) and CONFIG_GATES[activation] != "silu":
+            return f"experts with the activation {activation}"
+        if rotated and len(rotated) < config.num_hidden_layers:
+            found = f"{len(rotated)} entries for {config.num_hidden_layers} layers"
+            raise ConfigError(f"model: no_rope_layers of the config has {found}")
         other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
         return f"layers of {', '.join(sorted(other))}" if other else None
 
+    def _has_experts(self, config: Any) -> bool:
+        return self.experts and bool(config.num_experts)
+
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """See :class:`~aioinfer.model.families.base.Family`."""
-        if not self.experts or not config.num_experts:
+        if not self._has_experts(config):
             return frozenset()
         step, chosen = config.decoder_sparse_step, config.num_experts_per_tok
         if step < 1 or not 1 <= chosen <= config.num_experts:
@@ -173,7 +182,7 @@ class LlamaLike(Family):
         if self.windows == "config" and config.layer_types[index] != "sliding_attention":
             return None
         window: int | None = config.sliding_window
-        return window
+        return window or None
 
 
 def _halves_apart(config: Any) -> torch.Tensor:

@@ -21,6 +21,9 @@ _NAMES = ("w1", "w3", "w2")
 class Mixtral(LlamaLike):
     """See :class:`~aioinfer.model.families.base.Family`."""
 
+    def _has_experts(self, config: Any) -> bool:
+        return True
+
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """See :class:`~aioinfer.model.families.base.Family`."""
         chosen, count = config.num_experts_per_tok, config.num_experts

@@ -7,10 +7,13 @@ from typing import ClassVar, NamedTuple, Self
 
 import regex
 
+from aioinfer.text.tool_calls.base import Functions
 from aioinfer.text.tool_calls.states import LONGEST_EARLY, LONGEST_HEAD, CallStates, JsonObject
 
 __all__ = ["Heads", "JsonCalls", "pattern"]
 
+#: Each time up to LONGEST_EARLY characters are parsed again, in which there may be as many tags as fit.
+_MOST_NAMELESS = 4
 _NAME = r'"name"\s*+:\s*+(?P<name>"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})++")\s*+'
 
 
@@ -49,6 +52,11 @@ class JsonCalls(CallStates):
     name_last: ClassVar[regex.Pattern[str]]
     end: ClassVar[regex.Pattern[str]]
 
+    def __init__(self, functions: Functions | None = None) -> None:
+        super().__init__(functions)
+        #: how often arguments that came first led to no name
+        self._nameless = 0
+
     @property
     def _undecided(self) -> bool:
         return self._state in (self._head, self._early_arguments, self._late_name)
@@ -59,7 +67,9 @@ class JsonCalls(CallStates):
     def _object(self, heads: Heads) -> bool:
         """The name, or the arguments before it."""
         usual = heads.name_first.match(self._held, partial=True)
-        match = usual or heads.arguments_first.match(self._held, partial=True)
+        match = usual
+        if usual is None and self._nameless < _MOST_NAMELESS:
+            match = heads.arguments_first.match(self._held, partial=True)
         if match is None or match.end() > LONGEST_HEAD:
             return self._no_call()
         if match.partial:
@@ -93,6 +103,10 @@ class JsonCalls(CallStates):
         if len(self._tentative) - self._from > LONGEST_EARLY:
             return self._no_call()
         return end is not None
+
+    def _no_call(self) -> bool:
+        self._nameless += self._state in (self._early_arguments, self._late_name)
+        return super()._no_call()
 
     def _late_name(self) -> bool:
         match = self.name_last.match(self._held, partial=True)

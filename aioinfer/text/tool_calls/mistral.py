@@ -22,6 +22,7 @@ _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 #: in front of arguments that are not within an object; some templates of v11 have no tag there
 _BARE = regex.compile(r"\s*+(?P<name>[\w.-]++)(?:\[CALL_ID\][A-Za-z0-9]*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
 _GIVEN_ID = r'(?:,\s*+"id"\s*+:\s*+"[A-Za-z0-9_-]*+"\s*+)?+'
+_ID_FIRST = r'(?:"id"\s*+:\s*+"[A-Za-z0-9_-]*+"\s*+,\s*+)?+'
 _LIST_END = regex.compile(r"\s*+\]")
 
 
@@ -35,8 +36,8 @@ class Mistral(JsonCalls):
     name: ClassVar[str] = "mistral"
     opening = _CALLS
     tags: ClassVar[tuple[str, ...]] = (_CALLS, _ID, _ARGS)
-    heads = Heads.of(r"\s*+\[")
-    further_heads = Heads.of(r"\s*+,")
+    heads = Heads.of(r"\s*+\[", first=_ID_FIRST)
+    further_heads = Heads.of(r"\s*+,", first=_ID_FIRST)
     name_last = pattern(rf"\s*+,\s*+NAME{_GIVEN_ID}\}}")
     end = pattern(rf"\s*+{_GIVEN_ID}\}}")
 

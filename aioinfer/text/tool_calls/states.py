@@ -38,6 +38,8 @@ class CallStates:
         #: the characters of it that are not parsed again then: the tag
         self._tag = 0
         self._value = JsonObject()
+        #: the arguments of the newest call ended before they were complete
+        self._broken = False
         self._state: Callable[[], bool] = self._text
 
     def push(self, text: str) -> Parsed:
@@ -59,7 +61,7 @@ class CallStates:
 
     @property
     def unfinished(self) -> bool:
-        return self._state == self._arguments
+        return self._broken or self._state == self._arguments
 
     @staticmethod
     def group(call: str, most: int) -> str:
@@ -97,6 +99,7 @@ class CallStates:
         end = self._value.end(self._held)
         upto = len(self._held) if end is None else end
         self._pass_on(self._held[:upto])
+        self._broken = end is not None and not self._value.complete
         return self._go(upto, self._arguments if end is None else self._tail) and end is not None
 
     def _tail(self) -> bool:
@@ -112,7 +115,7 @@ class CallStates:
         self._out.calls.append(ToolCallDelta(self._count, self._new_id(), name))
         self._count += 1
         self._tentative, self._tag = "", 0
-        self._value = JsonObject()
+        self._value, self._broken = JsonObject(), False
 
     def _new_id(self) -> str:
         return new_id()
@@ -144,6 +147,11 @@ class JsonObject:
         self._depth = 0
         self._in_string = False
         self._escaped = False
+
+    @property
+    def complete(self) -> bool:
+        """Every bracket that was opened is closed."""
+        return not self._depth
 
     def end(self, text: str) -> int | None:
         """Where the object ends in the next piece, or None if it continues. A ``<`` outside strings, which is
