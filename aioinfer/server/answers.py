@@ -16,7 +16,8 @@ from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
 from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.tokenizer import Tokenizer
-from aioinfer.text.tool_calls import Functions, Parsed, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls import Functions, Parsed, Qwen3Coder, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls.raw_values import Signatures
 from aioinfer.text.tool_grammar import AnswerGrammar
 
 __all__ = ["AnswerFormat", "AnswerReader", "ChatFormat"]
@@ -90,7 +91,11 @@ class ChatFormat:
         if tools is None:
             answer = AnswerFormat(None, reasoning, constrained)
         else:
-            functions = {each.name: each.parameters for each in tools.functions}
+            functions: Functions = {each.name: each.parameters for each in tools.functions}
+            if self.tools is Qwen3Coder:
+                # For all readers, and here: large bodies are parsed beside the event loop.
+                functions = signatures = Signatures(functions)
+                signatures.prepare()
             answer = AnswerFormat(self.tools, reasoning, constrained, functions)
         if self._tags(answer) & self.special:
             params = replace(params, skip_special_tokens=False)

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.server.answers import AnswerFormat
+from aioinfer.params import SamplingParams
+from aioinfer.server.answers import AnswerFormat, ChatFormat
+from aioinfer.server.tools import parse_tools
 from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
-from aioinfer.text.tool_calls import PARSERS, Hermes, ToolCallParser
+from aioinfer.text.tool_calls import PARSERS, Hermes, Qwen3Coder, ToolCallParser
+from aioinfer.text.tool_calls.raw_values import Signatures
 from tests.server.chats import ROME
 from tests.text.call_formats import FORMATS as CALLS
 from tests.tiers import scaled
@@ -104,6 +107,14 @@ def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     assert reason == "tool_calls"
     for first, second in itertools.combinations(range(0, len(text), 3), 2):
         check(answer, text, [text[:first], text[first:second], text[second:]])
+
+
+def test_the_types_of_arguments_are_found_with_the_request() -> None:
+    tools = parse_tools({"tools": [{"type": "function", "function": {"name": "f"}}]})
+    for parser, wanted in ((Qwen3Coder, True), (Hermes, False)):
+        _, answer = ChatFormat(parser).apply(SamplingParams(), tools)
+        assert answer is not None
+        assert isinstance(answer.functions, Signatures) == wanted
 
 
 def test_messages_of_gpt_oss() -> None:

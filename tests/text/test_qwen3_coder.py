@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import jsonschema
@@ -10,6 +11,7 @@ import pytest
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.tool_calls import Qwen3Coder
+from aioinfer.text.tool_calls.raw_values import Signatures
 from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.text.call_formats import Calls, collect, parse
 from tests.text.test_tool_grammar import Vocabulary
@@ -134,6 +136,32 @@ def test_parameters_without_names_have_the_type_of_further_properties() -> None:
     parser = Qwen3Coder({"f": {"additionalProperties": {"type": "integer"}}})
     _, calls = collect([parser.push(call(("a", "1")) + call(("a", "1"), name="unknown"))])
     assert calls == [("f", '{"a": 1}'), ("unknown", '{"a": "1"}')]
+
+
+LARGE: dict[str, Any] = {
+    "root reference": {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{at}": {"properties": {"a": {"type": "integer"}}} for at in range(20_000)},
+    },
+    "union": {"additionalProperties": {"anyOf": [{"type": "integer"}] * 40_000}},
+    "unions of one union": {
+        "properties": {f"k{at}": {"anyOf": [{"$ref": "#/$defs/u"}]} for at in range(400)},
+        "$defs": {"u": {"enum": [1] * 100_000}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_schemas_are_read_once_for_all_answers(name: str) -> None:
+    signatures = Signatures({"f": LARGE[name]})
+    signatures.prepare()
+    text = call(*((f"k{at}", "1") for at in range(20))) * 20
+    start = time.process_time()
+    for _ in range(5):
+        parser = Qwen3Coder(signatures)
+        for at in range(0, len(text), 4096):
+            parser.push(text[at : at + 4096])
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(

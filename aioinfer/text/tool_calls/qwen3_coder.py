@@ -11,7 +11,7 @@ import regex
 from aioinfer.text.tags import partial_length
 from aioinfer.text.tool_calls.base import Functions
 from aioinfer.text.tool_calls.qwen3_coder_grammar import parameters_form
-from aioinfer.text.tool_calls.raw_values import References, as_json, quoted
+from aioinfer.text.tool_calls.raw_values import Signatures, as_json, quoted
 from aioinfer.text.tool_calls.states import LONGEST_EARLY, LONGEST_HEAD, CallStates, JsonObject
 
 if TYPE_CHECKING:
@@ -46,10 +46,8 @@ class Qwen3Coder(CallStates):
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
+        self._signatures = functions if isinstance(functions, Signatures) else Signatures(functions or {})
         self._function = ""
-        self._references = References(None)
-        #: function and parameter -> types of its value
-        self._known: dict[tuple[str, str], frozenset[str]] = {}
         self._types = _STRING
         #: what comes before the next parameter in the JSON of the arguments
         self._before = ""
@@ -87,7 +85,6 @@ class Qwen3Coder(CallStates):
         if match.partial:
             return False
         self._function = match["name"]
-        self._references = References(self._functions.get(self._function))
         self._begin(self._function)
         self._before = "{"
         return self._go(match.end(), self._parameters)
@@ -103,7 +100,7 @@ class Qwen3Coder(CallStates):
         if match.re is _FUNCTION_END:
             self._pass_on("{}" if self._before == "{" else "}")
             return self._go(match.end(), self._tail)
-        self._types = self._types_of(match["key"])
+        self._types = self._signatures.types_of(self._function, match["key"])
         quote = '"' if self._types == _STRING else ""
         self._pass_on(f"{self._before}{json.dumps(match['key'], ensure_ascii=False)}: {quote}")
         self._before = ", "
@@ -163,12 +160,3 @@ class Qwen3Coder(CallStates):
         if match is None or match.end() > LONGEST_HEAD:
             return self._go(0, self._text)
         return not match.partial and self._go(match.end(), self._gap)
-
-    def _types_of(self, key: str) -> frozenset[str]:
-        if (self._function, key) not in self._known:
-            schema = self._references.resolved(self._functions.get(self._function))
-            properties = schema.get("properties")
-            declared = properties.get(key) if isinstance(properties, Mapping) else None
-            more = schema.get("additionalProperties") if declared is None else declared
-            self._known[self._function, key] = self._references.types_of(more)
-        return self._known[self._function, key]

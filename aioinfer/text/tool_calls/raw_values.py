@@ -9,7 +9,7 @@ from typing import Any
 
 from aioinfer.text.schema_references import targets_of
 
-__all__ = ["ANY", "References", "as_json", "quoted"]
+__all__ = ["ANY", "References", "Signatures", "as_json", "quoted"]
 
 #: a schema that allows anything: one object, so that its id is its own
 ANY: Mapping[str, Any] = {}
@@ -20,6 +20,8 @@ _LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 #: references that lead to each other
 _MOST_REFERENCES = 16
 _UNIONS = ("anyOf", "oneOf", "allOf")
+#: A union of more schemas is taken to allow any type: they are read on the event loop.
+_MOST_UNITED = 1024
 
 
 class References:
@@ -27,9 +29,13 @@ class References:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        #: by the id of a schema, which is a part of the root
+        self._named: dict[int, frozenset[str]] = {}
+        self._known: dict[int, frozenset[str]] = {}
 
     @cached_property
-    def _targets(self) -> Mapping[str, Any]:
+    def targets(self) -> Mapping[str, Any]:
+        """Of every reference: the whole schema is read, once."""
         return targets_of(self._root)[0]
 
     def resolved(self, schema: Any) -> Mapping[str, Any]:
@@ -37,32 +43,63 @@ class References:
         for _ in range(_MOST_REFERENCES):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 break
-            schema = self._targets.get(schema["$ref"])
+            schema = self.targets.get(schema["$ref"])
         return schema if isinstance(schema, Mapping) else ANY
 
     def types_of(self, schema: Any) -> frozenset[str]:
-        """The types that a schema allows, as far as it names them; a string if it names none."""
+        """The types that a schema allows, as far as it names them; a string if it names none.
+
+        ``schema``: a part of the root. Its types are found once.
+        """
+        schema = self.resolved(schema)
+        if (known := self._known.get(id(schema))) is None:
+            known = self._known[id(schema)] = self._found(schema)
+        return known
+
+    def _found(self, schema: Mapping[str, Any]) -> frozenset[str]:
         found: set[str] = set()
-        seen: set[str] = set()
+        seen: set[int] = set()
         left = [schema]
         while left:
-            each = left.pop()
-            if not isinstance(each, Mapping):
+            if len(seen) + len(left) > _MOST_UNITED:
+                return _TYPES
+            each = self.resolved(left.pop())
+            if id(each) in seen:
                 continue
-            named = each.get("type")
-            given = named if isinstance(named, list) else [named]
-            if types := _TYPES.intersection(name for name in given if isinstance(name, str)):
-                found |= types
+            seen.add(id(each))
+            if id(each) not in self._named:
+                self._named[id(each)] = _named(each)
+            found |= self._named[id(each)]
+            if "type" in each and self._named[id(each)]:
                 continue
-            values = each["enum"] if isinstance(each.get("enum"), list) else []
-            found.update(map(_type_of, [*values, each["const"]] if "const" in each else values))
             for key in _UNIONS:
-                left += each[key] if isinstance(each.get(key), list) else []
-            reference = each.get("$ref")
-            if isinstance(reference, str) and reference not in seen:
-                seen.add(reference)
-                left.append(self._targets.get(reference))
+                left += each[key][: _MOST_UNITED + 1] if isinstance(each.get(key), list) else []
         return frozenset(found) or _STRING
+
+
+class Signatures(dict[str, Mapping[str, Any]]):
+    """Name -> JSON schema of the arguments, with the types of their values.
+
+    Made once for all the answers to a request: large schemas take long to read.
+    """
+
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(functions)
+        self._references = {name: References(schema) for name, schema in functions.items()}
+
+    def prepare(self) -> None:
+        """Do what takes long."""
+        for references in self._references.values():
+            _ = references.targets
+
+    def types_of(self, function: str, key: str) -> frozenset[str]:
+        """The types that the function's schema allows for the value of a key."""
+        if (references := self._references.get(function)) is None:
+            return _STRING
+        schema = references.resolved(self[function])
+        properties = schema.get("properties")
+        declared = properties.get(key) if isinstance(properties, Mapping) else None
+        return references.types_of(schema.get("additionalProperties") if declared is None else declared)
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -85,6 +122,18 @@ def as_json(text: str, types: frozenset[str]) -> str:
 def quoted(text: str) -> str:
     """The part of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _named(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema itself names."""
+    named = schema.get("type")
+    given = named if isinstance(named, list) else [named]
+    if types := _TYPES.intersection(name for name in given if isinstance(name, str)):
+        return types
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    # One value of each Python type.
+    one_each = {type(value): value for value in [*values, *([schema["const"]] if "const" in schema else [])]}
+    return frozenset(map(_type_of, one_each.values()))
 
 
 def _type_of(value: Any) -> str:
