@@ -10,12 +10,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from aioinfer.errors import InvalidRequest
 from aioinfer.text.guidance import ADDED_TO_SCHEMAS
 
 __all__ = ["Rules"]
 
 #: More than any grammar may have. A definition is written again for every value that refers to it.
 _MOST_WRITTEN = 1 << 22
+#: characters of any grammar: known before the rest of a larger one is built
+_MOST = 1 << 20
 
 
 class Rules:
@@ -28,6 +31,7 @@ class Rules:
         """``tokens``: text -> id of the vocabulary's added tokens."""
         self._tokens = tokens
         self._lines = ["%llguidance {}", "TEXT: /(.|\\n)*/"]
+        self._size = 0
         #: those without a name of their own, by their form
         self._names: dict[str, str] = {}
         self._unused = 0
@@ -39,7 +43,10 @@ class Rules:
         return "\n".join(self._lines)
 
     def add(self, name: str, form: str) -> str:
-        """A rule of this name; returns the name."""
+        """A rule of this name; returns the name. Raises InvalidRequest for too many or too large rules."""
+        self._size += len(name) + len(form) + 3
+        if self._size > _MOST:
+            raise InvalidRequest("grammar", f"may have at most {_MOST} characters")
         self._lines.append(f"{name}: {form}")
         return name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.reasoning import DeepSeekR1, Harmony, Qwen3, ReasoningParser
+from aioinfer.text.rules import Rules
 from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.text.call_formats import written
@@ -238,6 +240,33 @@ def test_limits(vocabulary: Vocabulary) -> None:
         AnswerGrammar(Hermes, {"f": {"enum": ["x" * 1_100_000]}}).build()
     with pytest.raises(InvalidRequest):
         vocabulary.backend.compile(AnswerGrammar(Hermes, {"f": json.loads('{"type": "nothing"}')}).build())
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "gemma4"])
+def test_many_properties_take_linear_time(name: str) -> None:
+    properties = {f"p{at}": {"type": "integer"} for at in range(40_000)}
+    functions = {"f": {"type": "object", "properties": properties, "required": [*properties]}}
+    start = time.process_time()
+    with pytest.raises(InvalidRequest, match="characters"):
+        AnswerGrammar(PARSERS[name], functions).build()
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "gemma4"])
+def test_a_grammar_is_not_built_beyond_its_limit(name: str) -> None:
+    written = []
+
+    class Counted(Rules):
+        def add(self, name: str, form: str) -> str:
+            written.append(len(form))
+            return super().add(name, form)
+
+    properties = {f"p{at}": {"type": "string", "minLength": at} for at in range(40_000)}
+    schema = {"type": "object", "properties": properties}
+    with pytest.raises(InvalidRequest, match="characters"):
+        PARSERS[name].write("f", schema, Counted({}))
+    assert sum(written) <= 1 << 20
+    assert len(written) < len(properties)
 
 
 def schema_of(depth: int) -> str:

@@ -118,10 +118,11 @@ class _Values:
             return f'"{{" ({pair} ("," {pair})*)? "}}"'
         # From the last property to the first: what may follow with and without a value in front.
         first, further = '""', '""'
+        needed = frozenset(required)
         for name, value in reversed(names.items()):
             pair = f"{self._rules.text(f'{_checked(name)}:')} {self._choice([self.form(value)])}"
             with_it = f"{pair} {further}"
-            skipped = name not in required
+            skipped = name not in needed
             first = self._rules.shared("rest", f"{with_it} | {first}" if skipped else with_it)
             with_it = f'"," {with_it}'
             further = self._rules.shared("rest", f"{with_it} | {further}" if skipped else with_it)

@@ -58,11 +58,12 @@ class _Parameters:
         if not names:
             return self._any(more) if more is not False else '""'
         parts = []
+        needed = frozenset(required)
         for name, value in names.items():
             if not isinstance(name, str) or not re.fullmatch(r"[^<>\n]+", name):
                 raise ValueError(f"has the property {name!r}, which calls of this format cannot express")
             part = f"{self._rules.text(f'<parameter={name}>' + chr(10))} {self._value(value)}"
-            parts.append(part if name in required else f"({part})?")
+            parts.append(part if name in needed else f"({part})?")
         return " ".join(parts)
 
     def _any(self, schema: Any) -> str:
