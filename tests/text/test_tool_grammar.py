@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from aioinfer.config import EngineConfig
@@ -21,7 +24,7 @@ from aioinfer.text.rules import Rules
 from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.text.call_formats import written
-from tests.tiers import grid
+from tests.tiers import grid, scaled
 
 TAGS = ["<think>", "</think>", *dict.fromkeys(tag for parser in PARSERS.values() for tag in parser.tags)]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -242,7 +245,16 @@ def test_limits(vocabulary: Vocabulary) -> None:
         vocabulary.backend.compile(AnswerGrammar(Hermes, {"f": json.loads('{"type": "nothing"}')}).build())
 
 
-@pytest.mark.parametrize("name", ["qwen3-coder", "gemma4"])
+#: formats whose arguments are not JSON
+MARKED = ("qwen3-coder", "gemma4")
+KEYWORDS = [
+    *("a", "type", "properties", "required", "additionalProperties", "items", "prefixItems", "enum", "const"),
+    *("anyOf", "oneOf", "allOf", "not", "$ref", "$defs", "$id", "pattern", "minLength", "maxLength"),
+    *("minItems", "maxItems", "minimum", "maximum", "multipleOf", "minProperties", "propertyNames"),
+]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_many_properties_take_linear_time(name: str) -> None:
     properties = {f"p{at}": {"type": "integer"} for at in range(40_000)}
     functions = {"f": {"type": "object", "properties": properties, "required": [*properties]}}
@@ -252,7 +264,45 @@ def test_many_properties_take_linear_time(name: str) -> None:
     assert time.process_time() - start < 5
 
 
-@pytest.mark.parametrize("name", ["qwen3-coder", "gemma4"])
+#: anything where a schema or a part of one is expected
+junk: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 3) | st.floats() | st.sampled_from(["a", "string", "array"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), junk, max_size=5), answer=junk)
+@settings(max_examples=scaled(1000), deadline=None)
+def test_malformed_schemas_are_refused_or_written(name: str, schema: dict[str, Any], answer: Any) -> None:
+    for properties in (schema, {**schema, "properties": {"a": answer}}):
+        with contextlib.suppress(ValueError):
+            AnswerGrammar(PARSERS[name], {"f": {"type": "object", **properties}}).build()
+        # The parsers read what no grammar was built from.
+        parser = PARSERS[name]({"f": properties})
+        parser.push(in_format(name, ("f", {"a": "1", "b": "[1]"})))
+        parser.finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        *((name, {"required": [["a"]]}) for name in MARKED),
+        *((name, {"properties": {"a": {"type": "string", "minLength": "x"}}}) for name in MARKED),
+        *((name, {"properties": {"a": {"type": "string", "maxLength": [1]}}}) for name in MARKED),
+        ("gemma4", {"properties": {"a": {"type": 5}}}),
+        ("gemma4", {"properties": {"a": {"type": "array", "minItems": "x"}}}),
+        ("gemma4", {"properties": {"a": {"type": "array", "minItems": None, "maxItems": "y"}}}),
+    ],
+    ids=str,
+)
+def test_malformed_schemas_are_refused(name: str, schema: Any) -> None:
+    with pytest.raises(ValueError, match="is not a"):
+        AnswerGrammar(PARSERS[name], {"f": {"type": "object", **schema}}).build()
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_a_grammar_is_not_built_beyond_its_limit(name: str) -> None:
     written = []
 

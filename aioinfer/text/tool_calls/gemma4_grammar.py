@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.text.tool_calls.raw_text import raw_text
-from aioinfer.text.tool_calls.raw_values import References
+from aioinfer.text.tool_calls.raw_values import References, count_of, parameters_of
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
@@ -72,6 +72,8 @@ class _Values:
                 return self._choice([self.form(branch) for branch in branches])
         types = schema.get("type", _TYPES)
         types = [types] if isinstance(types, str) else types
+        if not isinstance(types, (list, tuple)):
+            raise ValueError("has a type that is not a name")
         return self._choice([self._typed(type_, schema) for type_ in types])
 
     def _typed(self, type_: str, schema: Mapping[str, Any]) -> str:
@@ -99,26 +101,22 @@ class _Values:
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self._choice([self.form(schema.get("items", True))])
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        least, most = count_of(schema, "minItems") or 0, count_of(schema, "maxItems")
         if most == 0:
             return '"[" "]"'
         more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        declared, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(declared, Mapping) or not isinstance(required, list):
-            raise ValueError("is not a schema of an object")
-        more = schema.get("additionalProperties", True)
-        names = {**declared, **{name: more for name in required if name not in declared}}
+        names, needed = parameters_of(schema)
         if not names:
+            more = schema.get("additionalProperties", True)
             if more is False:
                 return '"{" "}"'
             pair = self._rules.shared("pair", f'{self._key_form()} ":" {self._choice([self.form(more)])}')
             return f'"{{" ({pair} ("," {pair})*)? "}}"'
         # From the last property to the first: what may follow with and without a value in front.
         first, further = '""', '""'
-        needed = frozenset(required)
         for name, value in reversed(names.items()):
             pair = f"{self._rules.text(f'{_checked(name)}:')} {self._choice([self.form(value)])}"
             with_it = f"{pair} {further}"

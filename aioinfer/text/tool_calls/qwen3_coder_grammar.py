@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.text.tool_calls.raw_text import raw_text
-from aioinfer.text.tool_calls.raw_values import ANY, References
+from aioinfer.text.tool_calls.raw_values import ANY, References, parameters_of
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
@@ -49,16 +49,11 @@ class _Parameters:
         schema = self._references.resolved(self._root)
         if found := [key for key in _NOT_LISTED if key in schema]:
             raise ValueError(f"has {found[0]} at its top, which calls of this format cannot express")
-        declared = schema.get("properties", {})
-        required = schema.get("required", [])
-        if not isinstance(declared, Mapping) or not isinstance(required, list):
-            raise ValueError("is not a schema of an object")
-        more = schema.get("additionalProperties", True)
-        names = {**declared, **{name: more for name in required if name not in declared}}
+        names, needed = parameters_of(schema)
         if not names:
+            more = schema.get("additionalProperties", True)
             return self._any(more) if more is not False else '""'
         parts = []
-        needed = frozenset(required)
         for name, value in names.items():
             if not isinstance(name, str) or not re.fullmatch(r"[^<>\n]+", name):
                 raise ValueError(f"has the property {name!r}, which calls of this format cannot express")

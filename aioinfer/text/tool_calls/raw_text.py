@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from aioinfer.text.tool_calls.raw_values import count_of
+
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
 
@@ -21,8 +23,9 @@ def raw_text(schema: Mapping[str, Any], closing: str, end: str, rules: Rules) ->
 
     ``closing``: the tag that ends them, which they do not contain.
     """
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    text = f"/{_ANY}{{{least},{most}}}/" if least or most != "" else "TEXT"
+    least, most = count_of(schema, "minLength") or 0, count_of(schema, "maxLength")
+    limited = least or most is not None
+    text = f"/{_ANY}{{{least},{'' if most is None else most}}}/" if limited else "TEXT"
     if isinstance(pattern := schema.get("pattern"), str):
         text += f" & {_regex(pattern)}"
     closed = _SPECIAL.sub(lambda found: f"\\{found[0]}", closing)

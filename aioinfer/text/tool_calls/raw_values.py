@@ -9,7 +9,7 @@ from typing import Any
 
 from aioinfer.text.schema_references import targets_of
 
-__all__ = ["ANY", "References", "Signatures", "as_json", "quoted"]
+__all__ = ["ANY", "References", "Signatures", "as_json", "count_of", "parameters_of", "quoted"]
 
 #: a schema that allows anything: one object, so that its id is its own
 ANY: Mapping[str, Any] = {}
@@ -100,6 +100,28 @@ class Signatures(dict[str, Mapping[str, Any]]):
         properties = schema.get("properties")
         declared = properties.get(key) if isinstance(properties, Mapping) else None
         return references.types_of(schema.get("additionalProperties") if declared is None else declared)
+
+
+def parameters_of(schema: Mapping[str, Any]) -> tuple[dict[Any, Any], frozenset[str]]:
+    """The properties of an object, and the names of the required ones. Raises ValueError."""
+    declared, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(declared, Mapping) or not isinstance(required, list):
+        raise ValueError("is not a schema of an object")
+    if not all(isinstance(name, str) for name in required):
+        raise ValueError("is not a schema of an object: required is not a list of names")
+    more = schema.get("additionalProperties", True)
+    names = {**declared, **{name: more for name in required if name not in declared}}
+    return names, frozenset(required)
+
+
+def count_of(schema: Mapping[str, Any], key: str) -> int | None:
+    """A length that a schema names. Raises ValueError for what cannot be one."""
+    value = schema.get(key)
+    if key not in schema:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value % 1:
+        raise ValueError(f"has a {key} that is not a number of items or characters")
+    return int(value)
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
