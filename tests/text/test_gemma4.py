@@ -37,6 +37,7 @@ def text(value: str) -> str:
         ("a:hello there", {"a": "hello there"}),
         ('a:"b"', {"a": "b"}),
         ("a:[1,]", {"a": [1]}),
+        ("a:x<y,b:<,c:[1<2,<|]", {"a": "x<y", "b": "<", "c": ["1<2", "<|"]}),
     ],
 )
 def test_arguments_become_json(arguments: str, value: Any) -> None:
@@ -71,6 +72,16 @@ def test_arguments_become_json(arguments: str, value: Any) -> None:
 )
 def test_calls_and_text_similar_to_calls(output: str, content: str, calls: Calls) -> None:
     assert parse("gemma4", [output]) == parse("gemma4", list(output)) == (content, calls)
+
+
+@pytest.mark.parametrize("arguments", ["a:[1}", "a:", "a:1<|tool_call>", f"a:{text('b')}c", "a"])
+def test_arguments_that_are_not_closed_are_unfinished(arguments: str) -> None:
+    for told in (call(arguments), call(arguments) + call("")):
+        for parts in ([told], list(told)):
+            parser = Gemma4()
+            _, calls = collect([*(parser.push(part) for part in parts), parser.finish()])
+            assert calls
+            assert parser.unfinished
 
 
 NAMED = {

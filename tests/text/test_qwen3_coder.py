@@ -69,6 +69,17 @@ def test_calls_and_text_similar_to_calls(text: str, content: str, calls: Calls) 
     assert parse("qwen3-coder", [text]) == parse("qwen3-coder", list(text)) == (content, calls)
 
 
+@pytest.mark.parametrize("value", ["[1, 2", "[[1]", "[<"])
+def test_arguments_that_are_not_closed_are_unfinished(value: str) -> None:
+    schema = {"f": {"properties": {"a": {"type": "array"}}}}
+    for told in (call(("a", value)), call(("a", value)) + call()):
+        for parts in ([told], list(told)):
+            parser = Qwen3Coder(schema)
+            _, calls = collect([*(parser.push(part) for part in parts), parser.finish()])
+            assert calls
+            assert parser.unfinished
+
+
 NAMED = {
     "$defs": {
         "city": {"enum": ["Rome", "Oslo"]},

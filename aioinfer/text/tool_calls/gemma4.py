@@ -26,7 +26,11 @@ _STRING = regex.compile(rf"\s*+{_QUOTE}")
 _OPEN = regex.compile(r"\s*+(?P<bracket>[{\[])")
 _CLOSE = regex.compile(r"\s*+(?P<bracket>[}\]])")
 _COMMA = regex.compile(r"\s*+,")
-_BARE = regex.compile(r"\s*+(?P<value>[^\s,{}\[\]<][^,{}\[\]<]*+)(?=[,{}\[\]<])")
+_TAG_REST = f"(?:{'|'.join(regex.escape(tag[1:]) for tag in (OPENING, CLOSING, QUOTE))})"
+#: a "<" that begins no tag belongs to it
+_BARE = regex.compile(
+    rf"\s*+(?P<value>(?:[^\s,{{}}\[\]<]|<(?!{_TAG_REST}))(?:[^,{{}}\[\]<]|<(?!{_TAG_REST}))*+)(?=[,{{}}\[\]<])"
+)
 _CALL_END = regex.compile(rf"\s*+{regex.escape(CLOSING)}")
 #: the types of what is not between quotation marks
 _OTHER_TYPES = frozenset({"number", "boolean", "null"})
@@ -50,6 +54,8 @@ class Gemma4(CallStates):
         #: the brackets that are open, and whether there is a value within each
         self._open: list[str] = []
         self._filled: list[bool] = []
+        #: the arguments of a call ended before their brackets were closed
+        self._broken = False
 
     @staticmethod
     def in_template(template: str) -> bool:
@@ -61,7 +67,7 @@ class Gemma4(CallStates):
 
     @property
     def unfinished(self) -> bool:
-        return self._state in (self._key, self._item, self._string, self._next)
+        return self._broken or self._state in (self._key, self._item, self._string, self._next)
 
     def _end(self) -> None:
         # What is cut off is incomplete JSON.
@@ -88,7 +94,7 @@ class Gemma4(CallStates):
             return self._leave(match["bracket"], match.end())
         match = _KEY.match(self._held, partial=True)
         if match is None or match.end() > LONGEST_HEAD:
-            return self._go(0, self._tail)
+            return self._break_off()
         if match.partial:
             return False
         key = match["bare"].rstrip() if match["quoted"] is None else match["quoted"]
@@ -110,7 +116,7 @@ class Gemma4(CallStates):
             return self._go(match.end(), self._string)
         match = match or _BARE.match(self._held, partial=True)
         if match is None or match.end() > LONGEST_HEAD:
-            return self._go(0, self._tail)
+            return self._break_off()
         if match.partial:
             return False
         self._pass_on(self._comma() + as_json(match["value"].rstrip(), _OTHER_TYPES))
@@ -132,7 +138,7 @@ class Gemma4(CallStates):
             return self._leave(match["bracket"], match.end())
         match = _COMMA.match(self._held, partial=True)
         if match is None or match.end() > LONGEST_HEAD:
-            return self._go(0, self._tail)
+            return self._break_off()
         return not match.partial and self._go(match.end(), self._key if self._open[-1] == "{" else self._item)
 
     def _tail(self) -> bool:
@@ -141,6 +147,11 @@ class Gemma4(CallStates):
         if match is None or match.end() > LONGEST_HEAD:
             return self._go(0, self._text)
         return not match.partial and self._go(match.end(), self._gap)
+
+    def _break_off(self) -> bool:
+        """What comes cannot be part of the arguments."""
+        self._broken = True
+        return self._go(0, self._tail)
 
     def _bracket(self, pattern: regex.Pattern[str]) -> regex.Match[str] | None:
         match = pattern.match(self._held)
@@ -154,7 +165,7 @@ class Gemma4(CallStates):
 
     def _leave(self, bracket: str, upto: int) -> bool:
         if bracket != _BRACKETS[self._open[-1]]:
-            return self._go(0, self._tail)
+            return self._break_off()
         self._open.pop()
         self._filled.pop()
         self._pass_on(bracket)
