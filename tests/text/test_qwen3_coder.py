@@ -85,6 +85,7 @@ NAMED = {
         "city": {"enum": ["Rome", "Oslo"]},
         "days": {"type": "integer"},
         "loop": {"$ref": "#/$defs/loop"},
+        "nested": {"properties": {"b": {}}, "anyOf": [{"required": ["b"]}]},
     }
 }
 
@@ -124,7 +125,10 @@ NAMED = {
         ({}, "3", "3"),
         (True, "3", "3"),
         (7, "3", "3"),
-        ({"type": "integer"}, "1" * 5000, "1" * 5000),
+        ({"properties": {}}, '{"a": 1}', {"a": 1}),
+        ({"items": {"type": "integer"}}, "[1]", [1]),
+        ({"$ref": "#/$defs/nested"}, '{"b": "c"}', {"b": "c"}),
+        ({"properties": {}, "enum": ["{}"]}, "{}", "{}"),
         ({"type": "integer"}, "1" * 20_000, "1" * 20_000),
     ],
     ids=lambda value: str(value)[:40],
@@ -141,6 +145,13 @@ def test_a_value_is_of_the_type_that_its_schema_names(schema: Any, text: str, va
     assert found[0] == found[1]
     # Parameters that the schema does not have are strings.
     assert json.loads(found[0]) == {"a": value, "b": "2"}
+
+
+def test_numbers_of_many_digits_are_numbers() -> None:
+    for digits in ("1" * 5000, "-" + "1" * 5000, "1" * 5000 + ".5"):
+        parser = Qwen3Coder({"f": {"properties": {"a": {"type": ["integer", "number", "string"]}}}})
+        _, calls = collect([parser.push(call(("a", digits)))])
+        assert calls == [("f", f'{{"a": {digits}}}')]
 
 
 def test_parameters_without_names_have_the_type_of_further_properties() -> None:
@@ -191,6 +202,7 @@ def test_large_schemas_are_read_once_for_all_answers(name: str) -> None:
         ({"type": ["integer", "string"], "maxLength": 1}, ["a", "12"], ["ab"]),
         ({"$ref": "#/$defs/city"}, ["Oslo"], ["Bern"]),
         ({"allOf": [{"$ref": "#/$defs/city"}]}, ["Oslo"], ["Bern"]),
+        ({"items": {"type": "integer"}}, ["[1]", "[]"], ['["a"]', "a"]),
         ({}, ["anything", "1"], []),
         (True, ["anything", "1"], []),
     ],

@@ -34,9 +34,13 @@ class Qwen3Coder(CallStates):
     r"""``<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n...</function>\n</tool_call>``.
 
     A value is raw text without the line breaks next to its tags. As in vLLM and SGLang, it is a string unless
-    the function's schema names another type for it: then it is JSON, or a string if it cannot be. ``None``,
-    ``True`` and ``False`` count as JSON. Where a schema allows strings and other types, text that is JSON of
-    such another type is of that type. Strings, lists and objects are passed on as they arrive.
+    the function's schema names another type for it, or has ``properties`` or ``items``: then it is JSON, or a
+    string if it cannot be or is longer than 16 Ki characters. A value that is ``None``, ``True`` or ``False``
+    counts as JSON. Where a schema allows strings and other types, text that is JSON of such another type is
+    of that type.
+
+    Strings are passed on as they arrive. So is what begins like a list or an object where strings are not
+    allowed: it may turn out not to be JSON (``[None]``, ``{'a': 1}``), and then neither are the arguments.
     """
 
     name: ClassVar[str] = "qwen3-coder"

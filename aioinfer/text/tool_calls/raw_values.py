@@ -19,6 +19,8 @@ _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "
 _LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 #: references that lead to each other
 _MOST_REFERENCES = 16
+#: keyword -> the type that has it
+_IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
 _UNIONS = ("anyOf", "oneOf", "allOf")
 #: A union of more schemas is taken to allow any type: they are read on the event loop.
 _MOST_UNITED = 1024
@@ -134,7 +136,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     written = text.strip()
     written = _LITERALS.get(written.lower(), written)
     try:
-        type_ = _type_of(json.loads(written, parse_constant=_no_constant))
+        type_ = _type_of(json.loads(written, parse_int=_small, parse_constant=_no_constant))
     except (ValueError, RecursionError):
         return f'"{quoted(text)}"'
     allowed = type_ in types or (type_ == "integer" and "number" in types)
@@ -155,7 +157,9 @@ def _named(schema: Mapping[str, Any]) -> frozenset[str]:
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     # One value of each Python type.
     one_each = {type(value): value for value in [*values, *([schema["const"]] if "const" in schema else [])]}
-    return frozenset(map(_type_of, one_each.values()))
+    # An object or a list whose type is left out.
+    implied = {type_ for key, type_ in _IMPLIED.items() if key in schema} if not one_each else set()
+    return frozenset(map(_type_of, one_each.values())) | implied
 
 
 def _type_of(value: Any) -> str:
@@ -173,6 +177,11 @@ def _type_of(value: Any) -> str:
         case dict():
             return "object"
     return "null"
+
+
+def _small(digits: str) -> int:
+    """Any integer: only the type counts, and Python refuses to read one of many digits."""
+    return 0
 
 
 def _no_constant(name: str) -> Any:
