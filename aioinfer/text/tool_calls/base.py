@@ -77,7 +77,7 @@ class ToolCallParser(Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """The arguments of the newest call are incomplete."""
+        """The arguments of a call are incomplete: those of the newest one still, or of one that broke off."""
 
     @staticmethod
     def write(function: str, schema: Mapping[str, Any], rules: Rules) -> str:

@@ -54,8 +54,6 @@ class Gemma4(CallStates):
         #: the brackets that are open, and whether there is a value within each
         self._open: list[str] = []
         self._filled: list[bool] = []
-        #: the arguments of a call ended before their brackets were closed
-        self._broken = False
 
     @staticmethod
     def in_template(template: str) -> bool:

@@ -52,10 +52,7 @@ class Qwen3Coder(CallStates):
         super().__init__(functions)
         self._signatures = functions if isinstance(functions, Signatures) else Signatures(functions or {})
         self._function = ""
-        self._value: _Value = _Value()
         self._types = _STRING
-        #: a list or an object of a call is not closed
-        self._broken = False
         #: what comes before the next parameter in the JSON of the arguments
         self._before = ""
 
@@ -137,7 +134,7 @@ class Qwen3Coder(CallStates):
         start = self._held.lstrip()
         near = len(self._held) - len(start) < LONGEST_EARLY
         if near and "string" not in self._types and start[:1] in ("{", "["):
-            self._value = _Value()
+            self._value = JsonObject()
             return self._go(0, self._json)
         at = self._held.find(_VALUE_CLOSING, 0, LONGEST_EARLY)
         if at >= 0:
@@ -152,7 +149,7 @@ class Qwen3Coder(CallStates):
         """A list or an object."""
         end = self._value.end(self._held)
         upto = len(self._held) if end is None else end
-        self._broken |= end is not None and self._value.open
+        self._broken |= end is not None and not self._value.complete
         self._pass_on(self._held[:upto])
         return self._go(upto, self._json if end is None else self._value_end) and end is not None
 
@@ -168,10 +165,3 @@ class Qwen3Coder(CallStates):
         if match is None or match.end() > LONGEST_HEAD:
             return self._go(0, self._text)
         return not match.partial and self._go(match.end(), self._gap)
-
-
-class _Value(JsonObject):
-    @property
-    def open(self) -> bool:
-        """Not all brackets are closed."""
-        return self._depth > 0

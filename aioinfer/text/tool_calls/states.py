@@ -38,7 +38,7 @@ class CallStates:
         #: the characters of it that are not parsed again then: the tag
         self._tag = 0
         self._value = JsonObject()
-        #: the arguments of the newest call ended before they were complete
+        #: the arguments of a call ended before their brackets were closed
         self._broken = False
         self._state: Callable[[], bool] = self._text
 
@@ -99,7 +99,7 @@ class CallStates:
         end = self._value.end(self._held)
         upto = len(self._held) if end is None else end
         self._pass_on(self._held[:upto])
-        self._broken = end is not None and not self._value.complete
+        self._broken |= end is not None and not self._value.complete
         return self._go(upto, self._arguments if end is None else self._tail) and end is not None
 
     def _tail(self) -> bool:
@@ -115,7 +115,7 @@ class CallStates:
         self._out.calls.append(ToolCallDelta(self._count, self._new_id(), name))
         self._count += 1
         self._tentative, self._tag = "", 0
-        self._value, self._broken = JsonObject(), False
+        self._value = JsonObject()
 
     def _new_id(self) -> str:
         return new_id()
