@@ -30,7 +30,7 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     "Qwen3ForCausalLM": (frozenset({"qwen3"}), LlamaLike("config", qk_norm="heads", windows="config")),
     "Qwen3MoeForCausalLM": (
         frozenset({"qwen3_moe"}),
-        LlamaLike("config", qk_norm="heads", windows="all", experts=True),
+        LlamaLike("config", qk_norm="heads", windows="all", experts="config"),
     ),
     "SmolLM3ForCausalLM": (
         frozenset({"smollm3"}),
@@ -71,7 +71,7 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     ),
     "SDARMoeForCausalLM": (
         frozenset({"sdar_moe"}),
-        LlamaLike("config", qk_norm="heads", windows="all", experts=True, blocks=_SDAR),
+        LlamaLike("config", qk_norm="heads", windows="all", experts="config", blocks=_SDAR),
     ),
     "LLaDA2MoeModelLM": (frozenset({"llada2_moe", "llada2_moe_veomni"}), LLaDA2()),
 }

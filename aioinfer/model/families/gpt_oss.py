@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from aioinfer.errors import ConfigError
 from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import NormWeight, Source
 from aioinfer.model.families.llama import LlamaLike
@@ -75,22 +74,13 @@ class GptOss(LlamaLike):
     """See :class:`~aioinfer.model.families.base.Family`."""
 
     norm_weight: NormWeight = "exact"
+    experts: Literal["none", "config", "all"] = "all"
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
         if (config.swiglu_alpha, config.swiglu_limit) != (STEEPNESS, LIMIT):
             return f"gates of steepness {config.swiglu_alpha} up to {config.swiglu_limit}"
         return LlamaLike.unsupported_reason(self, config)
-
-    def _has_experts(self, config: Any) -> bool:
-        return True
-
-    def sparse_layers(self, config: Any) -> frozenset[int]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
-        chosen, count = config.num_experts_per_tok, config.num_local_experts
-        if not 1 <= chosen <= count:
-            raise ConfigError(f"model: {chosen} of {count} experts in every layer")
-        return frozenset(range(config.num_hidden_layers))
 
     def layer(self, source: Source, index: int) -> Layer:
         """See :class:`~aioinfer.model.families.base.Family`."""

@@ -67,8 +67,8 @@ class LlamaLike(Family):
     norms: LayerNorms = PRE_NORMS
     #: layers with the config's attention window: none, all, or those that the config names
     windows: Literal["none", "all", "config"] = "none"
-    #: whether layers may have experts
-    experts: bool = False
+    #: layers with experts: none, those that the config states, or all
+    experts: Literal["none", "config", "all"] = "none"
     #: whether queries, keys and values are one tensor
     fused_qkv: bool = False
     #: whether gate and up are one tensor
@@ -95,17 +95,18 @@ class LlamaLike(Family):
         return f"layers of {', '.join(sorted(other))}" if other else None
 
     def _has_experts(self, config: Any) -> bool:
-        return self.experts and bool(config.num_experts)
+        return self.experts == "all" or (self.experts == "config" and bool(config.num_experts))
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """See :class:`~aioinfer.model.families.base.Family`."""
         if not self._has_experts(config):
             return frozenset()
-        step, chosen = config.decoder_sparse_step, config.num_experts_per_tok
+        chosen, step, dense = config.num_experts_per_tok, 1, ()
+        if self.experts == "config":
+            step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
         if step < 1 or not 1 <= chosen <= config.num_experts:
             raise ConfigError(f"model: {chosen} of {config.num_experts} experts in every {step}th layer")
-        layers = range(step - 1, config.num_hidden_layers, step)
-        return frozenset(layers) - frozenset(config.mlp_only_layers or ())
+        return frozenset(range(step - 1, config.num_hidden_layers, step)) - frozenset(dense)
 
     def final_norm(self, source: Source) -> Norm:
         """See :class:`~aioinfer.model.families.base.Family`."""

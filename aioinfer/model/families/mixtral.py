@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from aioinfer.errors import ConfigError
 from aioinfer.model.families.base import Source
 from aioinfer.model.families.llama import LlamaLike
 from aioinfer.model.mlp import FeedForward
@@ -21,15 +20,7 @@ _NAMES = ("w1", "w3", "w2")
 class Mixtral(LlamaLike):
     """See :class:`~aioinfer.model.families.base.Family`."""
 
-    def _has_experts(self, config: Any) -> bool:
-        return True
-
-    def sparse_layers(self, config: Any) -> frozenset[int]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
-        chosen, count = config.num_experts_per_tok, config.num_experts
-        if not 1 <= chosen <= count:
-            raise ConfigError(f"model: {chosen} of {count} experts in every layer")
-        return frozenset(range(config.num_hidden_layers))
+    experts: Literal["none", "config", "all"] = "all"
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.block_sparse_moe"
