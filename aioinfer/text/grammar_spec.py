@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.plain import PLAIN, keep_plain, plain
-
-if TYPE_CHECKING:
-    from aioinfer.text.reasoning import ReasoningParser
+from aioinfer.text.reasoning import REASONING_PARSERS
 
 __all__ = ["Grammar", "Schema", "SchemaModel"]
 
@@ -44,22 +42,26 @@ class Grammar:
     A schema may also be given as a mapping, a boolean or a class with ``model_json_schema``, and choices as a
     list; they are converted to text, so that later changes have no effect.
 
-    ``reasoning``: the format of the reasoning that an ``answer`` begins with. Its source has no rule
-    ``start``: it depends on the prompt, see :meth:`behind`.
+    ``reasoning``: the name of the format of the reasoning that an ``answer`` begins with. Its source has no
+    rule ``start``: it depends on the prompt, see :meth:`behind`.
 
     Raises:
-        InvalidRequest: unknown kind, or a source that cannot be converted or has more than 1 Mi characters.
+        InvalidRequest: unknown kind or format, or a source that cannot be converted or has more than 1 Mi
+            characters.
     """
 
     kind: _Kind
     source: str | Schema | bool | list[str] | tuple[str, ...] = ""
-    reasoning: type[ReasoningParser] | None = None
+    reasoning: str | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
         kind: Any = self.kind
         if type(kind) is not str or kind not in get_args(_Kind):
             raise InvalidRequest("grammar", f"{shown(self.kind)} is not a kind of grammar")
+        format_: Any = self.reasoning
+        if format_ is not None and (type(format_) is not str or format_ not in REASONING_PARSERS):
+            raise InvalidRequest("grammar", f"{shown(format_)} is no format of reasoning")
         source = _as_text(self.kind, self.source)
         if len(source) > _MAX_GRAMMAR:
             raise InvalidRequest("grammar", f"may have at most {_MAX_GRAMMAR} characters, got {len(source)}")
@@ -70,7 +72,8 @@ class Grammar:
         reasoning."""
         if self.reasoning is None:
             return self
-        start = {True: "opened", False: "closed", None: "unopened"}[self.reasoning.opened_by(prompt_end)]
+        opened = REASONING_PARSERS[self.reasoning].opened_by(prompt_end)
+        start = {True: "opened", False: "closed", None: "unopened"}[opened]
         return Grammar(self.kind, f"{self.text}\nstart: {start}")
 
     @property

@@ -50,7 +50,7 @@ class AnswerGrammar:
             if self.reasoning not in (None, Harmony) or parser not in (None, HarmonyCalls):
                 raise ValueError("needs calls and reasoning both in the format harmony, or neither")
             self._messages(rules)
-            return Grammar("answer", rules.lark(), self.reasoning)
+            return Grammar("answer", rules.lark(), None if self.reasoning is None else self.reasoning.name)
         choices = []
         if parser is not None:
             choices.append(self._calls(parser, rules))
@@ -61,7 +61,7 @@ class AnswerGrammar:
             rules.add("start", rest)
         else:
             self._begin(self.reasoning, rest, rules)
-        return Grammar("answer", rules.lark(), self.reasoning)
+        return Grammar("answer", rules.lark(), None if self.reasoning is None else self.reasoning.name)
 
     def _calls(self, parser: type[ToolCallParser], rules: Rules) -> str:
         """Calls, with or without text."""

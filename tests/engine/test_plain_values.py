@@ -114,7 +114,7 @@ VALUES: dict[type, dict[str, Any]] = {
         "entropy_bound": 0.5,
         "draft": True,
     },
-    Grammar: {"kind": "regex", "source": "a+"},
+    Grammar: {"kind": "regex", "source": "a+", "reasoning": "qwen3"},
     RequestOptions: {
         "priority": 3,
         "cache_salt": "salt",
