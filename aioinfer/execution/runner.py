@@ -96,7 +96,11 @@ def check_ids(ids: npt.NDArray[np.int64], vocab_size: int) -> None:
 
 def _batch(packed: PackedStep, parts: dict[str, torch.Tensor], logits_rows: torch.Tensor) -> Batch:
     return Batch(
-        **{name: parts[name] for name in ("input_ids", "positions", "slot_mapping", "cu_q", "kv_len")},
+        input_ids=parts["input_ids"],
+        positions=parts["positions"],
+        slot_mapping=parts["slot_mapping"],
+        cu_q=parts["cu_q"],
+        kv_len=parts["kv_len"],
         block_table=parts["block_table"].view(-1, packed.num_pages),
         logits_rows=logits_rows,
         q_lens=packed.q_lens,

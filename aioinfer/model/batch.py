@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.model.state import RowStates
+
 __all__ = ["Batch"]
 
 
@@ -41,5 +43,7 @@ class Batch:
     #: ``kv_len`` on the host
     kv_lens: list[int]
     num_decodes: int
+    #: recurrent states of the rows; None for a model without any
+    states: RowStates | None = None
     #: state that the attention kernel computes once for all layers of the step (masks, page lists)
     attention_plan: object | None = None

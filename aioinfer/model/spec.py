@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.batch import Batch
+    from aioinfer.model.state import StateShape
 
 __all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids"]
 
@@ -55,6 +56,13 @@ class ModelSpec:
     part: str = ""
     #: of the weights, in a file that is mapped: the system counts their memory as available
     mapped_bytes: int = 0
+    #: the recurrent state of a sequence, see :mod:`aioinfer.model.state`; empty if the model has none
+    states: tuple[StateShape, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one cell of recurrent state."""
+        return sum(state.bytes for state in self.states)
 
     @property
     def unit(self) -> int:
