@@ -102,7 +102,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         force_transformers=config.transformers_fallback,
         block_size=config.block_size,
     )
-    attention = choose_attention(device, model.head_dim, model.dtype, config.attention_backend)
+    attention = choose_attention(device, model.head_dims, model.dtype, config.attention_backend)
     layers = choose_layers(attention, model.inner_sizes)
     operations = "transformers' own"
     if model.own:

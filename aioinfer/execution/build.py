@@ -43,13 +43,7 @@ class Parts:
     @property
     def page_bytes(self) -> int:
         spec, config = self.model.spec, self.config
-        return KVPool.bytes_per_page(
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            page_size=config.page_size,
-            dtype=spec.dtype,
-        )
+        return KVPool.bytes_per_page(spec.kv_layers, config.page_size, spec.dtype)
 
     def packer(self, max_len: int, graph_rows: int = 0) -> Packer:
         """For sequences of up to ``max_len`` positions."""
@@ -62,9 +56,7 @@ class Parts:
         spec, config = self.model.spec, self.config
         attention = make_attention(
             self.attention,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            spec.kv_layers,
             num_pages=num_pages,
             page_size=config.page_size,
             dtype=spec.dtype,

@@ -75,7 +75,7 @@ class TorchDevice:
             spec = model.spec
             decoding = kind(spec)
             config = decoding.fit(config)
-            choice = choose_attention(device, spec.head_dim, spec.dtype, config.attention_backend)
+            choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
             if config.deterministic and not model.invariant:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
             parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane)

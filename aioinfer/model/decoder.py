@@ -1,4 +1,4 @@
-"""Decoder: layers of attention and a feed-forward part over a residual: all built-in families.
+"""Decoder: layers of a mixer and a feed-forward part over a residual: all built-in families.
 
 Families differ in the content of their layers (:mod:`aioinfer.model.families`): norms in front of the parts,
 behind them, or both, biases, norms of heads, rotations, windows, blocks, experts. They share one forward.
@@ -13,14 +13,13 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.attention.base import Attention, AttentionParams
+from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
-from aioinfer.model.heads import HeadNorm, norm_projection
 from aioinfer.model.linear import Linear
+from aioinfer.model.mixers.base import Mixer, MixerStep
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.base import Operations
-from aioinfer.model.rope import Rope, Rotary
 from aioinfer.model.spec import ModelSpec
 
 __all__ = ["Decoder", "Embedding", "Layer"]
@@ -34,17 +33,9 @@ class Layer:
     output, before it is added to the residual.
     """
 
-    attention_norm: Norm | None
-    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]
-    qkv: Linear
-    qk_norm: HeadNorm | None = None
-    #: None: queries and keys are not rotated
-    rope: Rope | None
-    attention_params: AttentionParams
-    #: [num_heads] float32, see :class:`~aioinfer.model.attention.base.Attention`; None for none
-    sinks: torch.Tensor | None = None
-    out: Linear
-    attention_post_norm: Norm | None = None
+    mixer_norm: Norm | None
+    mixer: Mixer
+    mixer_post_norm: Norm | None = None
     mlp_norm: Norm | None
     mlp: FeedForward
     mlp_post_norm: Norm | None = None
@@ -99,18 +90,18 @@ class Decoder:
         self._logit_cap = logit_cap
         self._operations = operations
         #: every table once, by its identity
-        self._ropes = {id(layer.rope): layer.rope for layer in layers if layer.rope is not None}
+        self._ropes = {id(rope): rope for layer in layers if (rope := layer.mixer.rope) is not None}
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """See :class:`~aioinfer.model.spec.CausalLM`."""
         rotaries = {key: rope.at(batch.positions) for key, rope in self._ropes.items()}
+        step = MixerStep(batch, attention, rotaries)
         hidden = self._embed(batch)
         # The norm of the next part adds the output of a part to the residual, in one kernel.
         delta = None
-        for index, layer in enumerate(self._layers):
-            hidden, normed = self._add_norm(hidden, delta, layer.attention_norm)
-            delta = self._attend(index, layer, normed, rotaries.get(id(layer.rope)), batch, attention)
-            delta = self._post_norm(delta, layer.attention_post_norm)
+        for layer in self._layers:
+            hidden, normed = self._add_norm(hidden, delta, layer.mixer_norm)
+            delta = self._post_norm(layer.mixer(normed, step), layer.mixer_post_norm)
             hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
             delta = self._post_norm(layer.mlp(normed), layer.mlp_post_norm)
         rows = batch.logits_rows
@@ -137,20 +128,3 @@ class Decoder:
 
     def _post_norm(self, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         return output if norm is None else self._operations.add_norm(output, None, norm)[1]
-
-    def _attend(
-        self,
-        index: int,
-        layer: Layer,
-        normed: torch.Tensor,
-        rotary: Rotary | None,
-        batch: Batch,
-        attention: Attention,
-    ) -> torch.Tensor:
-        spec, norm = self.spec, layer.qk_norm
-        shape = len(normed), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim
-        qkv = layer.qkv(normed).view(shape)
-        if norm is not None and norm.whole:
-            qkv, norm = norm_projection(qkv, spec.num_kv_heads, norm), None
-        mixed = attention.fused(index, qkv, norm, rotary, batch, layer.attention_params, layer.sinks)
-        return layer.out(mixed.flatten(1))

@@ -17,7 +17,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
-from aioinfer.model.families.base import Family, build_decoder, expert_shape
+from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim
 from aioinfer.model.layers import check_cache_weights, check_quantization, choose_layers, make_layers
 from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.quantization import Quantization, rounding_of
@@ -113,7 +113,7 @@ def load_model(
         fallback = TransformersLM(checkpoint.path, config, chosen, device, progress, random_weights, part)
         fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason, part=_part(checkpoint))
         return fallback
-    attention = choose_attention(device, _head_dim(config), chosen, kernels, progress)
+    attention = choose_attention(device, _head_dims(config, family), chosen, kernels, progress)
     sizes = _inner_sizes(config)
     layers = choose_layers(attention, sizes)
     check_quantization(quantization, layers, config.architectures[0])
@@ -213,7 +213,8 @@ class ModelInfo:
     fallback_reason: str
     #: of the weights that native layers would keep as they are quantised in the checkpoint
     stored_bits: list[int]
-    head_dim: int
+    #: of all layers
+    head_dims: frozenset[int]
     dtype: torch.dtype
     #: inner dimensions of the layers' matrix products
     inner_sizes: list[int]
@@ -248,7 +249,7 @@ def inspect_model(
         own=family is not None,
         fallback_reason=reason,
         stored_bits=sorted({rounding.bits for rounding in roundings if rounding is not None}),
-        head_dim=_head_dim(config),
+        head_dims=_head_dims(config, family),
         dtype=_choose_dtype(config, dtype, device),
         inner_sizes=_inner_sizes(config),
         experts=expert_shape(family, config) if family else None,
@@ -313,10 +314,11 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     return config
 
 
-def _head_dim(config: Any) -> int:
-    text = config.get_text_config()
-    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return size
+def _head_dims(config: Any, family: Family | None) -> frozenset[int]:
+    """Sizes of the heads of all layers."""
+    if family is not None:
+        return frozenset(kv.head_dim for kv in family.kv_layers(config))
+    return frozenset([head_dim(config.get_text_config())])
 
 
 def _inner_sizes(config: Any) -> list[int]:

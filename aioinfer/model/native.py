@@ -21,6 +21,8 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.decoder import Decoder, Embedding, Layer
 from aioinfer.model.gates import Gate
 from aioinfer.model.linear import Linear
+from aioinfer.model.mixers.base import Mixer
+from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
@@ -90,7 +92,6 @@ class NativeDecoder:
         self._keep: list[object] = [head.packed]
         vectors, quantised, kept = _vectors(words, spec)
         weight, bias = self._norm(norm)
-        head_norms = [layer.qk_norm.eps for layer in layers if layer.qk_norm is not None]
         positions = embedding.positions
         constants = DecoderArguments(
             embedding=vectors,
@@ -104,11 +105,7 @@ class NativeDecoder:
             head=head.packed.handle,
             logit_cap=logit_cap or 0.0,
             positions=spec.max_model_len,
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
             hidden=spec.hidden_size,
-            head_norm_eps=head_norms[0] if head_norms else 0.0,
             norm_eps=norm.eps,
         )
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, (kept, *self._keep))
@@ -121,50 +118,71 @@ class NativeDecoder:
         arguments.seconds = ctypes.addressof(self._seconds)
 
     def _add(self, layer: Layer) -> None:
-        assert isinstance(layer.qkv, NativeLinear)
-        assert isinstance(layer.out, NativeLinear)
         self._keep = []
-        parts, params = _parts(layer.mlp), layer.attention_params
+        mlp, mixer = self._mlp(layer.mlp), self._attention(layer.mixer)
+        mixer_norm, mlp_norm = self._norm(layer.mixer_norm), self._norm(layer.mlp_norm)
+        post_norms = self._norm(layer.mixer_post_norm), self._norm(layer.mlp_post_norm)
+        assert not any(bias for _, bias in post_norms), "layer norms are in front of a part"
+        arguments = LayerArguments(
+            decoder=self._stack.handle,
+            mixer_norm=mixer_norm[0],
+            mixer_norm_bias=mixer_norm[1],
+            **mixer,
+            mixer_post_norm=post_norms[0][0],
+            mlp_norm=mlp_norm[0],
+            mlp_norm_bias=mlp_norm[1],
+            **mlp,
+            mlp_post_norm=post_norms[1][0],
+        )
+        self._stack.add_layer(arguments, self._keep)
+
+    def _attention(self, mixer: Mixer) -> dict[str, Any]:
+        """The arguments of a layer that concern its attention."""
+        assert isinstance(mixer, SelfAttention)
+        assert isinstance(mixer.qkv, NativeLinear)
+        assert isinstance(mixer.out, NativeLinear)
+        self._keep += (mixer.qkv.packed, mixer.out.packed)
+        (kv_heads, head_dim), norm, params = mixer.kv, mixer.qk_norm, mixer.params
+        cos, sin, rotary_dim = self._tables(mixer.rope)
+        normed = (mixer.num_heads + kv_heads) * head_dim
+        sinks = mixer.sinks
+        return {
+            "heads": mixer.num_heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "kv": mixer.kv_layer,
+            "qkv": mixer.qkv.packed.handle,
+            "head_norm": None if norm is None else self._address(norm.weight, torch.float32, normed),
+            "whole_norm": norm is not None and norm.whole,
+            "head_norm_eps": 0.0 if norm is None else norm.eps,
+            "cos": cos,
+            "sin": sin,
+            "rotary_dim": rotary_dim,
+            "out": mixer.out.packed.handle,
+            "window": params.window or 0,
+            "block": params.block,
+            "scale": params.scale,
+            "soft_cap": params.soft_cap or 0.0,
+            "sinks": None if sinks is None else self._address(sinks, torch.float32, mixer.num_heads),
+        }
+
+    def _mlp(self, mlp: FeedForward) -> dict[str, Any]:
+        """The arguments of a layer that concern its feed-forward part."""
+        parts = _parts(mlp)
         assert parts is not None
-        qkv, out = layer.qkv.packed, layer.out.packed
         gate_up = down = router = experts = None
         if parts.dense is not None:
             gate_up, down = parts.dense.gate_up.packed, parts.dense.down.packed
         if parts.experts is not None:
             router, experts = parts.experts
-        attention_norm, mlp_norm = self._norm(layer.attention_norm), self._norm(layer.mlp_norm)
-        post_norms = self._norm(layer.attention_post_norm), self._norm(layer.mlp_post_norm)
-        assert not any(bias for _, bias in post_norms), "layer norms are in front of a part"
-        cos, sin, rotary_dim = self._tables(layer.rope)
-        norm, sinks, spec = layer.qk_norm, layer.sinks, self.spec
-        normed = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-        arguments = LayerArguments(
-            decoder=self._stack.handle,
-            attention_norm=attention_norm[0],
-            attention_norm_bias=attention_norm[1],
-            qkv=qkv.handle,
-            head_norm=None if norm is None else self._address(norm.weight, torch.float32, normed),
-            whole_norm=norm is not None and norm.whole,
-            cos=cos,
-            sin=sin,
-            rotary_dim=rotary_dim,
-            out=out.handle,
-            attention_post_norm=post_norms[0][0],
-            mlp_norm=mlp_norm[0],
-            mlp_norm_bias=mlp_norm[1],
-            gate_up=None if gate_up is None else gate_up.handle,
-            down=None if down is None else down.handle,
-            router=None if router is None else router.handle,
-            experts=None if experts is None else experts.handle,
-            gate=GATES[parts.gate],
-            mlp_post_norm=post_norms[1][0],
-            window=params.window or 0,
-            block=params.block,
-            scale=params.scale,
-            soft_cap=params.soft_cap or 0.0,
-            sinks=None if sinks is None else self._address(sinks, torch.float32, spec.num_heads),
-        )
-        self._stack.add_layer(arguments, (*self._keep, qkv, out, gate_up, down, router, experts))
+        self._keep += (gate_up, down, router, experts)
+        return {
+            "gate_up": None if gate_up is None else gate_up.handle,
+            "down": None if down is None else down.handle,
+            "router": None if router is None else router.handle,
+            "experts": None if experts is None else experts.handle,
+            "gate": GATES[parts.gate],
+        }
 
     def _address(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:
         """The address of a copy in a type, of so many elements. A view of a mapped checkpoint would keep all
@@ -202,8 +220,8 @@ class NativeDecoder:
         tokens, rows, wanted = len(batch.input_ids), len(batch.q_lens), len(batch.logits_rows)
         table_width = batch.block_table.shape[1]
         logits = torch.empty(wanted, self.spec.vocab_size)
-        arguments.kv_pools, arguments.page_size = attention.kv_pools, attention.page_size
-        arguments.num_pages = attention.num_pages
+        arguments.kv_pools, arguments.num_kv_pools = attention.kv_pools, attention.num_kv_pools
+        arguments.page_size, arguments.num_pages = attention.page_size, attention.num_pages
         arguments.tokens, arguments.rows, arguments.num_logits = tokens, rows, wanted
         arguments.input_ids = address(batch.input_ids, int64, tokens)
         arguments.positions = address(batch.positions, int64, tokens)

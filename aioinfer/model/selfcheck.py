@@ -10,7 +10,6 @@ recurrent layers, positions that are counted instead of read, scores that are ch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ import torch.nn.functional as F
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention, AttentionParams
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention, visible
 from aioinfer.model.batch import Batch
 
-__all__ = ["LayerShape", "check_paged", "record"]
+__all__ = ["check_paged", "record"]
 
 #: options that transformers passes to attention and this package's attention does not support
 _REFUSED = ("position_bias",)
@@ -36,24 +35,13 @@ _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.15
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """The attention heads of a layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-def record(
-    name: str, num_layers: int, run: Callable[[Callable[..., torch.Tensor]], object]
-) -> list[LayerShape]:
-    """The heads of all layers, recorded during ``run(watch)``, a forward of one fresh sequence in which
+def record(name: str, num_layers: int, run: Callable[[Callable[..., torch.Tensor]], object]) -> list[KVShape]:
+    """The keys of all layers, recorded during ``run(watch)``, a forward of one fresh sequence in which
     ``watch`` replaces the attention.
 
     Raises ConfigError if the attention of some layer cannot be replaced by this package's.
     """
-    seen: dict[int, LayerShape] = {}
+    seen: dict[int, KVShape] = {}
     calls = 0
 
     def watch(
@@ -78,8 +66,7 @@ def record(
             )
         if value.shape != key.shape:
             raise ConfigError(f"model: {name} has values and keys of different sizes")
-        shape = LayerShape(query.shape[1], key.shape[1], query.shape[3])
-        seen[module.layer_idx] = shape
+        seen[module.layer_idx] = KVShape(key.shape[1], key.shape[3])
         return _plain(query, key, value, options.get("scaling"), window).transpose(1, 2)
 
     run(watch)
@@ -95,7 +82,7 @@ def record(
 def check_paged(
     name: str,
     forward: Callable[[Batch, Attention], torch.Tensor],
-    layers: Sequence[LayerShape],
+    layers: Sequence[KVShape],
     prompts: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
     dtype: torch.dtype,
@@ -110,9 +97,7 @@ def check_paged(
     pages = -(-max(len(ids) for ids in prompts) // _PAGE_SIZE)
     attention = SDPAAttention(
         KVPool(
-            num_layers=len(layers),
-            num_kv_heads=layers[0].num_kv_heads,
-            head_dim=layers[0].head_dim,
+            layers,
             num_pages=2 * pages,
             page_size=_PAGE_SIZE,
             dtype=dtype,

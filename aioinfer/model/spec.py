@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from aioinfer.model.attention.base import Attention
+    from aioinfer.model.attention.pool import KVShape
     from aioinfer.model.batch import Batch
     from aioinfer.model.state import StateShape
 
@@ -29,9 +30,8 @@ class ModelSpec:
 
     architecture: str
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    #: the keys and values of a position, in the order of the layers that write them
+    kv_layers: tuple[KVShape, ...]
     hidden_size: int
     #: width of the logits
     vocab_size: int
@@ -58,6 +58,11 @@ class ModelSpec:
     mapped_bytes: int = 0
     #: the recurrent state of a sequence, see :mod:`aioinfer.model.state`; empty if the model has none
     states: tuple[StateShape, ...] = ()
+
+    @property
+    def head_dims(self) -> frozenset[int]:
+        """Sizes of the heads of all layers."""
+        return frozenset(kv.head_dim for kv in self.kv_layers)
 
     @property
     def state_bytes(self) -> int:

@@ -21,9 +21,10 @@ from aioinfer.checkpoint.files import Directory
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention, AttentionParams
+from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.rope import longest
-from aioinfer.model.selfcheck import LayerShape, check_paged, record
+from aioinfer.model.selfcheck import check_paged, record
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
 from aioinfer.model.weights import RandomWeights
 from aioinfer.model.wrappers import WRAPPERS
@@ -87,9 +88,7 @@ class TransformersLM:
         self.spec = ModelSpec(
             architecture=architecture,
             num_layers=len(layers),
-            num_heads=layers[0].num_heads,
-            num_kv_heads=layers[0].num_kv_heads,
-            head_dim=layers[0].head_dim,
+            kv_layers=tuple(layers),
             hidden_size=self._model.get_input_embeddings().weight.shape[1],
             vocab_size=text.vocab_size if output is None else output.weight.shape[0],
             max_model_len=_max_model_len(text, architecture),
@@ -129,7 +128,7 @@ class TransformersLM:
         return logits
 
     @torch.no_grad()
-    def _check(self, device: torch.device) -> list[LayerShape]:
+    def _check(self, device: torch.device) -> list[KVShape]:
         """Run the model with its own attention, with the recording one, and over pages; see
         :mod:`aioinfer.model.selfcheck`."""
         model = self._model

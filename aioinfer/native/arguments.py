@@ -296,11 +296,7 @@ class DecoderArguments(Arguments):
     head: Address
     logit_cap: float
     positions: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     hidden: int
-    head_norm_eps: float
     norm_eps: float
 
 
@@ -311,16 +307,21 @@ class LayerArguments(Arguments):
     __slots__ = ()
 
     decoder: Address
-    attention_norm: Address
-    attention_norm_bias: Address
+    mixer_norm: Address
+    mixer_norm_bias: Address
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kv: int
     qkv: Address
     head_norm: Address
     whole_norm: bool
+    head_norm_eps: float
     cos: Address
     sin: Address
     rotary_dim: int
     out: Address
-    attention_post_norm: Address
+    mixer_post_norm: Address
     mlp_norm: Address
     mlp_norm_bias: Address
     gate_up: Address
@@ -345,6 +346,7 @@ class ForwardArguments(Arguments):
     decoder: Address
     pool: Address
     kv_pools: Address
+    num_kv_pools: int
     page_size: int
     num_pages: int
     tokens: int

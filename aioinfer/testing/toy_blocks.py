@@ -185,7 +185,7 @@ class ScriptedDevice:
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         spec = ModelSpec(
-            *("scripted", 0, 0, 0, 0, 0, self.vocab_size, self._max_model_len, torch.float32),
+            *("scripted", 0, (), 0, self.vocab_size, self._max_model_len, torch.float32),
             eos_token_ids=frozenset({0}),
             num_parameters=0,
             block_size=self.block_size,

@@ -213,10 +213,8 @@ def measure_roofs(options: argparse.Namespace, model: Path, report: Report) -> N
     roofs, taken = measured(options.threads, 1.0), {}
     for phase in phases_of(options, spec.max_model_len):
         attention = make_attention(
-            choose_attention(cpu, spec.head_dim, spec.dtype, "native"),
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            choose_attention(cpu, spec.head_dims, spec.dtype, "native"),
+            spec.kv_layers,
             num_pages=phase.rows * -(-phase.positions // _PAGE),
             page_size=_PAGE,
             dtype=spec.dtype,

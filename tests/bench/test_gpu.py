@@ -118,10 +118,7 @@ def test_a_step_reads_the_parameters_of_the_model_that_runs(tmp_path: Path, name
     assert spec.dtype == torch.bfloat16
     embedding = 0 if tied else shape.vocab * shape.hidden
     assert shape.step_bytes == 2 * (spec.num_parameters - embedding)
-    assert shape.kv_bytes == KVPool.bytes_per_page(
-        num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, page_size=1,
-        dtype=spec.dtype,
-    )  # fmt: skip
+    assert shape.kv_bytes == KVPool.bytes_per_page(spec.kv_layers, 1, spec.dtype)
 
 
 def test_every_byte_of_a_step_counts() -> None:

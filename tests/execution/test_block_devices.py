@@ -137,7 +137,7 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(
     model = load_model(tmp_path, dtype="float32", device=cpu, block_size=SIZE)
     decoding = kind_of(model.spec)
     fitted = decoding.fit(config(tmp_path, **settings))
-    choice = choose_attention(cpu, model.spec.head_dim, torch.float32, "sdpa")
+    choice = choose_attention(cpu, model.spec.head_dims, torch.float32, "sdpa")
     parts = Parts(fitted, decoding, model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
     known, blocks = parts.largest_steps(size.max_model_len)

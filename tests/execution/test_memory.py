@@ -18,7 +18,7 @@ from aioinfer.execution.memory import Available, give_back, memory_available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.attention.backend import make_attention
-from aioinfer.model.attention.pool import pool_zeros
+from aioinfer.model.attention.pool import KVShape, pool_zeros
 from aioinfer.model.backend import Backend
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights import Weights
@@ -169,9 +169,11 @@ def test_a_pool_takes_memory_as_it_is_used(kernels: Any) -> None:
     """Half a gigabyte in two layers, of which the first pages are written."""
     if kernels == "native":
         require("native")
-    sizes = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 64, "num_pages": 16 * 1024, "page_size": 16}
+    layers, sizes = (KVShape(4, 64),) * 2, {"num_pages": 16 * 1024, "page_size": 16}
     before = resident()
-    attention: Any = make_attention(Backend(kernels, "a test"), dtype=torch.bfloat16, device=CPU, **sizes)
+    attention: Any = make_attention(
+        Backend(kernels, "a test"), layers, dtype=torch.bfloat16, device=CPU, **sizes
+    )
     stores = attention._cells if kernels == "native" else [*attention._pool.keys, *attention._pool.values]
     assert sum(store.nbytes for store in stores) >= 512 * MIB
     assert resident() - before < 32 * MIB

@@ -14,6 +14,7 @@ from aioinfer.execution.decoding import kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import PoolSize, cuda_budget, size_pool
 from aioinfer.model.attention.backend import choose_attention
+from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.loader import load_model
 from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane
@@ -22,9 +23,7 @@ GIB = 1 << 30
 SPEC = ModelSpec(
     architecture="Any",
     num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
+    kv_layers=(KVShape(1, 8),) * 2,
     hidden_size=16,
     vocab_size=10,
     max_model_len=1000,
@@ -72,7 +71,7 @@ def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
     """Before the device sees it: a CUDA device would be lost."""
     config, cpu = EngineConfig(dtype="float32", num_pages=8), torch.device("cpu")
     model = load_model(config.model_path, dtype="float32", device=cpu)
-    choice = choose_attention(cpu, model.spec.head_dim, torch.float32)
+    choice = choose_attention(cpu, model.spec.head_dims, torch.float32)
     parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
     prefill, _ = parts.largest_steps(size.max_model_len)
@@ -98,7 +97,7 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     config = EngineConfig(**{"dtype": "float32", "num_pages": 8, **settings})
     cpu = torch.device("cpu")
     model = load_model(config.model_path, dtype="float32", device=cpu)
-    choice = choose_attention(cpu, model.spec.head_dim, torch.float32)
+    choice = choose_attention(cpu, model.spec.head_dims, torch.float32)
     parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
     prefill, decode = parts.largest_steps(size.max_model_len)

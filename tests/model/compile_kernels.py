@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.attention.triton_heads import rotate_and_store
 from aioinfer.model.batch import Batch
@@ -113,10 +113,7 @@ def compile_steps(
 ) -> None:
     """Steps of many sizes; whatever is not constant must not compile again."""
     dtype = options.pop("dtype")
-    pool = KVPool(
-        num_layers=1, num_kv_heads=kv_heads, head_dim=head_dim, num_pages=1, page_size=page_size,
-        dtype=dtype, device=CPU,
-    )  # fmt: skip
+    pool = KVPool([KVShape(kv_heads, head_dim)], num_pages=1, page_size=page_size, dtype=dtype, device=CPU)
     attention, operations = TritonAttention(pool), TritonOperations()
     normed = options.pop("normed")
     norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if normed else None

@@ -43,9 +43,7 @@ class Sequence_:
 
 def make_pool(spec: ModelSpec, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> KVPool:
     return KVPool(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        spec.kv_layers,
         num_pages=num_pages,
         page_size=page_size,
         dtype=spec.dtype,
@@ -69,10 +67,8 @@ def attention_for(
     """What goes with a model that was loaded for ``kernels``."""
     where = torch.device(device)
     return make_attention(
-        choose_attention(where, spec.head_dim, spec.dtype, kernels),
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        choose_attention(where, spec.head_dims, spec.dtype, kernels),
+        spec.kv_layers,
         num_pages=num_pages,
         page_size=page_size,
         dtype=spec.dtype,

@@ -10,7 +10,7 @@ import torch
 
 from aioinfer.model.attention import sdpa
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
@@ -29,9 +29,7 @@ class Bench:
         self.page_size = page_size
         self.dtype = dtype
         self.pool = KVPool(
-            num_layers=1,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
+            [KVShape(KV_HEADS, HEAD_DIM)],
             num_pages=sum(pages) + 2,
             page_size=page_size,
             dtype=dtype,
@@ -247,7 +245,7 @@ def test_a_gather_too_large_for_the_scratch_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_bytes_per_page_is_what_a_page_takes() -> None:
-    shape = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "page_size": 4, "dtype": torch.bfloat16}
-    pools = [KVPool(num_pages=count, device=CPU, **shape) for count in (5, 6)]
+    layers, dtype = (KVShape(2, 8), KVShape(1, 24), KVShape(2, 8)), torch.bfloat16
+    pools = [KVPool(layers, num_pages=count, page_size=4, dtype=dtype, device=CPU) for count in (5, 6)]
     small, large = (sum(t.nbytes for t in pool.keys + pool.values) for pool in pools)
-    assert large - small == KVPool.bytes_per_page(**shape)
+    assert large - small == KVPool.bytes_per_page(layers, 4, dtype)

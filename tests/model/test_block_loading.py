@@ -195,6 +195,6 @@ def test_the_doctor_knows_them(tmp_path: Path, family: str) -> None:
 def test_end_tokens_and_length_come_from_the_files(tmp_path: Path) -> None:
     write_config(tmp_path, block_config(eos_token_id=7))
     spec = load(tmp_path, load_format="random").spec
-    assert (spec.eos_token_ids, spec.max_model_len, spec.head_dim) == ({7}, 256, 16)
+    assert (spec.eos_token_ids, spec.max_model_len, spec.head_dims) == ({7}, 256, {16})
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     assert load(tmp_path, load_format="random").spec.eos_token_ids == {3, 4}

@@ -61,7 +61,7 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
         assert isinstance(model, own if family in OWN and not force else TransformersLM)
         spec, config = model.spec, oracle.config
         assert spec.num_layers == config.num_hidden_layers
-        assert spec.num_heads == config.num_attention_heads
+        assert len(spec.kv_layers) == config.num_hidden_layers
         assert spec.hidden_size == config.hidden_size
         assert spec.vocab_size == config.vocab_size
         assert spec.max_model_len == (128 if "longrope" in family else 256)

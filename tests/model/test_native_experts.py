@@ -223,7 +223,7 @@ def over_pool(model: Any) -> Any:
         pages, page_size = pool.keys[0].shape[:2]
         spec = model.spec
         attention = NativeAttention(
-            ThreadPool(2), num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+            ThreadPool(2), spec.kv_layers,
             num_pages=pages, page_size=page_size, dtype=spec.dtype,
         )  # fmt: skip
         for cells in attention._cells:

@@ -17,7 +17,7 @@ from aioinfer.llm import LLM
 from aioinfer.model import triton_support
 from aioinfer.model.attention.backend import choose_attention, make_attention, make_operations
 from aioinfer.model.attention.base import Attention, AttentionParams
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.backend import Backend
 from aioinfer.model.batch import Batch
@@ -57,9 +57,7 @@ class Setup:
         task = self.task
         pages, page_size, kv_heads, head_dim = task.keys.shape
         pool = KVPool(
-            num_layers=2,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            [KVShape(kv_heads, head_dim)] * 2,
             num_pages=pages - 1,
             page_size=page_size,
             dtype=task.keys.dtype,
@@ -285,12 +283,11 @@ def test_greedy_ids_equal_transformers(
 
 def test_a_cpu_has_torchs_own_kernels_for_the_asking() -> None:
     cpu = torch.device("cpu")
-    backend = choose_attention(cpu, 64, torch.float32, "sdpa")
+    backend = choose_attention(cpu, {64}, torch.float32, "sdpa")
     assert backend == Backend("sdpa", "asked for")
     attention = make_attention(
-        backend, num_layers=1, num_kv_heads=1, head_dim=16, num_pages=1, page_size=8,
-        dtype=torch.float32, device=cpu,
-    )  # fmt: skip
+        backend, [KVShape(1, 16)], num_pages=1, page_size=8, dtype=torch.float32, device=cpu
+    )
     assert isinstance(attention, SDPAAttention)
     assert isinstance(make_operations(backend), TorchOperations)
 
@@ -301,26 +298,26 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
     pytest.importorskip("triton", reason="triton is not installed")
 
     monkeypatch.setattr(triton_support, "interpreted", lambda: False)
-    assert choose_attention(cuda, 128, bf16) == Backend("triton", "the device is CUDA")
-    assert choose_attention(cuda, 128, bf16, "sdpa").name == "sdpa"
-    assert choose_attention(cuda, 257, bf16) == Backend("sdpa", "heads of size 257 are larger than 256")
-    assert choose_attention(cuda, 64, torch.float64) == Backend("sdpa", "there are no kernels for float64")
+    assert choose_attention(cuda, {128}, bf16) == Backend("triton", "the device is CUDA")
+    assert choose_attention(cuda, {128}, bf16, "sdpa").name == "sdpa"
+    assert choose_attention(cuda, {257}, bf16) == Backend("sdpa", "heads of size 257 are larger than 256")
+    assert choose_attention(cuda, {64}, torch.float64) == Backend("sdpa", "there are no kernels for float64")
     with pytest.raises(
         ConfigError, match=r"^attention_backend: triton was asked for, and TRITON_INTERPRET is not set"
     ):
-        choose_attention(torch.device("cpu"), 64, bf16, "triton")
+        choose_attention(torch.device("cpu"), {64}, bf16, "triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert choose_attention(cuda, 64, bf16) == Backend(
+    assert choose_attention(cuda, {64}, bf16) == Backend(
         "sdpa", "the device is older than compute capability 8.0"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(triton_support, "interpreted", lambda: True)
-    assert choose_attention(cuda, 64, bf16) == Backend("sdpa", "TRITON_INTERPRET is set")
+    assert choose_attention(cuda, {64}, bf16) == Backend("sdpa", "TRITON_INTERPRET is set")
 
 
 def test_without_triton_everything_runs_on_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda _: None)
-    chosen = choose_attention(torch.device("cuda"), 64, torch.float16)
+    chosen = choose_attention(torch.device("cuda"), {64}, torch.float16)
     assert chosen == Backend("sdpa", "triton is not installed")
     with pytest.raises(ConfigError, match="not installed"):
-        choose_attention(torch.device("cuda"), 64, torch.float16, "triton")
+        choose_attention(torch.device("cuda"), {64}, torch.float16, "triton")

@@ -21,6 +21,9 @@ constexpr int64_t EXPERTS = 4, LAYERS = 3, PAGE = 16, PAGES = 12, POSITIONS = 64
 
 constexpr Format FORMAT{WEIGHT_BITS, WEIGHT_BITS ? 32 : 0};
 
+// The last layer has larger heads than the others.
+constexpr int64_t head_dim(int layer) { return layer + 1 == LAYERS ? 2 * HEAD_DIM : HEAD_DIM; }
+
 std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
   std::mt19937 generator(seed);
   std::normal_distribution<float> normal(0.0f, size);
@@ -47,10 +50,9 @@ struct Model {
           std::make_unique<Linear<T>>(Linear<T>::of(pool, rows.data(), nullptr, outputs, inner, gated, FORMAT)));
       return weights.back().get();
     };
-    const HeadShape<T> shape{HEADS, KV_HEADS, HEAD_DIM, nullptr, 1e-6f};
     const Embedding<T> words{embedding.data(), nullptr, 2.0f, learned.data()};
     decoder = std::make_unique<Decoder<T>>(words, Norm{norm.data(), norm.data()}, pack(VOCABULARY, HIDDEN, false, 9),
-                                           shape, POSITIONS, HIDDEN, 1e-6f, 30.0f);
+                                           POSITIONS, HIDDEN, 1e-6f, 30.0f);
     for (int64_t expert = 0; expert < EXPERTS; expert++)
       experts.set(pool, expert, noise(2 * MIDDLE * HIDDEN, 50 + expert).data(), noise(HIDDEN * MIDDLE, 60 + expert).data());
     // The first layer has norms behind its parts, of all queries and keys, and no gates; the last one has sinks, and
@@ -59,15 +61,21 @@ struct Model {
     for (int64_t expert = 0; expert < EXPERTS; expert++) experts.set_biases(expert, biases.data(), out_biases.data());
     for (int layer = 0; layer < LAYERS; layer++) {
       const bool first = layer == 0, last = layer + 1 == LAYERS;
+      const int64_t size = head_dim(layer);
       const Norm plain{norm.data(), nullptr}, none{nullptr, nullptr};
       decoder->add({
-          .attention_norm = first ? none : plain,
-          .qkv = pack(shape.width(), HIDDEN, false, 10 + layer),
-          .head_norm = head_norm.data(),
-          .whole_norm = first,
-          .rotary = first ? Rotary<T>{} : Rotary<T>{cos.data(), sin.data(), HEAD_DIM},
-          .out = pack(HIDDEN, HEADS * HEAD_DIM, false, 20 + layer),
-          .attention_post_norm = first ? plain : none,
+          .mixer_norm = first ? none : plain,
+          .attention =
+              {
+                  .shape = {HEADS, KV_HEADS, size, first ? nullptr : head_norm.data(), 1e-6f},
+                  .whole_norm = first ? head_norm.data() : nullptr,
+                  .qkv = pack((HEADS + 2 * KV_HEADS) * size, HIDDEN, false, 10 + layer),
+                  .rotary = first ? Rotary<T>{} : Rotary<T>{cos.data(), sin.data(), HEAD_DIM},
+                  .out = pack(HIDDEN, HEADS * size, false, 20 + layer),
+                  .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, last ? sinks.data() : nullptr},
+                  .kv = layer,
+              },
+          .mixer_post_norm = first ? plain : none,
           .mlp_norm = plain,
           .gate_up = pack(MIDDLE, HIDDEN, !first, 30 + layer),
           .down = pack(HIDDEN, MIDDLE, false, 40 + layer),
@@ -75,7 +83,6 @@ struct Model {
           .experts = last ? &experts : nullptr,
           .gate = first ? Gate::GELU_TANH : last ? Gate::CLAMPED_SILU : Gate::SILU,
           .mlp_post_norm = first || last ? plain : none,
-          .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, last ? sinks.data() : nullptr},
       });
     }
   }
@@ -95,20 +102,20 @@ struct Model {
     std::vector<std::vector<T>> cells_of;
     std::vector<T*> kv_pools;
     for (int layer = 0; layer < LAYERS; layer++)
-      cells_of.emplace_back(PAGES * PAGE * KV_HEADS * 2 * HEAD_DIM, Number<T>::make(NAN));
+      cells_of.emplace_back(PAGES * PAGE * KV_HEADS * 2 * head_dim(layer), Number<T>::make(NAN));
     for (auto& kv : cells_of) kv_pools.push_back(kv.data());
     std::vector<float> logits(ids.size() * VOCABULARY);
     const AttentionInput attention{static_cast<int64_t>(ids.size()), cells.data(), positions.data(),
                                    Rows{3, starts.data(), lengths, tables, 3}};
     double seconds[PARTS] = {};
-    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), PAGE, PAGES, static_cast<int64_t>(chosen.size()),
+    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), LAYERS, PAGE, PAGES, static_cast<int64_t>(chosen.size()),
                             chosen.data(), logits.data()},
                      seconds);
     return logits;
   }
 
   std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), learned = noise(POSITIONS * HIDDEN, 7);
-  std::vector<float> norm = floats(HIDDEN, 2), head_norm = floats((HEADS + KV_HEADS) * HEAD_DIM, 3);
+  std::vector<float> norm = floats(HIDDEN, 2), head_norm = floats((HEADS + KV_HEADS) * 2 * HEAD_DIM, 3);
   std::vector<float> sinks = floats(HEADS, 8);
   std::vector<T> cos = noise(POSITIONS * HEAD_DIM, 4), sin = noise(POSITIONS * HEAD_DIM, 5);
   std::vector<float> routes = floats(EXPERTS * HIDDEN, 6);

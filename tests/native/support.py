@@ -11,6 +11,7 @@ import torch
 
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.native_attention import NativeAttention
+from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm, split_heads
 from aioinfer.model.rope import Rotary
@@ -108,9 +109,7 @@ class Bench:
         pages = 5000 // page_size + 20
         self.attention = NativeAttention(
             self.pool,
-            num_layers=1,
-            num_kv_heads=heads.kv_heads,
-            head_dim=heads.head_dim,
+            [KVShape(heads.kv_heads, heads.head_dim)],
             num_pages=pages,
             page_size=page_size,
             dtype=heads.dtype,

@@ -278,17 +278,17 @@ def test_flags_that_a_real_compiler_refuses(
 def test_a_cpu_has_native_kernels_where_they_fit_a_model() -> None:
     require("native")
     for dtype in (torch.float32, torch.bfloat16):
-        assert choose_attention(CPU, 64, dtype) == Backend("native", "the device is a cpu")
-        assert choose_attention(CPU, 16, dtype, "native") == Backend("native", "asked for")
+        assert choose_attention(CPU, {64}, dtype) == Backend("native", "the device is a cpu")
+        assert choose_attention(CPU, {16}, dtype, "native") == Backend("native", "asked for")
     for head_dim, dtype, why in (
         (24, torch.float32, "heads of size 24 are no multiple of 16"),
         (64, torch.float16, "there are no native kernels for float16"),
     ):
-        assert choose_attention(CPU, head_dim, dtype) == Backend("sdpa", why)
+        assert choose_attention(CPU, {head_dim}, dtype) == Backend("sdpa", why)
         with pytest.raises(ConfigError, match=f"native was asked for, and {why}"):
-            choose_attention(CPU, head_dim, dtype, "native")
+            choose_attention(CPU, {head_dim}, dtype, "native")
     with pytest.raises(ConfigError, match="the device is no CPU"):
-        choose_attention(torch.device("cuda"), 64, torch.float32, "native")
+        choose_attention(torch.device("cuda"), {64}, torch.float32, "native")
 
 
 def test_layers_of_other_sizes_are_torchs() -> None:

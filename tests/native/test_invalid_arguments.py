@@ -14,10 +14,12 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.model.attention.base import AttentionParams
+from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.decoder import Embedding, Layer
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.loader import load_model
+from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.native import NativeDecoder, NativeMLP
@@ -170,7 +172,7 @@ class ShortRope:
     ("change", "message"),
     [
         ({"rope": ShortRope()}, "a table of 8 positions"),
-        ({"attention_norm": Norm(torch.ones(3), 1e-6)}, "norms of one decoder"),
+        ({"mixer_norm": Norm(torch.ones(3), 1e-6)}, "norms of one decoder"),
         ({"mlp_norm": Norm(torch.ones(64), 0.1)}, "norms of one decoder"),
         ({"mlp": "tall"}, "weights of another size"),
         ({"mlp": "odd"}, "no multiple of a vector"),
@@ -194,31 +196,31 @@ def test_parts_that_do_not_fit_a_layer_are_refused_when_it_is_added(
         "small": HeadNorm(torch.ones(2, 16), 1e-6, whole=True),
     }
     good: dict[str, Any] = {
-        "attention_norm": norm,
-        "qkv": linear(64, 64),
-        "rope": None,
-        "attention_params": AttentionParams(0.25),
-        "out": linear(64, 32),
+        "mixer_norm": norm,
         "mlp_norm": norm,
         "mlp": NativeMLP(linear(32, 64), linear(64, 32), "gelu_tanh"),
     }
+    heads: dict[str, Any] = {"num_heads": 2, "kv": KVShape(1, 16), "kv_layer": 0, "rope": None}
+    heads |= {"qkv": linear(64, 64), "params": AttentionParams(0.25), "out": linear(64, 32)}
     whole: dict[str, Any] = {"embedding": Embedding(), "norm": norm, "logit_cap": None}
     whole |= {"words": normal(spec.vocab_size, 64, seed=1), "head": linear(spec.vocab_size, 64)}
-    NativeDecoder(pool, spec, [Layer(**good)], **whole)
-    changed = {
-        name: parts.get(value, value) if isinstance(value, str) else value for name, value in change.items()
-    }
+
+    def make(change: dict[str, Any]) -> None:
+        mixer = SelfAttention(**{name: change.get(name, part) for name, part in heads.items()})
+        layer = Layer(mixer=mixer, **{name: change.get(name, part) for name, part in good.items()})
+        NativeDecoder(pool, spec, [layer], **whole)
+
+    heads["qk_norm"] = None
+    make({})
     with pytest.raises(ValueError, match=message):
-        NativeDecoder(pool, spec, [Layer(**{**good, **changed})], **whole)
+        make({key: parts[value] if isinstance(value, str) else value for key, value in change.items()})
 
 
 def small_spec() -> ModelSpec:
     return ModelSpec(
         architecture="Small",
         num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
+        kv_layers=(KVShape(1, 16),),
         hidden_size=64,
         vocab_size=97,
         max_model_len=100,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Literal
 
 import torch
 
 from aioinfer.model.attention.base import Attention
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.backend import Backend, choose_backend
 from aioinfer.model.operations.base import Operations
@@ -30,7 +31,7 @@ _HEAD_MULTIPLE = 16
 
 def choose_attention(
     device: torch.device,
-    head_dim: int,
+    head_dims: Collection[int],
     dtype: torch.dtype,
     wanted: AttentionBackend = "auto",
     progress: Progress | None = None,
@@ -38,7 +39,8 @@ def choose_attention(
     """The backend of attention: "triton", "native" or "sdpa" (torch's own kernels).
 
     "auto" is Triton on a CUDA device for which it compiles, native kernels on a CPU where a compiler is
-    found, else "sdpa". ``progress`` reports the compilation of native kernels.
+    found, else "sdpa". ``head_dims``: sizes of the heads of all layers.
+    ``progress`` reports the compilation of native kernels.
 
     Raises ConfigError if ``wanted`` cannot run. Triton runs on a CPU in its interpreter only, about a
     thousand times slower: for tests.
@@ -47,8 +49,8 @@ def choose_attention(
         "attention_backend",
         wanted,
         {
-            "triton": lambda: _triton_unsupported(device, head_dim, dtype),
-            "native": lambda: _native_unsupported(device, head_dim, dtype, progress),
+            "triton": lambda: _triton_unsupported(device, head_dims, dtype),
+            "native": lambda: _native_unsupported(device, head_dims, dtype, progress),
             "sdpa": lambda: None,
         },
         _AUTOMATIC.get(device.type, ("sdpa",)),
@@ -58,24 +60,22 @@ def choose_attention(
 
 def make_attention(
     backend: Backend,
+    layers: Sequence[KVShape],
     *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
     num_pages: int,
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Attention:
-    """Attention by ``backend``, over a new KV pool of ``num_pages`` pages and the null page."""
-    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    sizes |= {"num_pages": num_pages, "page_size": page_size}
+    """Attention by ``backend``, over a new KV pool for ``layers``, of ``num_pages`` pages and the null
+    page."""
+    sizes = {"num_pages": num_pages, "page_size": page_size}
     if backend.name == "native":
         from aioinfer.model.attention.native_attention import NativeAttention
         from aioinfer.native.bindings import shared_thread_pool
 
-        return NativeAttention(shared_thread_pool(torch.get_num_threads()), dtype=dtype, **sizes)
-    pool = KVPool(dtype=dtype, device=device, **sizes)
+        return NativeAttention(shared_thread_pool(torch.get_num_threads()), layers, dtype=dtype, **sizes)
+    pool = KVPool(layers, dtype=dtype, device=device, **sizes)
     if backend.name == "sdpa":
         return SDPAAttention(pool)
     from aioinfer.model.attention.triton_attention import TritonAttention
@@ -92,14 +92,14 @@ def make_operations(backend: Backend) -> Operations:
     return TritonOperations()
 
 
-def _triton_unsupported(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
-    if head_dim > _LARGEST_HEAD:
-        return f"heads of size {head_dim} are larger than {_LARGEST_HEAD}"
+def _triton_unsupported(device: torch.device, head_dims: Collection[int], dtype: torch.dtype) -> str | None:
+    if max(head_dims) > _LARGEST_HEAD:
+        return f"heads of size {max(head_dims)} are larger than {_LARGEST_HEAD}"
     return dtype_unsupported(dtype) or triton_unsupported(device)
 
 
 def _native_unsupported(
-    device: torch.device, head_dim: int, dtype: torch.dtype, progress: Progress | None
+    device: torch.device, head_dims: Collection[int], dtype: torch.dtype, progress: Progress | None
 ) -> str | None:
     """Compiles the kernels if nothing else speaks against them."""
     from aioinfer.native.bindings import native_unsupported
@@ -108,6 +108,7 @@ def _native_unsupported(
         return "the device is no CPU"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"there are no native kernels for {str(dtype).removeprefix('torch.')}"
-    if head_dim % _HEAD_MULTIPLE:
-        return f"heads of size {head_dim} are no multiple of {_HEAD_MULTIPLE}"
+    odd = [size for size in head_dims if size % _HEAD_MULTIPLE]
+    if odd:
+        return f"heads of size {odd[0]} are no multiple of {_HEAD_MULTIPLE}"
     return native_unsupported(progress and partial(progress, "kernels"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.attention.pool import pool_zeros
+from aioinfer.model.attention.pool import KVShape, pool_zeros
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
@@ -36,31 +37,33 @@ class NativeAttention:
     described in ``native/source/kv_pool.hpp``.
     """
 
-    __slots__ = (
-        *("_addresses", "_cells", "_dtype", "_head_dim", "_kv_heads", "_pool"),
-        *("num_pages", "page_size"),
-    )
+    __slots__ = ("_addresses", "_cells", "_dtype", "_layers", "_pool", "num_pages", "page_size")
 
     def __init__(
         self,
         pool: ThreadPool,
+        layers: Sequence[KVShape],
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
     ) -> None:
-        self._pool, self._kv_heads, self._head_dim, self.page_size = pool, num_kv_heads, head_dim, page_size
+        self._pool, self._layers, self.page_size = pool, tuple(layers), page_size
         self._dtype = dtype
         #: the null page included
         self.num_pages = num_pages + 1
-        size = (num_pages + 1) * page_size * num_kv_heads * 2 * head_dim
-        self._cells = [pool_zeros((size,), dtype, torch.device("cpu")) for _ in range(num_layers)]
+        positions = (num_pages + 1) * page_size
+        self._cells = [
+            pool_zeros((positions * 2 * heads * size,), dtype, torch.device("cpu")) for heads, size in layers
+        ]
         for cells in self._cells:
             pool.kernels.function("huge_pages", cells.data_ptr(), cells.nbytes)
-        self._addresses = (ctypes.c_void_p * num_layers)(*(cells.data_ptr() for cells in self._cells))
+        self._addresses = (ctypes.c_void_p * len(layers))(*(cells.data_ptr() for cells in self._cells))
+
+    @property
+    def num_kv_pools(self) -> int:
+        """Layers that have cells."""
+        return len(self._layers)
 
     @property
     def kv_pools(self) -> int:
@@ -79,7 +82,8 @@ class NativeAttention:
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         tokens, heads, dtype = len(q), q.shape[1], self._dtype
-        query_stride, kv_stride = heads * self._head_dim, self._kv_heads * self._head_dim
+        kv_heads, size = self._layers[layer]
+        query_stride, kv_stride = heads * size, kv_heads * size
         projected = _Projected(
             address(q, dtype, tokens * query_stride),
             address(k, dtype, tokens * kv_stride),
@@ -99,11 +103,11 @@ class NativeAttention:
         params: AttentionParams,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        qkv, tokens, size = qkv.contiguous(), len(qkv), self._head_dim
-        heads, stride = qkv.shape[1] - 2 * self._kv_heads, qkv.shape[1] * size
+        qkv, tokens, (kv_heads, size) = qkv.contiguous(), len(qkv), self._layers[layer]
+        heads, stride = qkv.shape[1] - 2 * kv_heads, qkv.shape[1] * size
         queries = address(qkv, self._dtype, tokens * stride)
         keys = queries + heads * size * qkv.element_size()
-        values = keys + self._kv_heads * size * qkv.element_size()
+        values = keys + kv_heads * size * qkv.element_size()
         projected = _Projected(queries, keys, values, stride, stride)
         return self._attend(layer, projected, tokens, heads, norm, rotary, batch, params, sinks)
 
@@ -120,7 +124,7 @@ class NativeAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """The caller keeps what ``projected`` refers to."""
-        size, dtype, int64 = self._head_dim, self._dtype, torch.int64
+        (kv_heads, size), dtype, int64 = self._layers[layer], self._dtype, torch.int64
         rows, table_width = len(batch.q_lens), batch.block_table.shape[1]
         weight = None if norm is None else norm.weight.float().contiguous()
         sinks = None if sinks is None else sinks.float().contiguous()
@@ -135,9 +139,9 @@ class NativeAttention:
             query_stride=projected.query_stride,
             kv_stride=projected.kv_stride,
             heads=heads,
-            kv_heads=self._kv_heads,
+            kv_heads=kv_heads,
             head_dim=size,
-            norm=None if weight is None else address(weight, torch.float32, (heads + self._kv_heads) * size),
+            norm=None if weight is None else address(weight, torch.float32, (heads + kv_heads) * size),
             cos=None if cos is None else address(cos, dtype, tokens * rotary_dim),
             sin=None if sin is None else address(sin, dtype, tokens * rotary_dim),
             rotary_dim=rotary_dim,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-__all__ = ["KVPool", "pool_zeros"]
+__all__ = ["KVPool", "KVShape", "pool_zeros"]
 
 #: bytes; vectors do not cross lines of the cache
 _ALIGNMENT = 64
@@ -26,8 +27,16 @@ def pool_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
 
 
+class KVShape(NamedTuple):
+    """The keys of one position in one layer; its values have the same shape."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
 class KVPool:
-    """Keys and values of all layers, each ``[num_pages + 1, page_size, num_kv_heads, head_dim]``.
+    """Keys and values of all layers, each ``[num_pages + 1, page_size, num_kv_heads, head_dim]``. Layers may
+    differ in their shape; a page is the same positions in all of them.
 
     Page 0 is the null page: padding rows write there, and no request's context contains it. The pool starts
     as zeros, so a masked read finds no NaN at first (0 * NaN is NaN). That does not last: a request whose
@@ -38,29 +47,25 @@ class KVPool:
 
     def __init__(
         self,
+        layers: Sequence[KVShape],
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_pages + 1, page_size, num_kv_heads, head_dim)
+        shapes = [(num_pages + 1, page_size, *shape) for shape in layers]
         self.page_size = page_size
-        self.keys = [pool_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self.values = [pool_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.keys = [pool_zeros(shape, dtype, device) for shape in shapes]
+        self.values = [pool_zeros(shape, dtype, device) for shape in shapes]
         #: the same memory by KV cell, [cells, num_kv_heads, head_dim]
         self.key_cells = [store.flatten(0, 1) for store in self.keys]
         self.value_cells = [store.flatten(0, 1) for store in self.values]
 
     @staticmethod
-    def bytes_per_page(
-        *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
-    ) -> int:
+    def bytes_per_page(layers: Sequence[KVShape], page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, keys and values together."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        return 2 * page_size * dtype.itemsize * sum(prod(shape) for shape in layers)
 
     def write(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [T, num_kv_heads, head_dim] at KV cells [T]."""

@@ -10,6 +10,7 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.errors import ConfigError
 from aioinfer.model import rope
+from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.decoder import Embedding, Layer
@@ -17,6 +18,7 @@ from aioinfer.model.gates import Gate
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.layers import LayerKernels
 from aioinfer.model.linear import Linear
+from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import MoEBackend, choose_experts
 from aioinfer.model.moe.routing import Rule
@@ -63,6 +65,13 @@ class Source:
         """The projections ``names``, of [rows[i], width] each, as one linear layer; ``order``: of its rows,
         see :class:`~aioinfer.model.weights.StoredMatrix`."""
         return self.kernels.linear(StoredMatrix(self.weights, names, rows, width, bias=bias, order=order))
+
+    def attention(self, index: int, **parts: Any) -> SelfAttention:
+        """The attention of layer ``index``, in a model all of whose layers have the same heads. ``parts``:
+        the other fields of :class:`~aioinfer.model.mixers.self_attention.SelfAttention`."""
+        config = self.config
+        kv = KVShape(kv_heads(config), head_dim(config))
+        return SelfAttention(num_heads=config.num_attention_heads, kv=kv, kv_layer=index, **parts)
 
     def gated_mlp(
         self, prefix: str, middle: int, gate: Gate = "silu", *, bias: bool = False, fused: bool = False
@@ -136,6 +145,11 @@ class Family(Protocol):
     def unsupported_reason(self, config: Any) -> str | None:
         """The feature of a config that this package does not support, in words; None if there is none."""
 
+    def kv_layers(self, config: Any) -> tuple[KVShape, ...]:
+        """The keys and values of a position, in the order of the layers that write them."""
+        layers: int = config.num_hidden_layers
+        return (KVShape(kv_heads(config), head_dim(config)),) * layers
+
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """Indices of the layers with experts. Raises ConfigError."""
         return frozenset()
@@ -176,9 +190,11 @@ def build_decoder(
     shape, or if the backend of experts cannot run."""
     shape = expert_shape(family, config)
     backend = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
-    heads, kv = config.num_attention_heads, kv_heads(config)
-    if heads % kv:
-        raise ConfigError(f"model: {heads} heads of queries are no multiple of {kv} heads of keys")
+    heads = config.num_attention_heads
+    for kv in family.kv_layers(config):
+        if heads % kv.num_kv_heads:
+            found = f"{heads} heads of queries are no multiple of {kv.num_kv_heads} heads of keys"
+            raise ConfigError(f"model: {found}")
     positions = rope.longest(config)
     source = Source(config, weights, kernels, backend, blocks.size if blocks else 1, device, positions)
     vocabulary, hidden = config.vocab_size, config.hidden_size
@@ -193,9 +209,7 @@ def build_decoder(
     spec = ModelSpec(
         architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=kv_heads(config),
-        head_dim=head_dim(config),
+        kv_layers=family.kv_layers(config),
         hidden_size=hidden,
         vocab_size=vocabulary,
         max_model_len=positions,

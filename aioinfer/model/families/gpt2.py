@@ -52,12 +52,16 @@ class GPT2(Family):
         """See :class:`~aioinfer.model.families.base.Family`."""
         config, prefix = source.config, f"{_prefix(source.weights)}h.{index}"
         hidden = config.hidden_size
-        return Layer(
-            attention_norm=_norm(source, f"{prefix}.ln_1"),
+        attention = source.attention(
+            index,
             qkv=source.kernels.linear(_matrix(source, f"{prefix}.attn.c_attn", 3 * hidden, hidden)),
             rope=None,
-            attention_params=AttentionParams(_scale(config, index), block=source.block),
+            params=AttentionParams(_scale(config, index), block=source.block),
             out=source.kernels.linear(_matrix(source, f"{prefix}.attn.c_proj", hidden, hidden)),
+        )
+        return Layer(
+            mixer_norm=_norm(source, f"{prefix}.ln_1"),
+            mixer=attention,
             mlp_norm=_norm(source, f"{prefix}.ln_2"),
             mlp=_mlp(source, f"{prefix}.mlp"),
         )

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import NormWeight, Source
 from aioinfer.model.families.llama import LlamaLike
 from aioinfer.model.gates import LIMIT, STEEPNESS, Gate
+from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import ExpertWeights
 from aioinfer.model.moe.routing import SoftmaxRouter
@@ -82,12 +82,11 @@ class GptOss(LlamaLike):
             return f"gates of steepness {config.swiglu_alpha} up to {config.swiglu_limit}"
         return LlamaLike.unsupported_reason(self, config)
 
-    def layer(self, source: Source, index: int) -> Layer:
-        """See :class:`~aioinfer.model.families.base.Family`."""
-        layer = LlamaLike.layer(self, source, index)
+    def _attention(self, source: Source, index: int) -> SelfAttention:
+        attention = LlamaLike._attention(self, source, index)
         name, heads = f"model.layers.{index}.self_attn.sinks", source.config.num_attention_heads
-        layer.sinks = source.weights.take(name, (heads,), dtype=torch.float32)
-        return layer
+        attention.sinks = source.weights.take(name, (heads,), dtype=torch.float32)
+        return attention
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix, weights = source.config, f"model.layers.{index}.mlp", source.weights

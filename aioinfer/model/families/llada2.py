@@ -59,13 +59,17 @@ class LLaDA2(Family):
         qkv = source.linear([f"{at}.query_key_value"], [rows], hidden, bias=config.use_qkv_bias)
         out = source.linear([f"{at}.dense"], [hidden], q_rows, bias=config.use_bias)
         norms = f"{at}.query_layernorm", f"{at}.key_layernorm"
-        return Layer(
-            attention_norm=source.norm(f"{prefix}.input_layernorm"),
+        attention = source.attention(
+            index,
             qkv=qkv,
             qk_norm=source.head_norm(*norms) if config.use_qk_norm else None,
             rope=source.rope(index),
-            attention_params=AttentionParams(scale=size**-0.5, block=source.block),
+            params=AttentionParams(scale=size**-0.5, block=source.block),
             out=out,
+        )
+        return Layer(
+            mixer_norm=source.norm(f"{prefix}.input_layernorm"),
+            mixer=attention,
             mlp_norm=source.norm(f"{prefix}.post_attention_layernorm"),
             mlp=self._mlp(source, index),
         )

@@ -22,6 +22,7 @@ from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Family, NormWeight, Source, head_dim, kv_heads
 from aioinfer.model.gates import CONFIG_GATES
 from aioinfer.model.linear import Linear
+from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.norm import Norm
@@ -118,22 +119,29 @@ class LlamaLike(Family):
         norms = [
             None if name is None else source.norm(f"{prefix}.{name}", self.norm_weight) for name in self.norms
         ]
-        qkv, out = self._projections(source, f"{prefix}.self_attn")
-        qk_norm = None
-        if self.qk_norm != "none":
-            names = f"{prefix}.self_attn.q_norm", f"{prefix}.self_attn.k_norm"
-            qk_norm = source.head_norm(*names, self.norm_weight, whole=self.qk_norm == "whole")
         return Layer(
-            attention_norm=norms[0],
-            qkv=qkv,
-            qk_norm=qk_norm,
-            rope=self._rope(source, index),
-            attention_params=self._attention_params(source, index),
-            out=out,
-            attention_post_norm=norms[1],
+            mixer_norm=norms[0],
+            mixer=self._attention(source, index),
+            mixer_post_norm=norms[1],
             mlp_norm=norms[2],
             mlp=self._mlp(source, index),
             mlp_post_norm=norms[3],
+        )
+
+    def _attention(self, source: Source, index: int) -> SelfAttention:
+        at = f"model.layers.{index}.self_attn"
+        qkv, out = self._projections(source, at)
+        qk_norm = None
+        if self.qk_norm != "none":
+            names = f"{at}.q_norm", f"{at}.k_norm"
+            qk_norm = source.head_norm(*names, self.norm_weight, whole=self.qk_norm == "whole")
+        return source.attention(
+            index,
+            qkv=qkv,
+            qk_norm=qk_norm,
+            rope=self._rope(source, index),
+            params=self._attention_params(source, index),
+            out=out,
         )
 
     def _projections(self, source: Source, at: str) -> tuple[Linear, Linear]:

@@ -14,10 +14,9 @@
 #include <memory>
 #include <vector>
 
-#include "attention.hpp"
 #include "experts.hpp"
 #include "gates.hpp"
-#include "heads.hpp"
+#include "self_attention.hpp"
 
 namespace aioinfer {
 
@@ -29,14 +28,9 @@ struct Norm {
 
 template <class T>
 struct Layer {
-  Norm attention_norm;
-  const Linear<T>* qkv;
-  // [heads + kv_heads, head_dim], or null: of each head by itself, or of all queries and of all keys of a token.
-  const float* head_norm;
-  bool whole_norm;
-  Rotary<T> rotary;
-  const Linear<T>* out;
-  Norm attention_post_norm;
+  Norm mixer_norm;
+  SelfAttention<T> attention;
+  Norm mixer_post_norm;
   Norm mlp_norm;
   // The dense part or the shared expert; null in a layer without. A dense part may have no gates.
   const Linear<T>* gate_up;
@@ -46,7 +40,6 @@ struct Layer {
   const Experts<T>* experts;
   Gate gate;
   Norm mlp_post_norm;
-  AttentionParams params;
 
   Shared<T> shared() const { return {gate_up, down}; }
 };
@@ -78,7 +71,8 @@ template <class T>
 struct StepInput {
   const int64_t* ids;  // [tokens]
   AttentionInput attention;
-  T* const* kv_pools;  // [layers] keys and values of each
+  T* const* kv_pools;  // [num_kv_pools]
+  int64_t num_kv_pools;
   int64_t page_size;
   int64_t num_pages;  // of each pool, the null page included
   int64_t num_logits;
@@ -108,35 +102,31 @@ template <class T>
 class Decoder {
  public:
   // ``positions``: rows of every table by position; ``logit_cap``: logits become cap * tanh(logit / cap); 0: none.
-  Decoder(const Embedding<T>& embedding, Norm norm, const Linear<T>* head, HeadShape<T> shape, int64_t positions,
-          int64_t hidden, float eps, float logit_cap)
-      : embedding_(embedding), norm_(norm), head_(head), shape_(shape), positions_(positions), hidden_(hidden),
-        eps_(eps), logit_cap_(logit_cap) {
+  Decoder(const Embedding<T>& embedding, Norm norm, const Linear<T>* head, int64_t positions, int64_t hidden, float eps,
+          float logit_cap)
+      : embedding_(embedding), norm_(norm), head_(head), positions_(positions), hidden_(hidden), eps_(eps),
+        logit_cap_(logit_cap) {
     require(norm.weight != nullptr, "a decoder has a norm");
     require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
-    fits(*head, head->outputs, hidden);
+    require_size(*head, head->outputs, hidden);
     const Linear<T>* words = embedding.words;
     require((embedding.vectors == nullptr) != (words == nullptr), "a decoder has an embedding or words");
     require(words == nullptr || words->quantised(), "words are not quantised");
-    if (words != nullptr) fits(*words, head->outputs, hidden);
+    if (words != nullptr) require_size(*words, head->outputs, hidden);
   }
 
   // Throws InvalidArguments unless the layer's parts fit each other.
   void add(const Layer<T>& layer) {
-    check(layer.params);
     aioinfer::check(layer.gate, layer.gate_up == nullptr || layer.gate_up->gated);
-    shape_.check(layer.rotary.size);
-    require(!layer.whole_norm || layer.head_norm != nullptr, "a norm of all queries without weights");
-    fits(*layer.qkv, shape_.width(), hidden_);
-    fits(*layer.out, hidden_, shape_.heads * shape_.head_dim);
+    layer.attention.check(hidden_);
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
       require(layer.down != nullptr, "a feed-forward part without down");
       const bool gated = layer.gate_up->gated;
       require(gated || layer.experts == nullptr, "a shared expert has gates");
       require(gated || middle % LANES == 0, "the inner size is no multiple of a vector");
-      fits(*layer.gate_up, middle, hidden_, gated);
-      fits(*layer.down, hidden_, middle);
+      require_size(*layer.gate_up, middle, hidden_, gated);
+      require_size(*layer.down, hidden_, middle);
     }
     require(layer.gate_up != nullptr || layer.experts != nullptr, "a layer without a feed-forward part");
     require((layer.router == nullptr) == (layer.experts == nullptr), "experts without a router, or a router alone");
@@ -147,6 +137,9 @@ class Decoder {
               "experts and the shared one have weights of other formats");
     }
     layers_.push_back(layer);
+    division_of_.push_back(divisions_.of(layer.attention.shape));
+    kv_pools_ = std::max(kv_pools_, layer.attention.kv + 1);
+    width_ = std::max(width_, layer.attention.shape.width());
   }
 
   // Throws InvalidArguments, before anything is computed, for indices that lie beyond their memory.
@@ -154,7 +147,6 @@ class Decoder {
     check(step);
     reserve(step, pool.size());
     const int64_t tokens = step.attention.tokens;
-    const auto tasks = divide<T>(step.attention.rows, shape_, pool.size());
     pool.run_model([&](Worker& worker) {
       double unused[PARTS] = {};
       Stopwatch watch(worker.index() == 0 ? seconds : unused);
@@ -162,7 +154,7 @@ class Decoder {
         embedding_.read(step.ids[t], step.attention.positions[t], hidden_, residual(t));
       });
       for (size_t index = 0; index < layers_.size(); index++) {
-        attention_part(worker, index, step, tasks, watch);
+        attention_part(worker, index, step, watch);
         if (layers_[index].experts == nullptr)
           dense_part(worker, layers_[index], tokens, watch);
         else
@@ -173,15 +165,9 @@ class Decoder {
   }
 
  private:
-  static void fits(const Linear<T>& weights, int64_t outputs, int64_t inner, bool gated = false) {
-    require(weights.outputs == outputs && weights.inner == inner, "weights of another size");
-    require(weights.gated == gated, gated ? "weights are not gated" : "weights are gated");
-  }
-
-  static void check(const AttentionParams& params) { aioinfer::check(params); }
-
   void check(const StepInput<T>& step) const {
     const AttentionInput& input = step.attention;
+    require(step.num_kv_pools >= kv_pools_, "a layer has no KV pool");
     aioinfer::check(input.rows, input.tokens, step.page_size, step.num_pages);
     require_below("input_ids", step.ids, input.tokens, head_->outputs);
     require_below("positions", input.positions, input.tokens, positions_);
@@ -192,47 +178,31 @@ class Decoder {
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
   T* result(int64_t token) { return results_.data() + token * hidden_; }
 
-  void attention_part(Worker& worker, size_t index, const StepInput<T>& step, const std::vector<AttentionTask>& tasks,
-                      Stopwatch& watch) {
+  void attention_part(Worker& worker, size_t index, const StepInput<T>& step, Stopwatch& watch) {
     const Layer<T>& layer = layers_[index];
-    const KVPool<T> kv{step.kv_pools[index], step.page_size, shape_.kv_heads, shape_.head_dim};
-    const int64_t tokens = step.attention.tokens, width = shape_.width();
-    HeadShape<T> shape = shape_;
-    if (!layer.whole_norm) shape.norm = layer.head_norm;
-    const Inputs<T> normed = norm_rows(worker, layer.attention_norm, *layer.qkv, tokens, nullptr);
+    const SelfAttention<T>& self = layer.attention;
+    const HeadShape<T>& shape = self.shape;
+    const KVPool<T> kv{step.kv_pools[self.kv], step.page_size, shape.kv_heads, shape.head_dim};
+    const int64_t tokens = step.attention.tokens, width = shape.width();
+    const Inputs<T> normed = norm_rows(worker, layer.mixer_norm, *self.qkv, tokens, nullptr);
     watch.add(REST);
-    multiply(worker, normed, *layer.qkv, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+    multiply(worker, normed, *self.qkv, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       put_pair(projected_.data() + place.row * width, panel, width, one, other);
     });
     watch.add(LINEAR);
-    if (layer.whole_norm) norm_projection(worker, layer.head_norm, tokens);
-    const Inputs<T> mixed = wide_.inputs(*layer.out, tokens);
-    attend(worker, tasks, step.attention, Projected<T>::of(projected_.data(), shape), shape, layer.rotary, kv,
-           layer.params, *scratch_[worker.index()],
-           [&](int64_t token) {
+    if (self.whole_norm != nullptr)
+      worker.parallel_in_runs(tokens, [&](int64_t token) { self.norm_whole(projected_.data() + token * width); });
+    const Inputs<T> mixed = wide_.inputs(*self.out, tokens);
+    const int64_t division = division_of_[index];
+    attend(worker, divisions_.tasks(division), step.attention, Projected<T>::of(projected_.data(), shape), shape,
+           self.rotary, kv, self.params, divisions_.scratch(division, worker.index()), [&](int64_t token) {
              return [&mixed, to = mixed.row(token)](int64_t at, Floats values) { mixed.put(to, at, values); };
            });
     mixed.finish(worker);
     watch.add(ATTENTION);
-    multiply(worker, mixed, *layer.out, put_result(layer.attention_post_norm));
+    multiply(worker, mixed, *self.out, put_result(layer.mixer_post_norm));
     watch.add(LINEAR);
-    add_result(worker, layer.attention_post_norm, tokens, watch);
-  }
-
-  // Norm all queries of a token as one vector, and all keys as another.
-  void norm_projection(Worker& worker, const float* weight, int64_t tokens) {
-    const int64_t queries = shape_.heads * shape_.head_dim, keys = shape_.kv_heads * shape_.head_dim;
-    worker.parallel_in_runs(tokens, [&](int64_t token) {
-      T* row = projected_.data() + token * shape_.width();
-      norm_in_place(row, queries, weight);
-      norm_in_place(row + queries, keys, weight + queries);
-    });
-  }
-
-  void norm_in_place(T* row, int64_t size, const float* weight) const {
-    const float factor = inverse_rms(row, size, shape_.eps);
-    for (int64_t i = 0; i < size; i += LANES)
-      Number<T>::store_lanes(row + i, Number<T>::load_lanes(row + i) * factor * load<Floats>(weight + i));
+    add_result(worker, layer.mixer_post_norm, tokens, watch);
   }
 
   void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
@@ -344,11 +314,11 @@ class Decoder {
     const int64_t tokens = step.attention.tokens;
     grow(residual_, tokens * hidden_);
     grow(results_, tokens * hidden_);
-    grow(projected_, tokens * shape_.width());
+    grow(projected_, tokens * width_);
     narrow_.reserve(*head_, step.num_logits);
     for (const Layer<T>& layer : layers_) {
-      narrow_.reserve(*layer.qkv, tokens);
-      wide_.reserve(*layer.out, tokens);
+      narrow_.reserve(*layer.attention.qkv, tokens);
+      wide_.reserve(*layer.attention.out, tokens);
       if (layer.experts == nullptr) {
         narrow_.reserve(*layer.gate_up, tokens);
         wide_.reserve(*layer.down, tokens);
@@ -358,20 +328,20 @@ class Decoder {
       routing_.reserve(workers, tokens, *layer.router);
       mixing_.reserve(workers, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
     }
-    while (static_cast<int>(scratch_.size()) < workers)
-      scratch_.push_back(std::make_unique<AttentionScratch<T>>(shape_.head_dim));
+    divisions_.divide(step.attention.rows, workers);
   }
 
   Embedding<T> embedding_;
   Norm norm_;
   const Linear<T>* head_;
-  HeadShape<T> shape_;
   int64_t positions_, hidden_;
   float eps_, logit_cap_;
   std::vector<Layer<T>> layers_;
+  std::vector<int64_t> division_of_;  // of each layer
+  Divisions<T> divisions_;
+  int64_t kv_pools_ = 0, width_ = 0;  // what layers need: KV pools, and the widest projection
   std::vector<T> residual_, results_, projected_;  // results_: of a part, before they are normed
   InputBuffer<T> narrow_, wide_;
-  std::vector<std::unique_ptr<AttentionScratch<T>>> scratch_;
   Routing<T> routing_;
   Mixing<T> mixing_;
 };

@@ -57,6 +57,9 @@ struct HeadShape {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
+  bool same_heads(const HeadShape& other) const {
+    return heads == other.heads && kv_heads == other.kv_heads && head_dim == other.head_dim;
+  }
 
   // Refuse heads that kernels cannot compute.
   void check(int64_t rotary_dim) const {

@@ -198,26 +198,28 @@ struct DecoderArguments {
   const Linear<T>* head;        // one output per token of the vocabulary
   float logit_cap;              // logits become logit_cap * tanh(logit / logit_cap); 0: none
   int64_t positions;            // of the longest sequence
-  int64_t heads, kv_heads, head_dim;
   int64_t hidden;
-  float head_norm_eps, norm_eps;
+  float norm_eps;
 };
 
 // Append a layer. All pointers are kept.
 template <class T>
 struct LayerArguments {
   Decoder<T>* decoder;
-  const float* attention_norm;       // [hidden], or null
-  const float* attention_norm_bias;  // [hidden] of a layer norm, or null; so below
+  const float* mixer_norm;       // [hidden], or null
+  const float* mixer_norm_bias;  // [hidden] of a layer norm, or null; so below
+  int64_t heads, kv_heads, head_dim;
+  int64_t kv;  // which pool has its keys and values
   const Linear<T>* qkv;
   const float* head_norm;  // [heads + kv_heads, head_dim], or null
   bool whole_norm;         // it norms all queries as one vector, and all keys; else each head
+  float head_norm_eps;
   const T* cos;            // [positions, rotary_dim]
   const T* sin;            // [positions, rotary_dim], the first half negated
   int64_t rotary_dim;      // 0: nothing is rotated
   const Linear<T>* out;
-  const float* attention_post_norm;  // [hidden], or null: of the output, before it is added
-  const float* mlp_norm;             // [hidden], or null
+  const float* mixer_post_norm;  // [hidden], or null: of the output, before it is added
+  const float* mlp_norm;         // [hidden], or null
   const float* mlp_norm_bias;
   const Linear<T>* gate_up;   // of the dense part or the shared expert; null in a layer without
   const Linear<T>* down;      // null with gate_up
@@ -236,7 +238,8 @@ template <class T>
 struct ForwardArguments {
   Decoder<T>* decoder;
   ThreadPool* pool;
-  T* const* kv_pools;  // [layers] keys and values of each
+  T* const* kv_pools;  // [num_kv_pools] keys and values
+  int64_t num_kv_pools;
   int64_t page_size;
   int64_t num_pages;  // of each pool, the null page included
   int64_t tokens, rows, num_logits;

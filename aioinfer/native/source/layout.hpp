@@ -64,12 +64,13 @@ inline std::string layout() {
                     norm, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows, slot_mapping, cu_q,
                     kv_len, block_table, table_width, window, block, scale, soft_cap, sinks, norm_eps, out)
   AIOINFER_TEMPLATE(DecoderArguments, embedding, words, embedding_scale, position_embedding, norm, norm_bias, head,
-                    logit_cap, positions, heads, kv_heads, head_dim, hidden, head_norm_eps, norm_eps)
-  AIOINFER_TEMPLATE(LayerArguments, decoder, attention_norm, attention_norm_bias, qkv, head_norm, whole_norm, cos, sin,
-                    rotary_dim, out, attention_post_norm, mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate,
-                    mlp_post_norm, window, block, scale, soft_cap, sinks)
-  AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, page_size, num_pages, tokens, rows, num_logits,
-                    input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, logits_rows, logits, seconds)
+                    logit_cap, positions, hidden, norm_eps)
+  AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, heads, kv_heads, head_dim, kv, qkv, head_norm,
+                    whole_norm, head_norm_eps, cos, sin, rotary_dim, out, mixer_post_norm, mlp_norm, mlp_norm_bias,
+                    gate_up, down, router, experts, gate, mlp_post_norm, window, block, scale, soft_cap, sinks)
+  AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
+                    num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, logits_rows,
+                    logits, seconds)
   AIOINFER_PLAIN(SampleArguments, pool, logits, rows, vocab, stride, temperature, top_p, min_p, top_k, seeds,
                  positions, bans, banned_rows, banned_ids, bad, tokens)
   AIOINFER_PLAIN(PenaliseArguments, pool, logits, rows, vocab, stride, counts, lines, row_of, num_slots, slots, repetition,

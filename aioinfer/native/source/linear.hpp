@@ -94,6 +94,13 @@ class Linear {
   std::variant<Weights<T>, QuantisedWeights> weights_;
 };
 
+// Throws InvalidArguments unless weights have this size.
+template <class T>
+void require_size(const Linear<T>& weights, int64_t outputs, int64_t inner, bool gated = false) {
+  require(weights.outputs == outputs && weights.inner == inner, "weights of another size");
+  require(weights.gated == gated, gated ? "weights are not gated" : "weights are gated");
+}
+
 // Rows for a layer; does not own its memory.
 template <class T>
 class Inputs {

@@ -228,10 +228,8 @@ bool NAMED(mix)(const MixArguments<T>* a) {
 
 void* NAMED(decoder)(const DecoderArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
-    const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, nullptr, a->head_norm_eps};
     const Embedding<T> embedding{a->embedding, a->words, a->embedding_scale, a->position_embedding};
-    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, shape, a->positions, a->hidden, a->norm_eps,
-                          a->logit_cap);
+    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps, a->logit_cap);
   });
 }
 
@@ -239,14 +237,21 @@ void NAMED(free_decoder)(void* decoder) { delete static_cast<Decoder<T>*>(decode
 
 bool NAMED(add_layer)(const LayerArguments<T>* a) {
   return guarded(false, [&] {
+    const float* by_head = a->whole_norm ? nullptr : a->head_norm;
+    require(!a->whole_norm || a->head_norm != nullptr, "a norm of all queries without weights");
     a->decoder->add({
-        .attention_norm = {a->attention_norm, a->attention_norm_bias},
-        .qkv = a->qkv,
-        .head_norm = a->head_norm,
-        .whole_norm = a->whole_norm,
-        .rotary = {a->cos, a->sin, a->rotary_dim},
-        .out = a->out,
-        .attention_post_norm = {a->attention_post_norm, nullptr},
+        .mixer_norm = {a->mixer_norm, a->mixer_norm_bias},
+        .attention =
+            {
+                .shape = {a->heads, a->kv_heads, a->head_dim, by_head, a->head_norm_eps},
+                .whole_norm = a->whole_norm ? a->head_norm : nullptr,
+                .qkv = a->qkv,
+                .rotary = {a->cos, a->sin, a->rotary_dim},
+                .out = a->out,
+                .params = {a->scale, a->soft_cap, a->window, a->block, a->sinks},
+                .kv = a->kv,
+            },
+        .mixer_post_norm = {a->mixer_post_norm, nullptr},
         .mlp_norm = {a->mlp_norm, a->mlp_norm_bias},
         .gate_up = a->gate_up,
         .down = a->down,
@@ -254,7 +259,6 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
         .experts = a->experts,
         .gate = static_cast<Gate>(a->gate),
         .mlp_post_norm = {a->mlp_post_norm, nullptr},
-        .params = {a->scale, a->soft_cap, a->window, a->block, a->sinks},
     });
     return true;
   });
@@ -264,8 +268,8 @@ bool NAMED(forward)(const ForwardArguments<T>* a) {
   return guarded(false, [&] {
     const AttentionInput attention{
         a->tokens, a->slot_mapping, a->positions, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
-    const StepInput<T> step{a->input_ids, attention, a->kv_pools, a->page_size, a->num_pages,
-                            a->num_logits, a->logits_rows, a->logits};
+    const StepInput<T> step{a->input_ids, attention, a->kv_pools, a->num_kv_pools, a->page_size, a->num_pages, a->num_logits,
+                            a->logits_rows, a->logits};
     a->decoder->forward(*a->pool, step, a->seconds);
     return true;
   });

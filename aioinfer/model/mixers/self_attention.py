@@ -1,0 +1,46 @@
+"""SelfAttention: the mixer of layers with keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from aioinfer.model.attention.base import AttentionParams
+from aioinfer.model.attention.pool import KVShape
+from aioinfer.model.heads import HeadNorm, norm_projection
+from aioinfer.model.linear import Linear
+from aioinfer.model.mixers.base import MixerStep
+from aioinfer.model.rope import Rope
+
+__all__ = ["SelfAttention"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SelfAttention:
+    """See :class:`~aioinfer.model.mixers.base.Mixer`."""
+
+    #: heads of queries
+    num_heads: int
+    kv: KVShape
+    #: which of the model's ``kv_layers`` has them
+    kv_layer: int
+    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    qkv: Linear
+    qk_norm: HeadNorm | None = None
+    #: None: queries and keys are not rotated
+    rope: Rope | None
+    params: AttentionParams
+    #: [num_heads] float32, see :class:`~aioinfer.model.attention.base.Attention`; None for none
+    sinks: torch.Tensor | None = None
+    out: Linear
+
+    def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
+        """See :class:`~aioinfer.model.mixers.base.Mixer`."""
+        (kv_heads, size), norm = self.kv, self.qk_norm
+        qkv = self.qkv(normed).view(len(normed), self.num_heads + 2 * kv_heads, size)
+        if norm is not None and norm.whole:
+            qkv, norm = norm_projection(qkv, kv_heads, norm), None
+        rotary = None if self.rope is None else step.rotaries[id(self.rope)]
+        mixed = step.attention.fused(self.kv_layer, qkv, norm, rotary, step.batch, self.params, self.sinks)
+        return self.out(mixed.flatten(1))

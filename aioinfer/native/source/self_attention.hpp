@@ -1,0 +1,81 @@
+// SelfAttention: the first half of a layer with keys and values; see aioinfer.model.mixers.self_attention.
+//
+// Layers may differ in their heads. A *division* is what those with heads of one shape have in common: the tasks of a
+// step and the scratch memory of the workers.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "attention.hpp"
+#include "linear.hpp"
+
+namespace aioinfer {
+
+template <class T>
+struct SelfAttention {
+  HeadShape<T> shape;  // its norm: of each head by itself
+  const float* whole_norm;  // [heads + kv_heads, head_dim], of all queries and of all keys of a token; or null
+  const Linear<T>* qkv;
+  Rotary<T> rotary;
+  const Linear<T>* out;
+  AttentionParams params;
+  int64_t kv;  // which pool has its keys and values
+
+  // Throws InvalidArguments unless the parts fit each other and a residual of size ``hidden``.
+  void check(int64_t hidden) const {
+    aioinfer::check(params);
+    shape.check(rotary.size);
+    require(kv >= 0, "the index of a KV pool is negative");
+    require(whole_norm == nullptr || shape.norm == nullptr, "queries are normed by head and as a whole");
+    require_size(*qkv, shape.width(), hidden);
+    require_size(*out, hidden, shape.heads * shape.head_dim);
+  }
+
+  // Norm all queries of a token as one vector, and all keys as another.
+  void norm_whole(T* token) const {
+    const int64_t queries = shape.heads * shape.head_dim;
+    norm_in_place(token, queries, whole_norm);
+    norm_in_place(token + queries, shape.kv_heads * shape.head_dim, whole_norm + queries);
+  }
+
+ private:
+  void norm_in_place(T* row, int64_t size, const float* weight) const {
+    const float factor = inverse_rms(row, size, shape.eps);
+    for (int64_t i = 0; i < size; i += LANES)
+      Number<T>::store_lanes(row + i, Number<T>::load_lanes(row + i) * factor * load<Floats>(weight + i));
+  }
+};
+
+template <class T>
+class Divisions {
+ public:
+  // Which division layers with such heads belong to.
+  int64_t of(const HeadShape<T>& shape) {
+    for (size_t i = 0; i < all_.size(); i++)
+      if (shape.same_heads(all_[i].shape)) return i;
+    all_.push_back({shape, {}, {}});
+    return all_.size() - 1;
+  }
+
+  void divide(const Rows& rows, int workers) {
+    for (Division& division : all_) {
+      division.tasks = aioinfer::divide<T>(rows, division.shape, workers);
+      while (static_cast<int>(division.scratch.size()) < workers)
+        division.scratch.push_back(std::make_unique<AttentionScratch<T>>(division.shape.head_dim));
+    }
+  }
+
+  const std::vector<AttentionTask>& tasks(int64_t index) const { return all_[index].tasks; }
+  AttentionScratch<T>& scratch(int64_t index, int worker) const { return *all_[index].scratch[worker]; }
+
+ private:
+  struct Division {
+    HeadShape<T> shape;
+    std::vector<AttentionTask> tasks;
+    std::vector<std::unique_ptr<AttentionScratch<T>>> scratch;
+  };
+  std::vector<Division> all_;
+};
+
+}  // namespace aioinfer
