@@ -53,7 +53,7 @@ async def test_reasoning_is_split_off(serving: Serving, name: str | None, specia
     if name == "deepseek-r1":
         reasoning, content = text.split("</think>", 1)
         wanted.reasoning, wanted.content = reasoning.rstrip("\n"), content.lstrip("\n") or None
-    elif special and name in (None, "mistral", "harmony"):
+    elif special and name in (None, "mistral", "gemma4", "harmony"):
         # No tags of this format, but special tokens.
         wanted.content = text.replace("\n</think>\n", "")
     server = {"reasoning_parser": name, "tool_call_parser": "hermes"}

@@ -31,6 +31,9 @@ PIECES = [
     "[TH",
     "[/",
     "]",
+    "<think>thought",
+    "tho",
+    "ught",
 ]
 texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
@@ -52,7 +55,7 @@ def oracle(name: str, text: str, prompt_end: str) -> tuple[str, str]:
     within = prompt_end.startswith(parser.opening) or (parser.opened and not prompt_end)
     if prompt_end.startswith(parser.closing):
         return "", text
-    opened = re.match(rf"\s*{re.escape(parser.opening)}\n*", text)
+    opened = re.match(rf"\s*{re.escape(parser.opening)}({parser.header})?\n*", text)
     if not opened and not within:
         return "", text
     body = text[opened.end() :] if opened else text
@@ -81,6 +84,30 @@ def test_reasoning_opened_by_the_template() -> None:
     opened, plain = (REASONING_PARSERS[name] for name in ("deepseek-r1", "qwen3"))
     assert split(opened(), ["hm </thi", "nk>\n", "\n42"]) == ("hm ", "42")
     assert split(plain(), ["hm </thi", "nk>\n", "\n42"]) == ("", "hm </think>\n\n42")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<|channel>thought\nhm<channel|>42", ("hm", "42")),
+        ("<|channel>thought\n<channel|>42", ("", "42")),
+        ("<|channel>thoughtless<channel|>42", ("less", "42")),
+        ("<|channel>thou<channel|>42", ("thou", "42")),
+        ("<|channel>thou", ("thou", "")),
+        ("thought\n42", ("", "thought\n42")),
+    ],
+)
+def test_the_name_of_a_channel_is_no_reasoning(text: str, wanted: tuple[str, str]) -> None:
+    parser = REASONING_PARSERS["gemma4"]
+    assert split(parser(), [text]) == split(parser(), list(text)) == wanted
+
+
+def test_a_prompt_may_have_opened_or_closed_a_channel() -> None:
+    parser = REASONING_PARSERS["gemma4"]
+    opened, closed = "<|turn>model\n<|channel>thought\n", "<|channel>thought\n<channel|>"
+    assert (parser.opened_by(opened), parser.opened_by(closed)) == (True, False)
+    assert split(parser(opened), ["thought of it<channel|>", "42"]) == ("thought of it", "42")
+    assert parser.in_template("{{ text.split('<channel|>')[-1] }}")
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)

@@ -11,13 +11,23 @@ from collections.abc import Iterable
 from aioinfer.text import AUTO
 from aioinfer.text.reasoning.base import ReasoningParser
 from aioinfer.text.reasoning.deepseek_r1 import DeepSeekR1
+from aioinfer.text.reasoning.gemma4 import Gemma4
 from aioinfer.text.reasoning.harmony import Harmony
 from aioinfer.text.reasoning.mistral import Mistral
 from aioinfer.text.reasoning.qwen3 import Qwen3
 
-__all__ = ["REASONING_PARSERS", "DeepSeekR1", "Harmony", "Mistral", "Qwen3", "ReasoningParser", "parser_of"]
+__all__ = [
+    "REASONING_PARSERS",
+    "DeepSeekR1",
+    "Gemma4",
+    "Harmony",
+    "Mistral",
+    "Qwen3",
+    "ReasoningParser",
+    "parser_of",
+]
 
-_ALL: tuple[type[ReasoningParser], ...] = (Qwen3, DeepSeekR1, Mistral, Harmony)
+_ALL: tuple[type[ReasoningParser], ...] = (Qwen3, DeepSeekR1, Mistral, Gemma4, Harmony)
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {parser.name: parser for parser in _ALL}
 
 

@@ -24,6 +24,7 @@ class ReasoningParser:
     Attributes:
         name: the setting's value.
         opening, closing: the tags around the reasoning.
+        header: text behind the opening tag that belongs to it.
         opened: where the output begins if the prompt does not show it: within reasoning (True), or with an
             opening tag if there is reasoning (None).
         tags: what has to be in the text, even if a vocabulary has special tokens for it.
@@ -31,6 +32,7 @@ class ReasoningParser:
 
     name: ClassVar[str]
     opening: ClassVar[str] = "<think>"
+    header: ClassVar[str] = ""
     closing: ClassVar[str] = "</think>"
     opened: ClassVar[bool | None]
     tags: ClassVar[tuple[str, ...]] = (opening, closing)
@@ -51,7 +53,7 @@ class ReasoningParser:
         """Where an output begins behind a prompt that ends so: within reasoning (True), with content, since
         the prompt has closed the reasoning (False), or with an opening tag if there is reasoning (None)."""
         end = prompt_end.rstrip()
-        if end.endswith(cls.opening):
+        if end.endswith(cls.opening) or (cls.header and end.endswith(cls.opening + cls.header)):
             return True
         # Templates close it at once where a variable switches thinking off.
         return False if end.endswith(cls.closing) else cls.opened
@@ -64,7 +66,8 @@ class ReasoningParser:
     def finish(self) -> _Split:
         """End of the output: the held text."""
         held, self._held = self._held, ""
-        thinking = self._state == self._think or (self._opened and self._state == self._begin)
+        within = self._state in (self._think, self._skip_header)
+        thinking = within or (self._opened and self._state == self._begin)
         return (held, "") if thinking else ("", held)
 
     def _begin(self) -> _Split:
@@ -72,10 +75,16 @@ class ReasoningParser:
         if len(self._held) - len(start) <= _MOST_SPACE:
             if start.startswith(self.opening):
                 self._held = start[len(self.opening) :]
-                return self._to(self._skip_to_think)
+                return self._to(self._skip_header)
             if self.opening.startswith(start):
                 return "", ""
         return self._to(self._think if self._opened else self._answer)
+
+    def _skip_header(self) -> _Split:
+        if len(self._held) < len(self.header) and self.header.startswith(self._held):
+            return "", ""
+        self._held = self._held.removeprefix(self.header)
+        return self._to(self._skip_to_think)
 
     def _skip_to_think(self) -> _Split:
         self._held = self._held.lstrip("\n")
