@@ -392,7 +392,8 @@ class ServerConfig:
     reasoning_parser: str | None = _option(
         "auto",
         "chat",
-        "format of reasoning to split off: qwen3, deepseek-r1, mistral, harmony; auto: the chat template's",
+        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
+        " auto: the chat template's",
     )
 
     max_body_mib: float | None = _option(
