@@ -73,6 +73,10 @@ class DeviceInfo:
     threads: int = 0
     #: bytes of the KV pool
     kv_bytes: int = 0
+    #: of a model with recurrent state: how many states can be kept for cached prefixes; None: it has none
+    num_snapshots: int | None = None
+    #: bytes of these, and of the states of the slots
+    state_bytes: int = 0
     #: positions that the model knows
     model_positions: int | None = None
     #: why ``max_model_len`` is less than these, and which setting changes that; empty if it is not

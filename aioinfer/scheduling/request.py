@@ -13,6 +13,7 @@ from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
+    from aioinfer.scheduling.states import RequestStates
     from aioinfer.text.grammar import GrammarState
 
 __all__ = ["Allocation", "MakeCursor", "ParkedFor", "Recovery", "Request", "RequestState"]
@@ -58,8 +59,10 @@ class Allocation:
         "last_step",
         "lock",
         "pages",
+        "parting",
         "sent_pages",
         "slot",
+        "states",
     )
 
     def __init__(self) -> None:
@@ -80,6 +83,10 @@ class Allocation:
         self.sent_pages = 0
         #: the newest launched step with a row of this request; kept by the batch while the request is in it
         self.last_step = 0
+        #: while it runs, if the model has recurrent state
+        self.states: RequestStates | None = None
+        #: where a request that waits for its prefix parts from it; 0: none waits; kept by StateCells
+        self.parting = 0
 
     def forget_device(self) -> None:
         """The next row announces the request and all its pages again."""
