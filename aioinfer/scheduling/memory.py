@@ -73,6 +73,16 @@ class Memory:
         """Pages come back by themselves when steps in flight resolve."""
         return bool(self.pages.fenced or self.evictable)
 
+    @property
+    def snapshots_cached(self) -> int:
+        """Recurrent states that are kept for cached prefixes."""
+        return 0 if self.states is None or self.states.pool is None else self.states.pool.cached
+
+    @property
+    def snapshot_hits(self) -> int:
+        """Times a request started from one of them."""
+        return 0 if self.states is None else self.states.hits
+
     def lookup(self, request: Request) -> tuple[int, Node | None]:
         """Pages of a waiting request that are cached, and the node where they end; remembered.
 

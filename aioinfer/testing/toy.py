@@ -83,8 +83,8 @@ class ToyDevice:
     ``fault`` is called with every step before it is computed and may raise, as a device would; so is
     ``late_fault`` when everything is computed and sampled. What failed is never simply missing: cells of its
     rows hold junk, and so does what rows behind bring. ``defer`` is called with every row that samples: None
-    lets it, otherwise so many tokens follow unsampled, perhaps 0. With ``snapshots`` the model has a recurrent
-    state, of which so many can be kept; it must be right wherever a row starts from it.
+    lets it, otherwise so many tokens follow unsampled, perhaps 0. With ``snapshots`` the model has a
+    recurrent state, of which so many can be kept; it must be right wherever a row starts from it.
     """
 
     synchronous = True
