@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from aioinfer.cache.radix import Lock, token_key
@@ -20,6 +21,8 @@ __all__ = ["Allocation", "MakeCursor", "ParkedFor", "Recovery", "Request", "Requ
 
 #: makes the cursor of a request from its prompt's length, its output ids and its greatest length
 MakeCursor = Callable[[int, list[int], int], Cursor]
+
+_NO_PARTINGS: Mapping[int, int] = MappingProxyType({})
 
 
 class RequestState(Enum):
@@ -59,7 +62,7 @@ class Allocation:
         "last_step",
         "lock",
         "pages",
-        "parting",
+        "partings",
         "sent_pages",
         "slot",
         "states",
@@ -85,8 +88,8 @@ class Allocation:
         self.last_step = 0
         #: while it runs, if the model has recurrent state
         self.states: RequestStates | None = None
-        #: where a request that waits for its prefix parts from it; 0: none waits; kept by StateCells
-        self.parting = 0
+        #: where requests that wait for its prefix part from it, by their keys; kept by StateCells
+        self.partings: Mapping[int, int] = _NO_PARTINGS
 
     def forget_device(self) -> None:
         """The next row announces the request and all its pages again."""

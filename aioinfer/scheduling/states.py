@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RequestStates", "StateCells"]
 
+#: requests waiting for another one's prefix that are heard on where it ends
+_MOST_PARTINGS = 4
+
 
 class RequestStates:
     """The snapshots of a request that runs."""
@@ -76,15 +79,14 @@ class StateCells:
         self._start_from(request, kv.lock.node.snapshot)
         size = self._page_size
         if kv.cacheable:
-            self._want(request, kv.cached_pages * size, matched * size, kv.parting)
+            self._want(request, kv.cached_pages * size, matched * size, *kv.partings.values())
 
     def part(self, leader: Request, request: Request) -> None:
         """``request`` waits until ``leader`` has computed what both begin with: let a snapshot be taken where
-        that ends."""
-        kv = leader.kv
-        if self.tree is None or kv.parting:
+        that ends. The first few that wait are heard, once each."""
+        kv, size = leader.kv, self._page_size
+        if self.tree is None or request.key in kv.partings or len(kv.partings) == _MOST_PARTINGS:
             return
-        size = self._page_size
         most = min(leader.cursor.reusable, request.cursor.reusable) // size
         low, high = 0, most
         while low < high:
@@ -94,9 +96,9 @@ class StateCells:
                 low = middle
             else:
                 high = middle - 1
-        kv.parting = low * size
-        if kv.states is not None and kv.parting > leader.cursor.computed:
-            kv.states.wanted.add(kv.parting)
+        kv.partings = {**kv.partings, request.key: low * size}
+        if kv.states is not None:
+            kv.states.wanted.add(low * size)
 
     def stop(self, request: Request, start: int, stop: int) -> int | None:
         """Where a chunk from ``start`` on should end so that a snapshot can be taken there, before
@@ -151,7 +153,7 @@ class StateCells:
         if request.kv.states is not None:
             self._let_go(request)
             request.kv.states = None
-        request.kv.parting = 0
+        request.kv.partings = {}
 
     def rewind(self, request: Request, computed: int) -> int:
         """Let a running request continue from a state behind at most ``computed`` positions; returns behind

@@ -2,63 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
-from aioinfer.params import SamplingParams
-from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
-from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.scheduling.request import Request
-from aioinfer.scheduling.step import Outcome, Row
-from tests.scheduling.desk import Desk
-
-PAGE = 4
-
-
-def desk(snapshots: int | None = 4, **options: Any) -> Desk:
-    return Desk(snapshots=snapshots, **{"share_prefix_tokens": 0, **options})
-
-
-def rows(at: Desk) -> list[Row]:
-    """Of the newest step."""
-    return at.flights[-1].rows
-
-
-def cell(at: Desk, number: int, request: Request | None = None) -> str:
-    """What a cell is: "empty", "slot" of the request, or "kept"."""
-    if number == 0:
-        return "empty"
-    if number > at.memory.slots.total:
-        return "kept"
-    assert request is None or number == request.kv.slot
-    return "slot"
-
-
-def course(at: Desk, request: Request, steps: int = 20) -> list[tuple[int, int, str, str]]:
-    """Prefill chunks of a request up to the last: start, stop, and the cells that each reads and writes."""
-    found = []
-    for _ in range(steps):
-        if request.cursor.prefilled or request.finished:
-            break
-        at.plan()
-        for row in rows(at):
-            if row.request is request and row.ids:
-                read, write = cell(at, row.state_read, request), cell(at, row.state_write, request)
-                found.append((row.start, row.kv_length, read, write))
-        at.resolve()
-    return found
-
-
-def bring(at: Desk, token: int, forced: Sequence[int] = ()) -> None:
-    """Resolve the oldest step, all of whose sampling rows bring this."""
-    step = at.flights.pop(0)
-    tokens = [token if row.samples else NO_TOKEN for row in step.rows]
-    sampled = [index for index, row in enumerate(step.rows) if row.samples]
-    at.scheduler.resolve(step, Outcome(tokens, {index: forced for index in sampled if forced}))
-    audit(at.scheduler)
-
+from aioinfer.sampling.outcomes import BAD_LOGITS
+from aioinfer.scheduling.audit import check_idle
+from tests.scheduling.cells import bring, course, desk, rows
 
 # -- where snapshots are taken ---------------------------------------------------------------------------
 
@@ -146,6 +94,14 @@ def test_whoever_waits_for_a_prefix_says_where_it_ends() -> None:
     assert [request.kv.cached_tokens for request in requests] == [0, 12, 12, 12]
     assert at.memory.pages.fenced == 0
     check_idle(at.scheduler)
+
+
+def test_those_that_part_later_are_heard_one_after_the_other() -> None:
+    at = desk(8, share_prefix_tokens=4)
+    ids = list(range(100, 140))
+    requests = [at.submit([*ids[:length], *range(length, length + 5)]) for length in (40, 8, 16, 24)]
+    at.finish()
+    assert [request.kv.cached_tokens for request in requests] == [0, 8, 16, 24]
 
 
 def test_one_that_is_told_too_late_holds_nobody_for_ever() -> None:
@@ -322,175 +278,4 @@ def test_a_request_that_ends_in_mid_prompt_gives_back_its_snapshot() -> None:
     assert at.memory.states.pool is not None
     assert (at.memory.states.pool.private, at.memory.states.pool.fenced) == (0, 1)
     at.resolve()
-    check_idle(at.scheduler)
-
-
-# -- going back ------------------------------------------------------------------------------------------
-
-
-def test_a_deferred_row_comes_again_from_the_last_snapshot() -> None:
-    at = desk()
-    request = at.submit(11, 20)
-    course(at, request)
-    at.plan()
-    at.plan()
-    bring(at, DEFERRED)
-    assert request.pending == 0
-    at.plan()
-    (row,) = rows(at)
-    assert (row.start, row.ids) == (8, [*request.prompt_ids[8:], 42]), "the slot's state has gone on"
-    assert cell(at, row.state_read) == "kept"
-    assert row.state_write == request.kv.slot
-    bring(at, DEFERRED)  # void
-    bring(at, 43)
-    assert request.output_ids == [42, 43]
-    at.plan()
-    assert rows(at)[0].state_read == request.kv.slot
-
-
-def test_repeated_rewinds_cost_about_a_page() -> None:
-    at = desk(8)
-    request = at.submit(11, 60)
-    course(at, request)
-    before = at.scheduler.queues.counters.prefill_tokens
-    rewinds = 0
-    while not request.finished:
-        at.plan()
-        while at.flights:
-            deferred = rows(at)[-1].samples and not rows(at)[-1].ids
-            rewinds += deferred
-            bring(at, DEFERRED if deferred else 42)
-    computed = at.scheduler.queues.counters.prefill_tokens - before
-    assert rewinds == 59
-    assert computed <= rewinds * (PAGE + 1)
-    check_idle(at.scheduler)
-
-
-def test_forced_tokens_leave_a_snapshot_behind_them() -> None:
-    at = desk()
-    request = at.submit(11, 60)
-    course(at, request)
-    at.plan()
-    bring(at, FORCED, list(range(50, 60)))
-    assert course(at, request) == [(8, 20, "kept", "kept"), (20, 22, "kept", "slot")]
-
-
-def test_without_its_snapshot_a_request_begins_again_and_leaves_cached_pages_alone() -> None:
-    at = desk(1)
-    request = at.submit(11, 30)
-    course(at, request)
-    reader = at.submit(13, 30)  # takes the only cell
-    course(at, reader)
-    assert request.kv.cached_pages == 2
-    shared = request.kv.pages[:2]
-    at.scheduler.queues.park(reader)
-    at.plan()
-    bring(at, DEFERRED)
-    assert not request.kv.cached_pages
-    assert at.memory.tree is not None
-    assert at.memory.tree.match(request.token_key(0, 8)) == 2, "what others may read stays"
-    at.plan()
-    row = next(row for row in rows(at) if row.request is request)
-    assert (row.start, row.state_read) == (0, 0)
-    assert not set(shared) & set(row.new_pages)
-    at.resolve()
-    at.scheduler.queues.unpark(reader)
-    at.finish()
-    check_idle(at.scheduler)
-
-
-def test_a_request_without_room_for_its_new_pages_waits_for_them() -> None:
-    """It gave up cached pages that another request still reads."""
-    at = desk(1, pages=10, running=2)
-    ids = list(range(100, 117))
-    eldest = at.submit(ids, 8)
-    course(at, eldest)
-    other = at.submit(ids, 3)
-    at.plan()
-    at.resolve()
-    at.submit(9, 2)
-    assert other.kv.lock is not None
-    # Someone else takes the only snapshot.
-    assert at.memory.states is not None
-    assert at.memory.states.tree is not None
-    assert at.memory.states.pool is not None
-    while (oldest := at.memory.states.pool.oldest()) is not None:
-        assert oldest.node is not None
-        at.memory.states.tree._lose_end(oldest.node)
-        at.memory.states.tree.version += 1
-    at.plan()
-    bring(at, DEFERRED)
-    at.finish()
-    assert eldest.known == 25
-    assert eldest.recovery.retractions == 0, "the eldest is never retracted"
-    check_idle(at.scheduler)
-
-
-def test_a_retracted_request_continues_from_its_snapshot() -> None:
-    at = desk()
-    request = at.submit(11, 30)
-    for _ in range(9):
-        at.round()
-    at.scheduler.queues.retract(request)
-    found = course(at, request)
-    assert found[0] == (8, 16, "kept", "kept"), "and leaves one where its pages end"
-    assert found[-1][3] == "slot"
-    at.finish()
-    check_idle(at.scheduler)
-
-
-def test_memory_that_runs_out_in_mid_prompt_leaves_nothing_private() -> None:
-    at = desk(2)
-    request = at.submit(11)
-    at.plan()
-    at.plan()
-    at.scheduler.run_out(at.flights.pop(0), MemoryError())
-    bring(at, 42)
-    assert not at.memory.snapshots_cached
-    at.finish()
-    assert request.output_ids == [42] * 4
-    check_idle(at.scheduler)
-
-
-def test_a_parked_prompt_goes_on_from_its_snapshot() -> None:
-    at = desk(1)
-    request = at.submit(11)
-    at.round()
-    at.scheduler.queues.park(request)
-    for _ in range(3):
-        at.submit(13, 1)
-        at.round()
-        at.round()
-    at.scheduler.queues.unpark(request)
-    assert course(at, request) == [(8, 11, "kept", "slot")]
-
-
-def test_a_parked_output_goes_on_from_its_slot() -> None:
-    at = desk()
-    request = at.submit(11, 9)
-    course(at, request)
-    at.scheduler.queues.park(request)
-    assert not at.plan()
-    at.scheduler.queues.unpark(request)
-    at.plan()
-    (row,) = rows(at)
-    assert (row.start, row.state_read, row.state_write) == (11, request.kv.slot, request.kv.slot)
-
-
-def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_leaves_a_snapshot() -> None:
-    at = desk()
-    ids = list(range(100, 111))
-    at.submit(ids)
-    at.finish()
-    request = Request(
-        7, ids, SamplingParams(max_tokens=9, prompt_logprobs=0), seed=0, stop_ids=frozenset(), max_length=20
-    )
-    at.scheduler.submit(request)
-    assert course(at, request) == [(0, 8, "empty", "kept"), (8, 11, "kept", "slot")]
-    assert at.memory.snapshots_cached == 1
-    at.plan()
-    bring(at, DEFERRED)
-    at.plan()
-    assert (rows(at)[0].start, rows(at)[0].scores) == (8, None), "no position is scored twice"
-    at.finish()
     check_idle(at.scheduler)
