@@ -53,5 +53,5 @@ def bring(at: Desk, token: int, forced: Sequence[int] = ()) -> None:
     step = at.flights.pop(0)
     tokens = [token if row.samples else NO_TOKEN for row in step.rows]
     sampled = [index for index, row in enumerate(step.rows) if row.samples]
-    at.scheduler.resolve(step, Outcome(tokens, {index: forced for index in sampled if forced}))
+    at.scheduler.resolve(step, Outcome(tokens, {index: list(forced) for index in sampled if forced}))
     audit(at.scheduler)
