@@ -171,6 +171,14 @@ class EngineConfig:
         0.85, "memory", "share of GPU memory for weights and KV", _Bounds(0, 1, low_open=True)
     )
     prefix_cache: bool = _option(True, "memory", "reuse the KV of common prefixes")
+    #: Of a model with recurrent state, whose cached prefixes can be used up to a kept state only. Default: a
+    #: quarter of the memory budget at most, and 4 per running request at most.
+    state_snapshots: int | None = _option(
+        None,
+        "memory",
+        "recurrent states kept for cached prefixes; 0: no prefix is reused; default: by the memory budget",
+        _NOT_NEGATIVE,
+    )
     share_prefix_tokens: int = _option(
         64,
         "memory",

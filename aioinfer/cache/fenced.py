@@ -14,9 +14,9 @@ The states of an item and their transitions::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["FencedPool"]
+__all__ = ["CachedPool", "FencedPool"]
 
 
 class FencedPool:
@@ -104,3 +104,45 @@ class FencedPool:
         assert everything == list(range(1, self.total + 1)), "an item is lost, doubled or owned twice"
         assert len(fenced) == self._num_fenced
         assert len(owned) == self._num_private
+
+
+class CachedPool(FencedPool):
+    """A pool of which the prefix cache owns some items.
+
+    They are in one state besides those of other pools: ``cached``, for items whose content is complete and
+    resolved. :meth:`keep` makes private items cached, :meth:`drop` returns cached ones to the pool.
+    """
+
+    __slots__ = ("cached",)
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        #: items that the prefix cache owns
+        self.cached = 0
+
+    def keep(self, count: int) -> None:
+        """Transfer ``count`` private items to the prefix cache."""
+        self._num_private -= count
+        self.cached += count
+
+    def drop(self, items: Sequence[int], fence: int) -> None:
+        """Return items of the prefix cache to the pool; they are free once step ``fence`` has resolved."""
+        self.cached -= len(items)
+        self._num_private += len(items)
+        self.give(items, fence)
+
+    def check(self) -> None:
+        counted = self.free + self.fenced + self.private + self.cached
+        assert counted == self.total, f"{counted} items counted, {self.total} exist"
+        assert self.private >= 0, "more items were given back than taken"
+        assert self.cached >= 0, "more items left the cache than it had"
+
+    def audit(self, owned: Iterable[int], cached: Iterable[int] = ()) -> None:
+        """As :meth:`FencedPool.audit`; ``cached`` are the items of the prefix cache."""
+        cached = list(cached)
+        assert len(cached) == self.cached, f"{len(cached)} items in the cache, {self.cached} counted"
+        self._num_private += len(cached)
+        try:
+            super().audit([*owned, *cached])
+        finally:
+            self._num_private -= len(cached)

@@ -20,8 +20,12 @@ import heapq
 import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["Lock", "Node", "RadixTree", "token_key"]
+if TYPE_CHECKING:
+    from aioinfer.cache.snapshots import Snapshot
+
+__all__ = ["Lock", "Node", "RadixTree", "token_key", "upwards"]
 
 _TOKEN_BYTES = 4
 
@@ -34,7 +38,8 @@ def token_key(ids: Iterable[int]) -> bytes:
 class Node:
     """A run of pages below its parent; roots have no pages. Only the tree changes it."""
 
-    __slots__ = ("children", "detached", "fence", "key", "locks", "namespace", "pages", "parent", "stamp")
+    __slots__ = ("children", "detached", "fence", "key", "locks", "namespace", "pages", "parent", "snapshot",
+                 "stamp")  # fmt: skip
 
     def __init__(self, parent: Node | None, key: bytes, pages: list[int], namespace: str) -> None:
         self.parent = parent
@@ -51,6 +56,8 @@ class Node:
         self.fence = 0
         #: no longer matched; its pages leave the tree when the last lock is released
         self.detached = False
+        #: of the recurrent state behind its last token, in a :class:`~aioinfer.cache.snapshots.SnapshotTree`
+        self.snapshot: Snapshot | None = None
 
 
 class Lock:
@@ -72,7 +79,7 @@ class Lock:
 
     def pages(self) -> list[int]:
         """The pages of the locked prefix, from position 0 on."""
-        runs = [node.pages for node in _upwards(self.node)]
+        runs = [node.pages for node in upwards(self.node)]
         return [page for run in reversed(runs) for page in run]
 
 
@@ -122,7 +129,7 @@ class RadixTree:
         return 0 if root is None else self._walk(root, key)[2] // self._page_bytes
 
     def find(self, key: bytes, namespace: str = "") -> tuple[int, Node | None]:
-        """The number of pages of ``key`` in the tree, and the node in which the match ends, perhaps within
+        """The number of pages that :meth:`lock` would lock, and the node in which they end, perhaps within
         it.
 
         The node is the root if nothing matches, and None if the namespace is empty.
@@ -135,6 +142,9 @@ class RadixTree:
 
     def lock(self, key: bytes, namespace: str = "") -> Lock:
         """Lock the longest prefix of ``key`` in the tree, which may be empty."""
+        return self._lock_all(key, namespace)
+
+    def _lock_all(self, key: bytes, namespace: str) -> Lock:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, b"", [], namespace)
@@ -142,6 +152,9 @@ class RadixTree:
         node, common, matched = self._walk(root, key)
         if common < len(node.key):
             node = self._split(node, common)
+        return self._lock_at(node, matched)
+
+    def _lock_at(self, node: Node, matched: int) -> Lock:
         self._hold(node, None)
         self.num_locks += 1
         return Lock(node, matched // self._page_bytes)
@@ -188,7 +201,7 @@ class RadixTree:
     def _hold(self, node: Node, top: Node | None) -> None:
         """Count a lock on ``node`` and its ancestors, up to and without ``top``."""
         self._clock += 1
-        for each in _upwards(node):
+        for each in upwards(node):
             if each is top:
                 return
             if not each.locks:
@@ -224,7 +237,7 @@ class RadixTree:
         lock._node = node
         lock.num_pages += len(pages)
         runs = []
-        for each in _upwards(node):
+        for each in upwards(node):
             if each is start:
                 break
             runs.append(each.pages)
@@ -253,9 +266,16 @@ class RadixTree:
         node = lock.node
         lock._node = None
         self.num_locks -= 1
+        return self._let_go(node, None, fence)
+
+    def _let_go(self, node: Node, top: Node | None, fence: int) -> list[tuple[list[int], int]]:
+        """Count off a lock on ``node`` and its ancestors, up to and without ``top``; returns as
+        :meth:`unlock` does."""
         self._clock += 1
         gone = []
-        for each in _upwards(node):
+        for each in upwards(node):
+            if each is top:
+                break
             each.locks -= 1
             each.stamp = self._clock
             each.fence = max(each.fence, fence)
@@ -273,12 +293,19 @@ class RadixTree:
     def forget(self, lock: Lock) -> None:
         """Remove from later matches the end of the lock's prefix that no other lock holds and that has no
         other children."""
-        for node in _upwards(lock.node):
+        for node in upwards(lock.node):
             if node.parent is None or node.detached or node.locks > 1 or node.children:
                 return
             node.detached = True
             del node.parent.children[self._edge(node)]
             self.version += 1
+
+    def forget_key(self, key: bytes, namespace: str = "") -> list[tuple[list[int], int]]:
+        """Remove from later matches what is found of ``key``, as :meth:`forget` does; returns as
+        :meth:`unlock` does."""
+        lock = self._lock_all(key, namespace)
+        self.forget(lock)
+        return self.unlock(lock, 0)
 
     def evict(self, count: int, resolved: int) -> list[int]:
         """Remove up to ``count`` pages from the tree, least recently used first, and return them.
@@ -294,6 +321,7 @@ class RadixTree:
                 continue
             if node.fence > resolved:
                 break
+            self._lose_end(node)
             keep = max(0, len(node.pages) - (count - len(taken)))
             taken += reversed(node.pages[keep:])
             self.evictable -= len(node.pages) - keep
@@ -345,7 +373,11 @@ class RadixTree:
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (node.stamp, next(self._numbers), node))
 
+    def _lose_end(self, node: Node) -> None:
+        """The last page of a node leaves the tree."""
+
     def _drop(self, node: Node) -> None:
+        self._lose_end(node)
         node.stamp = -1
         if node.parent is not None:
             self.num_nodes -= 1
@@ -368,11 +400,12 @@ class RadixTree:
         count = 0
         for lock in locks:
             count += 1
-            for node in _upwards(lock.node):
+            for node in upwards(lock.node):
                 held[id(node)] = held.get(id(node), 0) + 1
                 if node.detached:
                     detached[id(node)] = node
         nodes = [*self._nodes(), *detached.values()]
+        self._audit_nodes(nodes)
         for node in nodes:
             assert node.locks == held.get(id(node), 0), f"{node.locks} locks counted, {held} held"
             assert len(node.key) == len(node.pages) * self._page_bytes
@@ -390,6 +423,9 @@ class RadixTree:
         assert offered == spare, "a leaf can never be evicted"
         return pages
 
+    def _audit_nodes(self, nodes: Sequence[Node]) -> None:
+        """Assert what else must hold of all nodes, the detached ones included."""
+
     def _nodes(self) -> Iterator[Node]:
         """All nodes, roots included, parents first."""
         stack = list(self._roots.values())
@@ -399,7 +435,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
 
-def _upwards(node: Node | None) -> Iterator[Node]:
+def upwards(node: Node | None) -> Iterator[Node]:
     """The node and its ancestors, the root included."""
     while node is not None:
         yield node

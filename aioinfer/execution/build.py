@@ -23,6 +23,7 @@ from aioinfer.model.attention.backend import make_attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend as ModelBackend
 from aioinfer.model.spec import CausalLM, Progress
+from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import DeviceLane
 
 __all__ = ["Parts", "build"]
@@ -49,10 +50,11 @@ class Parts:
         """For sequences of up to ``max_len`` positions."""
         config = self.config
         pages = -(-max_len // config.page_size)
-        return Packer(self.kind.rows(config), config.num_slots, pages, config.page_size, graph_rows)
+        rows, states = self.kind.rows(config), bool(self.model.spec.states)
+        return Packer(rows, config.num_slots, pages, config.page_size, graph_rows, states=states)
 
-    def runner(self, num_pages: int) -> Runner:
-        """Runs steps over a new pool."""
+    def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
+        """Runs steps over new pools."""
         spec, config = self.model.spec, self.config
         attention = make_attention(
             self.attention,
@@ -62,9 +64,11 @@ class Parts:
             dtype=spec.dtype,
             device=self.device,
         )
-        return Runner(
-            self.model, attention, self.kind.decoding(config, self.device, self.grammars), self.lane
-        )
+        decoding = self.kind.decoding(config, self.device, self.grammars)
+        states = None
+        if spec.states:
+            states = StatePool(spec.states, config.num_slots + (num_snapshots or 0), self.device)
+        return Runner(self.model, attention, decoding, self.lane, states)
 
     def graphs(self, runner: Runner, max_len: int, sizes: list[int]) -> StepGraphs:
         """Of these numbers of rows, not captured yet."""
@@ -74,6 +78,7 @@ class Parts:
             max_rows=max(sizes),
             max_pages=-(-max_len // page_size),
             page_size=page_size,
+            states=runner.states,
         )
         return StepGraphs(captured, sizes)
 
@@ -101,8 +106,9 @@ def build(
         return _build_cuda(parts, progress)
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     give_back()
-    check_pool(config, (size.num_pages + 1) * parts.page_bytes, memory_available(), spec.mapped_bytes)
-    runner = parts.runner(size.num_pages)
+    pool_bytes = (size.num_pages + 1) * parts.page_bytes + size.state_bytes
+    check_pool(config, pool_bytes, memory_available(), spec.mapped_bytes)
+    runner = parts.runner(size.num_pages, size.num_snapshots)
     backend = CpuBackend(runner)
     sizes = parts.kind.graph_sizes(config)
     if capture is not None and sizes:
@@ -119,7 +125,7 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     sizes = parts.graph_sizes()
     budget = 0 if config.num_pages is not None else _measured_budget(parts, backend, sizes)
     size = size_pool(config, spec, parts.page_bytes, budget)
-    backend.runner = runner = parts.runner(size.num_pages)
+    backend.runner = runner = parts.runner(size.num_pages, size.num_snapshots)
     runner.warm_up()
     # What was made so far was enqueued elsewhere than on the stream of the steps.
     torch.cuda.synchronize(parts.device)

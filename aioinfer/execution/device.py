@@ -73,6 +73,10 @@ class DeviceInfo:
     threads: int = 0
     #: bytes of the KV pool
     kv_bytes: int = 0
+    #: of a model with recurrent state: how many states can be kept for cached prefixes; None: it has none
+    num_snapshots: int | None = None
+    #: bytes of all recurrent states
+    state_bytes: int = 0
     #: positions that the model knows
     model_positions: int | None = None
     #: why ``max_model_len`` is less than these, and which setting changes that; empty if it is not
@@ -97,6 +101,9 @@ class DeviceInfo:
         if self.page_size is not None:
             pages += f" of {self.page_size}, {self.num_pages * self.page_size} tokens"
         parts.append(f"{pages}, {self.kv_bytes / 2**30:.2f} GiB" if self.kv_bytes else pages)
+        if self.num_snapshots is not None:
+            size = f", {self.state_bytes / 2**30:.2f} GiB" if self.state_bytes else ""
+            parts.append(f"{self.num_snapshots} snapshots of recurrent state{size} with those of the slots")
         why = f" ({self.length_reason})" if self.length_reason else ""
         parts.append(f"max_model_len {self.max_model_len}{why}")
         parts.append(f"overlap_steps {self.overlap_steps}")

@@ -60,7 +60,8 @@ class PackedStep:
 
     ``sections`` holds input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1], kv_len[R], slots[R] and
     block_table[R * P], as in :class:`~aioinfer.model.batch.Batch`, and behind them the sections of the
-    decoding.
+    decoding; and for a model with recurrent state, where a row may have another cell than its slot's,
+    state_read[R] and state_write[R].
     """
 
     sections: Sections

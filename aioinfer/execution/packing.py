@@ -21,16 +21,24 @@ class Packer:
     """Keeps, by slot, what rows do not repeat: page tables here, parameters in ``rows``.
 
     ``graph_rows``: steps of so many decodes and nothing else are computed by captured decodes, which know
-    most of the page tables already.
+    most of the page tables already. ``states``: the model has recurrent state.
     """
 
-    __slots__ = ("_graph_rows", "_rows", "_tables")
+    __slots__ = ("_graph_rows", "_rows", "_states", "_tables")
 
     def __init__(
-        self, rows: RowPacker, num_slots: int, max_pages: int, page_size: int, graph_rows: int = 0
+        self,
+        rows: RowPacker,
+        num_slots: int,
+        max_pages: int,
+        page_size: int,
+        graph_rows: int = 0,
+        *,
+        states: bool = False,
     ) -> None:
         self._rows = rows
         self._graph_rows = graph_rows
+        self._states = states
         self._tables = PageTables(num_slots, max_pages, page_size)
 
     def pack(self, step: Step) -> PackedStep:
@@ -43,6 +51,8 @@ class Packer:
         layout = self._layout(step)
         placement = layout.placement
         own, work = self._rows.pack(step, layout)
+        if self._states and prefilling:
+            own |= _states(step)
         return PackedStep(
             sections=Sections(
                 {
@@ -85,3 +95,12 @@ class Packer:
             first = int(cu_q[at])
             ids[first : first + len(row.ids)] = row.ids
         return ids
+
+
+def _states(step: Step) -> dict[str, npt.NDArray[np.int64]]:
+    """Cells of recurrent state; those of generating rows are the cells of their slots."""
+    slots, rows = step.generating.slots, step.prefilling
+    return {
+        "state_read": np.concatenate((slots, [row.state_read for row in rows])),
+        "state_write": np.concatenate((slots, [row.state_write for row in rows])),
+    }

@@ -15,6 +15,7 @@ from aioinfer.execution.packed import PackedStep
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
+from aioinfer.model.state import RowStates, StatePool
 from aioinfer.observe.timeline import DeviceLane, now
 
 __all__ = ["Runner", "check_ids"]
@@ -23,7 +24,7 @@ __all__ = ["Runner", "check_ids"]
 class Runner:
     """Computes steps in the order of their launch. Launch thread only, except for :meth:`read`."""
 
-    __slots__ = ("attention", "decoding", "graphs", "lane", "model")
+    __slots__ = ("attention", "decoding", "graphs", "lane", "model", "states")
 
     def __init__(
         self,
@@ -31,10 +32,13 @@ class Runner:
         attention: Attention,
         decoding: Decoding,
         lane: DeviceLane | None = None,
+        states: StatePool | None = None,
     ) -> None:
+        """``states``: of a model with recurrent state."""
         self.model = model
         self.attention = attention
         self.decoding = decoding
+        self.states = states
         self.lane = DeviceLane() if lane is None else lane
         #: steps that are replayed, once they are captured
         self.graphs: StepGraphs | None = None
@@ -54,6 +58,10 @@ class Runner:
         parts = packed.sections.split(transfer.send(packed.sections.ints))
         logits_rows, state = self.decoding.gather(packed, parts, transfer)
         batch = _batch(packed, parts, logits_rows)
+        if self.states is not None:
+            slots = parts["slots"]
+            read, write = parts.get("state_read", slots), parts.get("state_write", slots)
+            batch.states = RowStates(self.states, read, write)
         rounds = 0
         while True:
             logits = self.model.forward(batch, self.attention)

@@ -1,11 +1,12 @@
-"""Sizing: how many KV pages there are, and what else wants memory on a CUDA device.
+"""Sizing: how many KV pages and recurrent states there are, and what else wants memory on a CUDA device.
 
     total ┌──────────────┬─────────┬────────────┬────────┬───────────────────────┬──────────────────┐
           │ other people │ weights │ activations│ graphs │       KV pages        │ left alone       │
           └──────────────┴─────────┴────────────┴────────┴───────────────────────┴──────────────────┘
                                                                                   1 - gpu_memory_utilization
 
-Activations and graphs are measured, by the largest step and a trial capture, before the pages are made.
+Activations and graphs are measured, by the largest step and a trial capture, before the pages are made. The
+recurrent states of a model that has any, of all slots and of cached prefixes, come off the KV pages' part.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ __all__ = ["PoolSize", "check_pool", "check_weights", "cpu_budget", "cuda_budget
 
 _GIB = 1 << 30
 
+#: at most so much of what the slots' states leave of the memory budget goes to snapshots of states
+_SNAPSHOT_SHARE = 4
+#: and at most so many per running request
+_SNAPSHOTS_EACH = 4
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
@@ -28,6 +34,10 @@ class PoolSize:
 
     num_pages: int
     max_model_len: int
+    #: of a model with recurrent state: states that are kept for cached prefixes; None: it has none
+    num_snapshots: int | None = None
+    #: bytes of all recurrent states
+    state_bytes: int = 0
 
 
 def cpu_budget(config: EngineConfig) -> int:
@@ -94,6 +104,11 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
     wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
     block = spec.unit
     wanted_len -= wanted_len % block
+    num_snapshots, state_bytes = None, 0
+    if spec.states:
+        num_snapshots = _snapshots(config, spec, budget)
+        state_bytes = (config.num_slots + num_snapshots + 1) * spec.state_bytes
+        budget -= state_bytes
     num_pages = config.num_pages
     if num_pages is None:
         # Never more than every running request could use at its longest.
@@ -111,4 +126,32 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
         )
     if min(wanted_len, capacity) < max(2, block):
         raise ConfigError("max_model_len and num_pages leave no room for a prompt and an output token")
-    return PoolSize(num_pages, min(wanted_len, capacity))
+    return PoolSize(num_pages, min(wanted_len, capacity), num_snapshots, state_bytes)
+
+
+def _snapshots(config: EngineConfig, spec: ModelSpec, budget: int) -> int:
+    """How many recurrent states are kept for cached prefixes. Raises OutOfMemory, if the config leaves the
+    number of pages open, where they and those of the slots are more than the budget."""
+    wanted, bounded = config.state_snapshots, config.num_pages is None
+    if not config.prefix_cache:
+        wanted = 0
+    slots = (config.num_slots + 1) * spec.state_bytes
+    left = budget - slots
+    if bounded and left < 0:
+        raise OutOfMemory(
+            f"max_running_requests is {config.max_running_requests}: the recurrent states of its "
+            f"{config.num_slots} slots take {slots / _GIB:.2f} GiB, and the memory budget has "
+            f"{max(0, budget) / _GIB:.2f} GiB: fewer, or more memory (gpu_memory_utilization, kv_memory_gib) "
+            "is needed"
+        )
+    if wanted is None:
+        running = config.max_running_requests
+        if not bounded:
+            return running
+        return min(_SNAPSHOTS_EACH * running, left // (_SNAPSHOT_SHARE * spec.state_bytes))
+    if bounded and wanted * spec.state_bytes > left:
+        raise OutOfMemory(
+            f"state_snapshots is {wanted}: they take {wanted * spec.state_bytes / _GIB:.2f} GiB, and beside "
+            f"the states of the slots the memory budget has {left / _GIB:.2f} GiB left"
+        )
+    return wanted

@@ -107,6 +107,8 @@ class TorchDevice:
             kernels=_kernels(spec, choice, sampling),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
             kv_bytes=size.num_pages * parts.page_bytes,
+            num_snapshots=size.num_snapshots,
+            state_bytes=size.state_bytes,
             model_positions=spec.max_model_len,
             length_reason=_length_reason(config, spec, size, device),
         )

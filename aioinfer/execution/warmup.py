@@ -34,7 +34,8 @@ def filled_slots(rows: int, length: int, params: SamplingParams, *, samples: boo
     nobody: Any = None
     new = NewRequestData(params, 0, frozenset(), [0] * length, [])
     return tuple(
-        Row(nobody, slot, 0, length, [0] * length, samples, (), 0, new) for slot in range(1, rows + 1)
+        Row(nobody, slot, 0, length, [0] * length, samples, (), 0, new, state_write=slot)
+        for slot in range(1, rows + 1)
     )
 
 

@@ -97,6 +97,7 @@ class Core:
             PageAllocator(info.num_pages, info.page_size or config.page_size),
             SlotPool(config.num_slots),
             prefix_cache=config.prefix_cache,
+            snapshots=info.num_snapshots,
         )
         return Scheduler(memory, config, self._generation.batch(memory, config))
 

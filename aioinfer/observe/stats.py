@@ -81,6 +81,9 @@ class EngineStats:
     #: tokens of admitted requests, and those of them found in the prefix cache
     queried_tokens: int = _gauge(lambda s, _: s.memory.queried_tokens)
     cached_tokens: int = _gauge(lambda s, _: s.memory.hit_tokens)
+    #: models with recurrent state: states kept for cached prefixes, and times a request started from one
+    snapshots_cached: int = _gauge(lambda s, _: s.memory.snapshots_cached)
+    snapshot_hits: int = _gauge(lambda s, _: s.memory.snapshot_hits)
     policy: str = _gauge(lambda s, _: s.queues.waiting.name)
     #: rounds in which the queue was too long for the policy to sort
     policy_fallbacks: int = _gauge(lambda s, _: s.queues.waiting.fallbacks)

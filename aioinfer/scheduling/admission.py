@@ -100,10 +100,7 @@ class PrefixLeaders:
         """What two requests have in common if one should wait for the other; None if not worth it."""
         if not self._pages or not request.kv.cacheable:
             return None
-        if request.kv.lock is None:
-            hit, node = self._memory.lookup(request)
-        else:
-            hit, node = request.kv.cached_pages, request.kv.lock.node
+        hit, node = self._memory.shared(request)
         size = self._memory.pages.page_size
         stop = (hit + self._pages) * size
         if stop > request.cursor.reusable or (node is not None and node.detached):
@@ -217,6 +214,8 @@ class Admitter:
                 continue
             held += 1
             self.held += 1
+            if self._memory.states is not None:
+                self._memory.states.part(leader, request)
             if held > self._config.lookahead:
                 return
             yield request, leader

@@ -23,6 +23,8 @@ def check_idle(scheduler: Scheduler) -> None:
     assert not scheduler.queues.has_unfinished
     assert not memory.pages.private, f"{memory.pages.private} pages belong to no request"
     assert not memory.pages.fenced, f"{memory.pages.fenced} pages wait for a step that is not there"
+    pool = None if memory.states is None else memory.states.pool
+    assert pool is None or not pool.private + pool.fenced, "a snapshot belongs to no request"
     assert memory.tree is None or not memory.tree.num_locks, "a prefix is locked by no request"
     assert not scheduler.queues.queued_tokens
 

@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, Node, RadixTree
 from aioinfer.cache.slots import SlotPool
+from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
 from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.states import StateCells
 
 __all__ = ["Memory"]
 
@@ -25,12 +27,31 @@ __all__ = ["Memory"]
 class Memory:
     """Pages, slots and, unless ``prefix_cache`` is off, the tree of prefixes."""
 
-    __slots__ = ("hit_tokens", "pages", "queried_tokens", "slots", "tree")
+    __slots__ = ("hit_tokens", "pages", "queried_tokens", "slots", "states", "tree")
 
-    def __init__(self, pages: PageAllocator, slots: SlotPool, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        pages: PageAllocator,
+        slots: SlotPool,
+        *,
+        prefix_cache: bool = True,
+        snapshots: int | None = None,
+    ) -> None:
+        """``snapshots``: of a model with recurrent state, how many can be kept; without any, no prefix is
+        ever used again. None: the model has no such state."""
         self.pages = pages
         self.slots = slots
-        self.tree = RadixTree(pages.page_size) if prefix_cache else None
+        self.tree: RadixTree | None = None
+        #: of a model with recurrent state
+        self.states: StateCells | None = None
+        if snapshots is None:
+            self.tree = RadixTree(pages.page_size) if prefix_cache else None
+        else:
+            tree = None
+            if prefix_cache and snapshots:
+                tree = SnapshotTree(pages.page_size, SnapshotPool(snapshots))
+            self.tree = tree
+            self.states = StateCells(slots.total, pages.page_size, tree)
         #: tokens of admitted requests, and how many of them were in the cache
         self.queried_tokens = 0
         self.hit_tokens = 0
@@ -52,6 +73,16 @@ class Memory:
         """Pages come back by themselves when steps in flight resolve."""
         return bool(self.pages.fenced or self.evictable)
 
+    @property
+    def snapshots_cached(self) -> int:
+        """Recurrent states that are kept for cached prefixes."""
+        return 0 if self.states is None or self.states.pool is None else self.states.pool.cached
+
+    @property
+    def snapshot_hits(self) -> int:
+        """Times a request started from one of them."""
+        return 0 if self.states is None else self.states.hits
+
     def lookup(self, request: Request) -> tuple[int, Node | None]:
         """Pages of a waiting request that are cached, and the node where they end; remembered.
 
@@ -65,6 +96,15 @@ class Memory:
             pages, node = self.tree.find(self._key(request), request.namespace)
             request.kv.hit = (self.tree.version, reusable, pages, node)
         return pages, node  # type: ignore[return-value]
+
+    def shared(self, request: Request) -> tuple[int, Node | None]:
+        """The same of any request: of a running one, the pages it has in common with the cache from which
+        others could start."""
+        if request.kv.lock is None:
+            return self.lookup(request)
+        if self.states is None or self.states.tree is None:
+            return request.kv.cached_pages, request.kv.lock.node
+        return self.states.tree.deepest(request.kv.lock)
 
     def uncached(self, request: Request) -> int:
         """Tokens of a waiting request that admission would have to compute."""
@@ -97,6 +137,9 @@ class Memory:
         request.kv.pages = fresh if lock is None else lock.pages() + fresh
         cached = hit * self.pages.page_size
         request.restart(cached)
+        if self.states is not None:
+            matched = 0 if self.tree is None else self.tree.match(self._key(request), request.namespace)
+            self.states.admitted(request, matched)
         self.queried_tokens += request.length
         self.hit_tokens += cached
         return True
@@ -115,6 +158,12 @@ class Memory:
         Where another request was faster with the same prefix, its pages take the place of ours.
         ``fence`` is the newest launched step that reads ours.
         """
+        changed = self._commit_pages(request, fence)
+        if self.states is not None:
+            self.states.settle(request)
+        return changed
+
+    def _commit_pages(self, request: Request, fence: int) -> bool:
         start, stop = request.kv.cached_pages, request.cursor.committed // self.pages.page_size
         if request.kv.lock is None or not request.kv.cacheable or stop <= start:
             return False
@@ -138,24 +187,44 @@ class Memory:
         """Take back all a request holds. Sized by what was allocated, never by token counts."""
         fence = request.kv.last_step
         self.commit(request, fence)
+        if self.states is not None:
+            self.states.release(request)
         self.pages.give(request.kv.pages[request.kv.cached_pages :], fence)
         self._unlock(request.kv.lock, fence)
         self.slots.give((request.kv.slot,), fence)
         request.kv.pages, request.kv.cached_pages = [], 0
         request.kv.slot, request.kv.lock = 0, None
 
+    def rewind(self, request: Request, computed: int) -> int:
+        """A running request is to continue from ``computed`` positions, with what is in flight for it void;
+        returns from how many it can. Its table may have fewer pages than it needs then."""
+        if self.states is None:
+            return computed
+        computed = self.states.rewind(request, computed)
+        kv, pages = request.kv, computed // self.pages.page_size
+        if pages < kv.cached_pages:
+            # What others read is not written again, even with the same.
+            assert kv.lock is not None
+            assert self.states.tree is not None
+            _, top = self.states.tree.deepest(kv.lock, pages)
+            gone = self.states.tree.shorten(kv.lock, pages, top, kv.last_step)
+            del kv.pages[pages : kv.cached_pages]
+            kv.cached_pages = pages
+            self._drop(gone)
+        return computed
+
     def distrust(self, request: Request) -> None:
         """The KV of a request must not be shared, as far as no other request uses it yet."""
         request.kv.cacheable = False
         if self.tree is None or request.finished:
             return
-        if request.kv.lock is not None:
-            self.tree.forget(request.kv.lock)
-        else:
-            # Retracted: what it left in the cache is found by its tokens.
-            lock = self.tree.lock(self._key(request), request.namespace)
+        lock = request.kv.lock
+        if lock is None or self.states is not None:
+            # What it left in the cache before it was retracted is found by its tokens; of a model with
+            # recurrent state, its present lock need not reach so far.
+            self._drop(self.tree.forget_key(self._key(request), request.namespace))
+        if lock is not None:
             self.tree.forget(lock)
-            self._unlock(lock, 0)
 
     def flush(self) -> int:
         """Forget every cached prefix; returns how many pages that freed at once."""
@@ -169,6 +238,8 @@ class Memory:
         """Step ``step_id`` has resolved, and all before it."""
         self.pages.resolved(step_id)
         self.slots.resolved(step_id)
+        if self.states is not None and self.states.pool is not None:
+            self.states.pool.resolved(step_id)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -201,6 +272,8 @@ class Memory:
         if self.tree is not None:
             self.tree.check()
             assert self.tree.num_pages == self.pages.cached
+        if self.states is not None:
+            self.states.check()
 
     def audit(self, running: Iterable[Request]) -> None:
         """Assert by walking that every page and slot is where it should be."""
@@ -215,3 +288,5 @@ class Memory:
             (page for request in running for page in request.kv.pages[request.kv.cached_pages :]), cached
         )
         self.slots.audit(request.kv.slot for request in running)
+        if self.states is not None:
+            self.states.audit(running)

@@ -285,7 +285,7 @@ class RequestQueues:
         request.recovery.void_until = self.last_step
         if request.state is RequestState.RUNNING:
             self._stop_computing(request)
-            request.rewind(computed)
+            request.rewind(self.memory.rewind(request, computed))
             if not request.parked:
                 self._prefill_rest(request)
         elif request.key in self.shelved:

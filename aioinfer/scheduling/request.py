@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from aioinfer.cache.radix import Lock, token_key
@@ -13,12 +14,15 @@ from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
+    from aioinfer.scheduling.states import RequestStates
     from aioinfer.text.grammar import GrammarState
 
 __all__ = ["Allocation", "MakeCursor", "ParkedFor", "Recovery", "Request", "RequestState"]
 
 #: makes the cursor of a request from its prompt's length, its output ids and its greatest length
 MakeCursor = Callable[[int, list[int], int], Cursor]
+
+_NO_PARTINGS: Mapping[int, int] = MappingProxyType({})
 
 
 class RequestState(Enum):
@@ -58,8 +62,10 @@ class Allocation:
         "last_step",
         "lock",
         "pages",
+        "partings",
         "sent_pages",
         "slot",
+        "states",
     )
 
     def __init__(self) -> None:
@@ -80,6 +86,10 @@ class Allocation:
         self.sent_pages = 0
         #: the newest launched step with a row of this request; kept by the batch while the request is in it
         self.last_step = 0
+        #: while it runs, if the model has recurrent state
+        self.states: RequestStates | None = None
+        #: where requests that wait for its prefix part from it, by their keys; kept by StateCells
+        self.partings: Mapping[int, int] = _NO_PARTINGS
 
     def forget_device(self) -> None:
         """The next row announces the request and all its pages again."""

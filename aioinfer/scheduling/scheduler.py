@@ -243,6 +243,10 @@ class Scheduler:
         if longest is not None:
             most = longest if most is None else min(most, longest)
         start, stop = cursor.computed, cursor.prefill_stop(mixed=self.config.mixed)
+        if self.memory.states is not None:
+            end = self.memory.states.stop(request, start, stop)
+            if end is not None:
+                most = end - start if most is None else min(most, end - start)
         length = budget.chunk(start, stop - start, most) if start < stop else 0
         rows: list[Row] = []
         if length:
@@ -262,7 +266,12 @@ class Scheduler:
         first, pages = kv.take_new_pages()
         ids = request.known_ids(start, start + known)
         scores = cursor.score(start + length)
-        return Row(request, kv.slot, start, length, ids, samples, pages, first, data, scores, blocks)
+        row = Row(request, kv.slot, start, length, ids, samples, pages, first, data, scores, blocks)
+        states = self.memory.states
+        if states is not None:
+            stop = start + length
+            row.state_read, row.state_write = states.cells(request, start, stop, kv.last_step, last=samples)
+        return row
 
     # -- memory ---------------------------------------------------------------------------------
 

@@ -120,6 +120,9 @@ class Row:
     #: positions [first, last) of the row whose next token of the prompt is to be scored
     scores: tuple[int, int] | None = None
     blocks: int = 0
+    #: cells of recurrent state, if the model has any: see :class:`~aioinfer.scheduling.states.StateCells`
+    state_read: int = 0
+    state_write: int = 0
 
     @property
     def kv_length(self) -> int:
@@ -175,7 +178,9 @@ class Generating:
         for request, slot, start, length in columns:
             first, pages = tables.get(slot, (0, []))
             new, blocks = self.new_requests.get(slot), length // self.unit
-            rows.append(Row(request, slot, start, length, (), True, pages, first, new, blocks=blocks))
+            row = Row(request, slot, start, length, (), True, pages, first, new, blocks=blocks)
+            row.state_read = row.state_write = slot
+            rows.append(row)
         return rows
 
 

@@ -20,16 +20,13 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
+from aioinfer.testing.toy_states import TaintError, ToyStates
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
 
 _MASK = (1 << 63) - 1
 _POISON = -7
-
-
-class TaintError(AssertionError):
-    """A step was about to read memory that is not its own, or was never written."""
 
 
 def _mix(state: int, value: int) -> int:
@@ -86,7 +83,8 @@ class ToyDevice:
     ``fault`` is called with every step before it is computed and may raise, as a device would; so is
     ``late_fault`` when everything is computed and sampled. What failed is never simply missing: cells of its
     rows hold junk, and so does what rows behind bring. ``defer`` is called with every row that samples: None
-    lets it, otherwise so many tokens follow unsampled, perhaps 0.
+    lets it, otherwise so many tokens follow unsampled, perhaps 0. With ``snapshots`` the model has a
+    recurrent state, of which so many can be kept; it must be right wherever a row starts from it.
     """
 
     synchronous = True
@@ -102,6 +100,7 @@ class ToyDevice:
         fault: Callable[[Step], None] | None = None,
         late_fault: Callable[[Step], None] | None = None,
         defer: Callable[[Row], int | None] | None = None,
+        snapshots: int | None = None,
     ) -> None:
         self.page_size = page_size
         self.vocab_size = vocab_size
@@ -113,6 +112,7 @@ class ToyDevice:
         capacity = num_pages * page_size
         self._max_model_len = capacity if max_model_len is None else min(max_model_len, capacity)
         self._num_slots = num_slots
+        self._snapshots = snapshots
         self.masks = GrammarWorker(threaded=False)
         self.lane = DeviceLane()
         self.steps = 0
@@ -135,6 +135,7 @@ class ToyDevice:
         #: requests whose newest row sampled nothing: rows behind it are junk until one brings its tokens
         self._void: set[int] = set()
         self._last_step = 0
+        self._states = None if self._snapshots is None else ToyStates(self._num_slots, self._snapshots)
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         self._reset()
@@ -144,6 +145,7 @@ class ToyDevice:
             num_pages=self._num_pages,
             eos_token_ids=frozenset({0}),
             description="toy",
+            num_snapshots=self._snapshots,
         )
 
     def prepare(self, step: Step) -> _Prepared:
@@ -183,6 +185,8 @@ class ToyDevice:
     def _compute(self, prepared: _Prepared) -> StepResult:
         # All rows write before any row samples, as in a packed forward.
         rows = prepared.rows
+        if self._states is not None:
+            self._states.check(rows)
         states = [self._write(row, table) for row, table in zip(rows, prepared.tables, strict=True)]
         result = StepResult([])
         for index, (row, state) in enumerate(zip(rows, states, strict=True)):
@@ -244,6 +248,8 @@ class ToyDevice:
         pages = np.asarray(table, np.int64)
         positions = np.arange(row.kv_length)
         cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        if self._states is not None:
+            self._states.read(row, expected[-1] if expected else 0)
         read = cells[: row.start]
         if (self._position[read] != positions[: row.start]).any() or (
             self._state[read] != np.asarray(expected, np.int64)
@@ -252,6 +258,8 @@ class ToyDevice:
         self._extend(row, expected, ids)
         self._position[cells[row.start :]] = positions[row.start :]
         self._state[cells[row.start :]] = expected[row.start :]
+        if self._states is not None:
+            self._states.write(row, expected[-1])
         return expected[-1]
 
     def _write_junk(self, row: Row, table: list[int]) -> int:
@@ -260,6 +268,8 @@ class ToyDevice:
             raise TaintError(f"{row.request}: no page for position {row.kv_length - 1}")
         for at in range(row.start, row.kv_length):
             self._state[table[at // self.page_size] * self.page_size + at % self.page_size] = _POISON
+        if self._states is not None:
+            self._states.spoil(row)
         return _mix(_mix(row.request.key, row.start), self._last_step)
 
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:

@@ -148,6 +148,7 @@ class LawChecker:
             deferred_rows=counters.deferred_rows,
             forced_tokens=counters.forced_tokens,
             hit_tokens=memory.hit_tokens,
+            snapshot_hits=memory.snapshot_hits,
             held_back=admitter.held,
             packed_rounds=admitter.packed_rounds,
             forced_rounds=admitter.forced_rounds,
@@ -248,7 +249,7 @@ class BlockLaws(LawChecker):
 
     def totals(self) -> Counter[str]:
         counts = super().totals()
-        for never in ("deferred_rows", "forced_tokens"):
+        for never in ("deferred_rows", "forced_tokens", "snapshot_hits"):
             del counts[never]
         counts.update({"ended_in_mid_block": self.ended_in_mid_block, "multi_steps": self.multi_steps})
         return counts

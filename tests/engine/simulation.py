@@ -166,6 +166,7 @@ async def operate(world: World) -> None:
                     retract_one(world.engine)
                 case "look":
                     stats = world.engine.stats()
+                    assert stats.snapshots_cached <= (world.engine.info.num_snapshots or 0)
                     held = stats.pages_free + stats.pages_fenced + stats.pages_private + stats.pages_cached
                     assert held == stats.pages_total
                     assert stats.prefilling + stats.decoding <= stats.running

@@ -143,6 +143,8 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         # What nobody samples has no logprob.
         return 0 if row.request.params.logprobs is not None else dice.choice([0, 1, 2, 9])
 
+    # Of its own dice, so that the others fall as they did before there were states.
+    snapshots = random.Random(seed + 3).choice([None, None, 0, 1, 2, 3, 8, 100])
     device = ToyDevice(
         num_pages=num_pages,
         page_size=page_size,
@@ -151,6 +153,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         fault=faults.early,
         late_fault=faults.late,
         defer=defer,
+        snapshots=snapshots,
     )
     faults.device = device
     launcher = TimedLauncher(

@@ -28,6 +28,7 @@ class Desk:
         pages: int = 64,
         running: int = 4,
         prefix_cache: bool = True,
+        snapshots: int | None = None,
         **limits: Any,
     ) -> None:
         options: dict[str, Any] = {
@@ -40,7 +41,10 @@ class Desk:
             "admission": "fifo",
         }
         self.memory = Memory(
-            PageAllocator(pages, page_size), SlotPool(3 * running), prefix_cache=prefix_cache
+            PageAllocator(pages, page_size),
+            SlotPool(3 * running),
+            prefix_cache=prefix_cache,
+            snapshots=snapshots,
         )
         self.scheduler = Scheduler(self.memory, EngineConfig(policy=policy, **{**options, **limits}))
         self.flights: list[Step] = []

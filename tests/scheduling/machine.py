@@ -62,6 +62,7 @@ def configs() -> st.SearchStrategy[dict[str, Any]]:
             "page_size": st.sampled_from([1, 2, 4]),
             "pages": st.integers(0, 8),
             "prefix_cache": st.sampled_from([True, True, True, False]),
+            "snapshots": st.sampled_from([None, 16, 2, 1, 0]),
             "window": st.sampled_from([2, 1, 0]),
             "max_running_requests": st.integers(1, 5),
             "more_tokens": st.sampled_from([0, 1, 4, 30]),
@@ -110,15 +111,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         size, running = config.pop("page_size"), config["max_running_requests"]
         self.num_pages = -(-14 // size) + config.pop("pages")
         self.window = config.pop("window")
-        cache = config.pop("prefix_cache")
+        cache, snapshots = config.pop("prefix_cache"), config.pop("snapshots")
         config["max_step_tokens"] = running + config.pop("more_tokens")
         least = min(0.1, config["new_token_ratio"])
         num_slots = running * (self.window + 1)
-        memory = Memory(PageAllocator(self.num_pages, size), SlotPool(num_slots), prefix_cache=cache)
+        memory = Memory(
+            PageAllocator(self.num_pages, size), SlotPool(num_slots), prefix_cache=cache, snapshots=snapshots
+        )
         settings = EngineConfig(**config, min_new_token_ratio=least)
         self.memory, self.capacity = memory, self.num_pages * size
         self.scheduler = LawChecker(watched(self, Scheduler(memory, settings)))
-        self.device = NaiveDevice(self.num_pages, size, num_slots)
+        self.device = NaiveDevice(self.num_pages, size, num_slots, snapshots)
 
     def _pick(self, among: list[Request], pick: int) -> Request:
         assume(among)
@@ -314,6 +317,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not pages & set(self.memory.pages._free), "a page is free and in flight"
         slots = {row.slot for flight in self.flights for row in flight.rows}
         assert not slots & set(self.memory.slots._free), "a slot is free and in flight"
+        if self.memory.states is not None and self.memory.states.pool is not None:
+            touched = {cell for flight in self.flights for cell in flight.states_touched}
+            free = {self.memory.slots.total + item for item in self.memory.states.pool._free}
+            assert not touched & free, "a snapshot is free and in flight"
 
     @invariant()
     def cache_is_true(self) -> None:
@@ -333,6 +340,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert device.cells[cell] == tuple(tokens), "a cached page holds something else"
                 assert device.writer[cell] <= self.scheduler.resolved, "a cached page is still in flight"
             stack += [(child, tokens) for child in node.children.values()]
+            if node.snapshot is not None:
+                assert device.states is not None
+                held = self.memory.slots.total + node.snapshot.item
+                assert device.states[held] == tuple(tokens), "a snapshot is of another prefix"
+                assert device.state_writer[held] <= self.scheduler.resolved, "a snapshot is still in flight"
 
     @invariant()
     def told(self) -> None:

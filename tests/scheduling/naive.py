@@ -47,18 +47,28 @@ class Flight:
     tenancies: dict[int, int] = field(default_factory=dict)
     #: requests that start over: what this brings for them is junk
     void: set[int] = field(default_factory=set)
+    #: by cell of recurrent state: whose row wrote it here; and all cells that were read or written
+    states_written: dict[int, int] = field(default_factory=dict)
+    states_touched: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
 
 
 class NaiveDevice:
     """Computes rows by the book, and looks at every cell before it reads it."""
 
-    def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, num_slots: int, num_snapshots: int | None = None
+    ) -> None:
         self.page_size = page_size
         self.cells: list[tuple[Any, ...]] = [JUNK] * ((num_pages + 1) * page_size)
         self.writer = [0] * len(self.cells)
         self.tables: list[list[int]] = [[] for _ in range(num_slots + 1)]
         self.tenants = [0] * (num_slots + 1)
         self.relay = [BAD_LOGITS] * (num_slots + 1)
+        #: what each cell of recurrent state stands for, and the newest step that wrote it
+        self.states: list[tuple[Any, ...]] | None = None
+        if num_snapshots is not None:
+            self.states = [JUNK] * (num_slots + num_snapshots + 1)
+        self.state_writer = [0] * (0 if self.states is None else len(self.states))
 
     def launch(
         self, step: Step, lives: dict[int, Life], flights: list[Flight], luck: Sequence[int]
@@ -86,6 +96,10 @@ class NaiveDevice:
         for cell, key in flight.written.items():
             if key in keys and self.writer[cell] == flight.step.id:
                 self.cells[cell] = JUNK
+        for cell, key in flight.states_written.items():
+            if key in keys and self.state_writer[cell] == flight.step.id:
+                assert self.states is not None
+                self.states[cell] = JUNK
 
     def _tell(self, row: Row, life: Life, flights: list[Flight]) -> None:
         table = self.tables[row.slot]
@@ -115,6 +129,8 @@ class NaiveDevice:
         if not life.doomed:
             for at, cell in enumerate(cells[: row.start]):
                 assert self.cells[cell] == life.cell(at + 1), f"{row.request} reads what is not its own"
+        if self.states is not None:
+            self._move_state(self.states, row, life, flight, flights)
         ids = [self.relay[row.slot]] if not row.ids else list(row.ids)
         own = [*row.request.prompt_ids, *life.sampled][row.start : row.kv_length]
         assert ids == own, "the row computes other tokens than the request has"
@@ -122,3 +138,23 @@ class NaiveDevice:
             self.cells[cells[at]] = JUNK if life.doomed else life.cell(at + 1)
             self.writer[cells[at]] = flight.step.id
             flight.written[cells[at]] = row.request.key
+
+    def _move_state(
+        self, states: list[tuple[Any, ...]], row: Row, life: Life, flight: Flight, flights: list[Flight]
+    ) -> None:
+        read, write, who = row.state_read, row.state_write, (row.request.key, life.tenancy)
+        assert (read == 0) == (row.start == 0), "the empty state is that of no token"
+        assert write, "the null cell is written"
+        for past in flights:
+            assert not past.states_touched.get(write, set()) - {who}, f"cell {write} is reused in flight"
+        others = flight.states_touched.get(write, set()) | {
+            (key, life.tenancy) for cell, key in flight.states_written.items() if cell == read
+        }
+        assert not others, "two rows of a step share a cell that one of them writes"
+        if not life.doomed and read:
+            assert states[read] == life.cell(row.start), f"{row.request} starts from another state"
+        for cell in {read, write} - {0}:
+            flight.states_touched.setdefault(cell, set()).add(who)
+        states[write] = JUNK if life.doomed else life.cell(row.kv_length)
+        self.state_writer[write] = flight.step.id
+        flight.states_written[write] = row.request.key

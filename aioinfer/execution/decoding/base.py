@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.packed import Layout, PackedStep
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.spec import CausalLM
+    from aioinfer.model.state import StatePool
     from aioinfer.scheduling.step import NewRequestData, Step
 
 __all__ = ["Captured", "Decoding", "Kind", "Output", "RowPacker", "Send", "Transfer"]
@@ -107,9 +108,16 @@ class Decoding(Protocol):
         """The result of a step from host copies of ``output.tensors``."""
 
     def captured(
-        self, model: CausalLM, attention: Attention, *, max_rows: int, max_pages: int, page_size: int
+        self,
+        model: CausalLM,
+        attention: Attention,
+        *,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+        states: StatePool | None = None,
     ) -> Captured:
-        """What graphs of up to ``max_rows`` rows replay."""
+        """What graphs of up to ``max_rows`` rows replay. ``states``: of a model with recurrent state."""
 
 
 class Captured(Protocol):

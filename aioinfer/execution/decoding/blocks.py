@@ -25,6 +25,7 @@ from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.warmup import COSTLY, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.model.state import StatePool
 from aioinfer.params import DiffusionParams
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
@@ -237,8 +238,16 @@ class BlockDecoding:
         return result
 
     def captured(
-        self, model: CausalLM, attention: Attention, *, max_rows: int, max_pages: int, page_size: int
+        self,
+        model: CausalLM,
+        attention: Attention,
+        *,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+        states: StatePool | None = None,
     ) -> CapturedBlocks:
+        assert states is None, "rounds would advance the states of a diffusion model"
         return CapturedBlocks(
             *(model, attention, self.table),
             max_rows=max_rows,
@@ -264,8 +273,10 @@ class BlockKind:
 
     def fit(self, config: EngineConfig) -> EngineConfig:
         """Pages become whole blocks. Raises ConfigError where not even two blocks fit into a step, or one
-        into the longest sequence."""
+        into the longest sequence, and for recurrent states: a round cannot be repeated on them."""
         size, spec = self._size, self._spec
+        if spec.states:
+            raise ConfigError("model: a diffusion model with recurrent state cannot be served")
         if config.max_step_tokens < 2 * size:
             raise ConfigError(
                 f"max_step_tokens is {config.max_step_tokens}; two blocks of {size} positions must fit"

@@ -25,6 +25,7 @@ from aioinfer.execution.packed import PackedStep
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
+from aioinfer.model.state import RowStates, StatePool
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.sampler import Sampler
 
@@ -111,6 +112,7 @@ class CapturedTokens:
         max_rows: int,
         max_pages: int,
         page_size: int,
+        states: StatePool | None = None,
     ) -> None:
         device = relay.device
         self._model = model
@@ -118,6 +120,7 @@ class CapturedTokens:
         self._sampler = sampler
         self._relay = relay
         self._page_size = page_size
+        self._states = states
         self._rows = DecodeRows(max_rows, max_pages, device)
         # Of all sizes, and not in the graphs' pool: the next forward would write there while tokens are still
         # copied to the host.
@@ -189,6 +192,8 @@ class CapturedTokens:
             # Lengths are known to the device alone: kernels that ask the host cannot be captured.
             kv_lens=[],
             num_decodes=size,
+            # Padding has the null slot and the null cell.
+            states=None if self._states is None else RowStates(self._states, slots, slots),
         )
         self._logits[:size].copy_(self._model.forward(batch, self._attention))
         starts += live

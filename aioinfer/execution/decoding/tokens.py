@@ -21,6 +21,7 @@ from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.warmup import COSTLY, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import FilterRows, PenaltyReset, SamplingBatch
@@ -247,13 +248,21 @@ class TokenDecoding:
         return result
 
     def captured(
-        self, model: CausalLM, attention: Attention, *, max_rows: int, max_pages: int, page_size: int
+        self,
+        model: CausalLM,
+        attention: Attention,
+        *,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+        states: StatePool | None = None,
     ) -> CapturedTokens:
         return CapturedTokens(
             *(model, attention, self.sampler, self.relay),
             max_rows=max_rows,
             max_pages=max_pages,
             page_size=page_size,
+            states=states,
         )
 
 

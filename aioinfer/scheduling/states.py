@@ -1,0 +1,240 @@
+"""StateCells: which cell of recurrent state each row reads and writes.
+
+Cells are numbered as in :mod:`aioinfer.model.state`: 0 is the empty state, then those of the slots, then the
+snapshots. A row reads one and writes one, so nothing is ever copied::
+
+    prompt     |---- chunk ----|---- chunk ----|---- chunk ----|-- last --| decode, decode ...
+    reads      0               slot            snapshot        slot         slot
+    writes          slot            snapshot        slot           slot     slot
+
+Chunks end on purpose where others, or the request itself, may continue: at the last page boundary of what is
+prefilled, and where the request parts from what is cached or from a request that waits for it. A snapshot is
+taken there. (Marconi, arXiv 2411.19379, takes them at these two kinds of positions, too.) It is private until
+its chunk has resolved; then the prefix tree carries it.
+
+A state cannot be taken back: where KV alone would be rewound to any position, a request continues from its
+deepest snapshot before that position, or from the beginning.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioinfer.cache.snapshots import Snapshot, SnapshotPool, SnapshotTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aioinfer.scheduling.request import Request
+
+__all__ = ["RequestStates", "StateCells"]
+
+#: requests waiting for another one's prefix that are heard on where it ends
+_MOST_PARTINGS = 4
+
+
+class RequestStates:
+    """The snapshots of a request that runs."""
+
+    __slots__ = ("source", "taken", "wanted")
+
+    def __init__(self) -> None:
+        #: its next row starts from it; None: from the slot's cell, or from nothing at position 0
+        self.source: Snapshot | None = None
+        #: written by launched chunks that have not resolved, oldest first
+        self.taken: list[Snapshot] = []
+        #: positions that are still to be reached at which a snapshot is to be taken
+        self.wanted: set[int] = set()
+
+    def private(self) -> set[Snapshot]:
+        """Those that the tree does not carry."""
+        held = self.taken if self.source is None else [*self.taken, self.source]
+        return {snapshot for snapshot in held if snapshot.node is None}
+
+
+class StateCells:
+    """The cells of a model with recurrent state. A part of :class:`~aioinfer.scheduling.memory.Memory`, which
+    holds the pages of the same positions."""
+
+    __slots__ = ("_page_size", "_slots", "hits", "pool", "tree")
+
+    def __init__(self, num_slots: int, page_size: int, tree: SnapshotTree | None) -> None:
+        """``tree``: None if no snapshots are taken."""
+        self._slots = num_slots
+        self._page_size = page_size
+        self.tree = tree
+        self.pool: SnapshotPool | None = None if tree is None else tree.pool
+        #: times a request started from a snapshot, at its admission or when it was rewound
+        self.hits = 0
+
+    # -- the life of a request ------------------------------------------------------------------
+
+    def admitted(self, request: Request, matched: int) -> None:
+        """A request got its lock and starts behind it; ``matched`` pages of its tokens are cached, those
+        without a state behind them included."""
+        kv = request.kv
+        kv.states = RequestStates()
+        if kv.lock is None:
+            return
+        self._start_from(request, kv.lock.node.snapshot)
+        size = self._page_size
+        if kv.cacheable:
+            self._want(request, kv.cached_pages * size, matched * size, *kv.partings.values())
+
+    def part(self, leader: Request, request: Request) -> None:
+        """``request`` waits until ``leader`` has computed what both begin with: let a snapshot be taken where
+        that ends. The first few that wait are heard, once each."""
+        kv, size = leader.kv, self._page_size
+        if self.tree is None or request.key in kv.partings or len(kv.partings) == _MOST_PARTINGS:
+            return
+        most = min(leader.cursor.reusable, request.cursor.reusable) // size
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            stop = middle * size
+            if leader.token_key(low * size, stop) == request.token_key(low * size, stop):
+                low = middle
+            else:
+                high = middle - 1
+        kv.partings = {**kv.partings, request.key: low * size}
+        if kv.states is not None:
+            kv.states.wanted.add(low * size)
+
+    def stop(self, request: Request, start: int, stop: int) -> int | None:
+        """Where a chunk from ``start`` on should end so that a snapshot can be taken there, before
+        ``stop``; None if nowhere, or if there is no cell for one."""
+        states = request.kv.states
+        assert states is not None
+        if not states.wanted:
+            return None
+        ahead = [position for position in states.wanted if start < position < stop]
+        if not ahead or self.tree is None or not self.tree.make_room():
+            return None
+        return min(ahead)
+
+    def cells(self, request: Request, start: int, stop: int, step_id: int, *, last: bool) -> tuple[int, int]:
+        """The cells that the row of positions [start, stop) reads and writes. ``last``: it samples, and
+        decodes follow, which know the slot's cell alone."""
+        kv = request.kv
+        states = kv.states
+        assert states is not None
+        read = write = kv.slot
+        source = states.source
+        if source is not None:
+            assert source.position == start, "the request continues elsewhere than its state"
+            read = self._slots + source.item
+            source.fence = step_id
+            self._leave_source(request)
+        elif not start:
+            read = 0
+        if not last and stop in states.wanted and self.tree is not None and self.tree.make_room():
+            snapshot = Snapshot(self.tree.pool.take(1)[0], stop)
+            snapshot.fence, snapshot.readers = step_id, 1
+            states.source = snapshot
+            states.taken.append(snapshot)
+            write = self._slots + snapshot.item
+        return read, write
+
+    def settle(self, request: Request) -> None:
+        """What the request has computed was offered to others: offer its snapshots there, too."""
+        states = request.kv.states
+        if states is None or not states.taken:
+            return
+        assert self.tree is not None
+        lock, committed = request.kv.lock, request.cursor.committed
+        while states.taken and states.taken[0].position <= committed:
+            snapshot = states.taken.pop(0)
+            shared = lock is not None and request.kv.cacheable and self.tree.attach(snapshot, lock)
+            if not shared and snapshot is not states.source:
+                self.tree.pool.give((snapshot.item,), snapshot.fence)
+
+    def release(self, request: Request) -> None:
+        """The request gives up what is its own. Its lock must still be held."""
+        if request.kv.states is not None:
+            self._let_go(request)
+            request.kv.states = None
+        request.kv.partings = {}
+
+    def rewind(self, request: Request, computed: int) -> int:
+        """Let a running request continue from a state behind at most ``computed`` positions; returns behind
+        how many. What is in flight for it is void."""
+        self._let_go(request)
+        request.kv.states = RequestStates()
+        lock = request.kv.lock
+        if lock is None or self.tree is None:
+            return 0
+        size = self._page_size
+        pages, node = self.tree.deepest(lock, computed // size)
+        self._start_from(request, node.snapshot)
+        if request.kv.cacheable:
+            self._want(request, pages * size)
+        return pages * size
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _start_from(self, request: Request, snapshot: Snapshot | None) -> None:
+        states = request.kv.states
+        assert states is not None
+        states.source = snapshot
+        if snapshot is not None:
+            assert self.tree is not None
+            snapshot.readers += 1
+            self.tree.pool.used(snapshot)
+            self.hits += 1
+
+    def _want(self, request: Request, start: int, *positions: int) -> None:
+        """Snapshots at these positions and at the last page boundary with a token behind it, as far as they
+        are ahead of ``start``."""
+        states = request.kv.states
+        assert states is not None
+        last = (request.known - 1) // self._page_size * self._page_size
+        states.wanted = {position for position in (*positions, last) if start < position <= last}
+
+    def _leave_source(self, request: Request) -> None:
+        states = request.kv.states
+        assert states is not None
+        source = states.source
+        if source is None:
+            return
+        states.source = None
+        source.readers -= 1
+        if source.node is None and source not in states.taken:
+            # It could not be shared when its chunk resolved.
+            assert self.tree is not None
+            self.tree.pool.give((source.item,), source.fence)
+
+    def _let_go(self, request: Request) -> None:
+        states = request.kv.states
+        assert states is not None
+        self._leave_source(request)
+        for snapshot in states.taken:
+            assert self.tree is not None
+            self.tree.pool.give((snapshot.item,), snapshot.fence)
+        states.taken.clear()
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert conservation of snapshots, in O(1)."""
+        if self.pool is not None:
+            self.pool.check()
+
+    def audit(self, running: Iterable[Request]) -> None:
+        """Assert by walking that every snapshot is where it should be; the tree was audited already."""
+        readers: dict[Snapshot, int] = {}
+        private: list[int] = []
+        for request in running:
+            states = request.kv.states
+            assert states is not None, request
+            private += [snapshot.item for snapshot in states.private()]
+            if states.source is not None:
+                readers[states.source] = readers.get(states.source, 0) + 1
+                assert states.source.position == request.cursor.computed, request
+            for snapshot in states.taken:
+                assert snapshot.node is None, "a snapshot is private and shared"
+        if self.pool is None:
+            return
+        assert all(snapshot.readers == count for snapshot, count in readers.items()), "readers were lost"
+        cached = self.pool.cached_snapshots()
+        assert all(not snapshot.readers or snapshot in readers for snapshot in cached), "a reader is gone"
+        self.pool.audit(private, [snapshot.item for snapshot in cached])

@@ -1,0 +1,45 @@
+"""ToyStates: cells of recurrent state that tell whose state they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aioinfer.scheduling.step import Row
+
+__all__ = ["TaintError", "ToyStates"]
+
+
+class TaintError(AssertionError):
+    """A step was about to read memory that is not its own, or was never written."""
+
+
+class ToyStates:
+    """By cell, how many tokens it stands for and their hash; None: junk. See :mod:`aioinfer.model.state`."""
+
+    def __init__(self, num_slots: int, num_snapshots: int) -> None:
+        self._cells: list[tuple[int, int] | None] = [None] * (num_slots + num_snapshots + 1)
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Raise TaintError if a row writes a cell that another row of the step accesses."""
+        writers = {row.state_write: row for row in rows}
+        if len(writers) < len(rows):
+            raise TaintError("two rows of a step write the same cell of state")
+        for row in rows:
+            if not 0 < row.state_write < len(self._cells):
+                raise TaintError(f"{row.request}: writes cell {row.state_write} of state")
+            if writers.get(row.state_read, row) is not row:
+                raise TaintError(f"{row.request}: another row writes the cell of state that it reads")
+
+    def read(self, row: Row, state: int) -> None:
+        """Raise TaintError unless a row starts from the state of its own tokens, whose hash is ``state``."""
+        found = self._cells[row.state_read] if row.state_read else (0, 0)
+        if found != (row.start, state):
+            raise TaintError(f"{row.request}: starts from a state that is not of its own {row.start} tokens")
+
+    def write(self, row: Row, state: int) -> None:
+        """A row leaves the state whose hash is ``state``."""
+        self._cells[row.state_write] = row.kv_length, state
+
+    def spoil(self, row: Row) -> None:
+        """A row leaves junk."""
+        self._cells[row.state_write] = None

@@ -1,0 +1,209 @@
+"""Cells of recurrent state from the plan to the model: sections, pools, graphs, and the memory they take."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.execution.decoding.blocks import BlockKind
+from aioinfer.execution.decoding.tokens import TokenPacker
+from aioinfer.execution.device import Progress
+from aioinfer.execution.launcher import InlineLauncher
+from aioinfer.execution.packing import Packer
+from aioinfer.execution.sizing import PoolSize, size_pool
+from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.model.batch import Batch
+from aioinfer.model.spec import ModelSpec
+from aioinfer.model.state import StateShape
+from aioinfer.params import SamplingParams
+from tests.execution.recording import Recording, record
+from tests.model.kernels import kernels_or_skip
+from tests.scheduling.desk import Desk
+from tests.tiers import points
+
+VOCAB, ODD = 61, 1_000_003
+SPEC = ModelSpec(
+    architecture="Running",
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    hidden_size=8,
+    vocab_size=VOCAB,
+    max_model_len=256,
+    dtype=torch.float32,
+    eos_token_ids=frozenset(),
+    num_parameters=0,
+    states=(StateShape((2,), torch.int64), StateShape((), torch.float32)),
+)
+
+
+def move(state: int, token: int) -> int:
+    return (state * 31 + token + 7) % ODD
+
+
+class Running:
+    """A "model" whose state is a number that every token moves on, and which likes one token by it."""
+
+    capturable = True
+    invariant = True
+    seconds: Mapping[str, float] = MappingProxyType({})
+    spec = SPEC
+
+    def forward(self, batch: Batch, attention: Any) -> torch.Tensor:
+        states = batch.states
+        assert states is not None
+        numbers, counts = states.pool.tensors
+        live = (states.read > 0).to(torch.int64)
+        rows, starts = numbers[states.read] * live[:, None], counts[states.read] * live
+        wanted = []
+        owners = [row for row, length in enumerate(batch.q_lens) for _ in range(length)]
+        for at, row in enumerate(owners):
+            rows[row, 0] = (rows[row, 0] * 31 + batch.input_ids[at] + 7) % ODD
+            wanted.append(rows[row, 0] % VOCAB)
+        numbers.index_copy_(0, states.write, rows)
+        counts.index_copy_(0, states.write, starts + batch.cu_q.diff())
+        likes = torch.nn.functional.one_hot(torch.stack(wanted), VOCAB).float()
+        return likes[batch.logits_rows]
+
+
+def generated(prompt: list[int], count: int) -> list[int]:
+    state = 0
+    for token in prompt:
+        state = move(state, token)
+    found: list[int] = []
+    while len(found) < count:
+        found.append(state % VOCAB)
+        state = move(state, found[-1])
+    return found
+
+
+class StatefulDevice(TorchDevice):
+    def _load(self, device: torch.device, progress: Progress | None) -> Any:
+        return Running()
+
+
+class GraphedDevice(StatefulDevice):
+    """Of which decode steps are captured and replayed."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.graphs: list[Recording] = []
+
+    def _capture(self, call: Callable[[], None]) -> Recording:  # type: ignore[override]
+        self.graphs.append(record(call))
+        return self.graphs[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphed"),
+    points(
+        [({}, False), ({"state_snapshots": 1}, False), ({"prefix_cache": False}, False), ({}, True)],
+        [({"chunk_size": 5}, False), ({"state_snapshots": 1, "overlap_steps": 2}, True)],
+    ),
+)
+async def test_a_stateful_model_gives_its_tokens(changes: dict[str, Any], graphed: bool) -> None:
+    if graphed:
+        kernels_or_skip("cpu")
+    settings = EngineConfig(
+        model="running",
+        device="cpu",
+        attention_backend="sdpa",
+        sampling_backend="triton" if graphed else "torch",
+        page_size=4,
+        num_pages=40,
+        max_running_requests=4,
+        **changes,
+    )
+    rng, common = random.Random(5), list(range(1, 19))
+    prompts = [[*common[: rng.choice([0, 9, 18])], *rng.choices(range(VOCAB), k=at + 1)] for at in range(9)]
+    wanted = SamplingParams(temperature=0, max_tokens=12)
+    device = (GraphedDevice if graphed else StatefulDevice)(settings)
+    engine = Engine(settings, launcher=lambda _: InlineLauncher(device), tokenizer=lambda _: None)
+    async with engine:
+        for _ in range(2):
+            results = await asyncio.gather(*[engine.generate(prompt, wanted) for prompt in prompts])
+            assert [result.token_ids for result in results] == [generated(each, 12) for each in prompts]
+        stats, info = engine.stats(), engine.info
+    if isinstance(device, GraphedDevice):
+        assert sum(graph.replays for graph in device.graphs) > 12
+    snapshots = 0 if "prefix_cache" in changes else changes.get("state_snapshots", 4)
+    assert info.num_snapshots == snapshots
+    assert info.state_bytes == (settings.num_slots + snapshots + 1) * 20
+    assert (stats.snapshot_hits > 0) == (snapshots > 0)
+
+
+# -- sections --------------------------------------------------------------------------------------------
+
+
+def test_only_steps_with_chunks_say_which_cells() -> None:
+    desk = Desk(snapshots=4)
+    packers = [Packer(TokenPacker(12), 12, 64, 4, states=states) for states in (True, False)]
+    sections = []
+    request, other = desk.submit(11), desk.submit(3)
+    for _ in range(3):
+        desk.plan()
+        sections.append([packer.pack(desk.flights[-1]).sections for packer in packers])
+    (first, plain), (mixed, _), (decodes, plain_decodes) = sections
+    slots, kept = [request.kv.slot, other.kv.slot], desk.memory.slots.total + 1
+    assert (first["state_read"].tolist(), first["state_write"].tolist()) == ([0, 0], [kept, slots[1]])
+    assert mixed["slots"].tolist() == slots[::-1]
+    assert (mixed["state_read"].tolist(), mixed["state_write"].tolist()) == ([slots[1], kept], slots[::-1])
+    assert decodes.ints.tolist() == plain_decodes.ints.tolist()
+    assert "state_read" not in plain._names
+    assert len(first.ints) == len(plain.ints) + 4
+
+
+# -- memory ----------------------------------------------------------------------------------------------
+
+CELL = 1000
+BIG = replace(SPEC, states=(StateShape((CELL,), torch.uint8),), max_model_len=1000)
+
+
+def sized(budget: int, **settings: Any) -> PoolSize:
+    config = EngineConfig(**{"page_size": 10, "max_running_requests": 4, "overlap_steps": 1, **settings})
+    return size_pool(config, BIG, 1000, budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "settings", "expected"),
+    [
+        (10**9, {}, PoolSize(400, 1000, 16, 25_000)),
+        (49_000, {}, PoolSize(30, 300, 10, 19_000)),
+        (49_000, {"state_snapshots": 0}, PoolSize(40, 400, 0, 9_000)),
+        (49_000, {"state_snapshots": 30}, PoolSize(10, 100, 30, 39_000)),
+        (49_000, {"prefix_cache": False}, PoolSize(40, 400, 0, 9_000)),
+        (11_000, {}, PoolSize(2, 20, 0, 9_000)),
+        (0, {"num_pages": 7}, PoolSize(7, 70, 4, 13_000)),
+        (0, {"num_pages": 7, "state_snapshots": 50}, PoolSize(7, 70, 50, 59_000)),
+    ],
+)
+def test_states_come_off_the_budget_of_the_pages(
+    budget: int, settings: dict[str, Any], expected: PoolSize
+) -> None:
+    assert sized(budget, **settings) == expected
+
+
+def test_states_that_do_not_fit_name_the_setting() -> None:
+    with pytest.raises(OutOfMemory, match=r"max_running_requests is 4: .* 8 slots"):
+        sized(8_999)
+    with pytest.raises(OutOfMemory, match="state_snapshots is 30"):
+        sized(30_000, state_snapshots=30)
+    with pytest.raises(OutOfMemory, match="not one KV page"):
+        sized(9_500)
+
+
+def test_a_diffusion_model_with_state_is_refused() -> None:
+    spec = replace(SPEC, block_size=4, mask_token_id=3)
+    with pytest.raises(ConfigError, match="recurrent state"):
+        BlockKind(spec).fit(EngineConfig(model="running"))

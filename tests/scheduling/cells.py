@@ -1,0 +1,57 @@
+"""A desk whose model has recurrent state, and what its rows do with the cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aioinfer.sampling.outcomes import NO_TOKEN
+from aioinfer.scheduling.audit import audit
+from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.step import Outcome, Row
+from tests.scheduling.desk import Desk
+
+PAGE = 4
+
+
+def desk(snapshots: int | None = 4, **options: Any) -> Desk:
+    return Desk(snapshots=snapshots, **{"share_prefix_tokens": 0, **options})
+
+
+def rows(at: Desk) -> list[Row]:
+    """Of the newest step."""
+    return at.flights[-1].rows
+
+
+def cell(at: Desk, number: int, request: Request | None = None) -> str:
+    """What a cell is: "empty", "slot" of the request, or "kept"."""
+    if number == 0:
+        return "empty"
+    if number > at.memory.slots.total:
+        return "kept"
+    assert request is None or number == request.kv.slot
+    return "slot"
+
+
+def course(at: Desk, request: Request, steps: int = 20) -> list[tuple[int, int, str, str]]:
+    """Prefill chunks of a request up to the last: start, stop, and the cells that each reads and writes."""
+    found = []
+    for _ in range(steps):
+        if request.cursor.prefilled or request.finished:
+            break
+        at.plan()
+        for row in rows(at):
+            if row.request is request and row.ids:
+                read, write = cell(at, row.state_read, request), cell(at, row.state_write, request)
+                found.append((row.start, row.kv_length, read, write))
+        at.resolve()
+    return found
+
+
+def bring(at: Desk, token: int, forced: Sequence[int] = ()) -> None:
+    """Resolve the oldest step, all of whose sampling rows bring this."""
+    step = at.flights.pop(0)
+    tokens = [token if row.samples else NO_TOKEN for row in step.rows]
+    sampled = [index for index, row in enumerate(step.rows) if row.samples]
+    at.scheduler.resolve(step, Outcome(tokens, {index: list(forced) for index in sampled if forced}))
+    audit(at.scheduler)

@@ -1,0 +1,281 @@
+"""Recurrent state by slot: which cell each row reads and writes, and what is kept for others."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioinfer.sampling.outcomes import BAD_LOGITS
+from aioinfer.scheduling.audit import check_idle
+from tests.scheduling.cells import bring, course, desk, rows
+
+# -- where snapshots are taken ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (3, [(0, 3, "empty", "slot")]),
+        (4, [(0, 4, "empty", "slot")]),
+        (5, [(0, 4, "empty", "kept"), (4, 5, "kept", "slot")]),
+        (8, [(0, 4, "empty", "kept"), (4, 8, "kept", "slot")]),
+        (11, [(0, 8, "empty", "kept"), (8, 11, "kept", "slot")]),
+    ],
+)
+def test_a_prompt_leaves_a_snapshot_at_its_last_boundary_with_a_token_behind(
+    length: int, expected: list[tuple[int, int, str, str]]
+) -> None:
+    at = desk()
+    request = at.submit(length)
+    assert course(at, request) == expected
+    assert at.memory.snapshots_cached == len(expected) - 1
+    at.plan()
+    assert [(row.state_read, row.state_write) for row in rows(at)] == [(request.kv.slot, request.kv.slot)]
+
+
+def test_chunks_that_end_elsewhere_leave_their_state_in_the_slot() -> None:
+    at = desk(chunk_size=4)
+    assert course(at, at.submit(14)) == [
+        (0, 4, "empty", "slot"),
+        (4, 8, "slot", "slot"),
+        (8, 12, "slot", "kept"),
+        (12, 14, "kept", "slot"),
+    ]
+
+
+def test_with_steps_in_flight_a_chunk_reads_what_the_one_before_it_will_write() -> None:
+    at = desk()
+    request = at.submit(11)
+    at.plan()
+    at.plan()
+    at.plan()
+    (first,), (last,), (decode,) = (flight.rows for flight in at.flights)
+    assert first.state_write == last.state_read > at.memory.slots.total
+    assert last.state_write == decode.state_read == decode.state_write == request.kv.slot
+    assert not at.memory.snapshots_cached, "nobody else may read it before it is there"
+    at.resolve()
+    assert at.memory.snapshots_cached == 1
+
+
+def test_the_same_prompt_starts_from_the_snapshot() -> None:
+    at = desk()
+    ids = list(range(100, 111))
+    at.submit(ids)
+    at.finish()
+    again = at.submit(ids)
+    assert course(at, again) == [(8, 11, "kept", "slot")]
+    assert again.kv.cached_tokens == 8
+    assert at.memory.snapshot_hits == 1
+
+
+def test_where_prompts_part_the_second_leaves_a_snapshot_for_the_third() -> None:
+    at = desk()
+    common = list(range(100, 112))
+    at.submit([*common, *range(20)])
+    at.finish()
+    second = at.submit([*common, *range(50, 57)])
+    assert course(at, second) == [
+        (0, 12, "empty", "kept"),
+        (12, 16, "kept", "kept"),
+        (16, 19, "kept", "slot"),
+    ]
+    assert second.kv.cached_tokens == 0, "pages without a state behind them are of no use"
+    third = at.submit([*common, 80, 81])
+    assert course(at, third) == [(12, 14, "kept", "slot")]
+    at.finish()
+    check_idle(at.scheduler)
+
+
+def test_whoever_waits_for_a_prefix_says_where_it_ends() -> None:
+    """Those that arrive together compute what they have in common once."""
+    at = desk(share_prefix_tokens=8)
+    common = list(range(100, 113))
+    requests = [at.submit([*common, *range(20 * number, 20 * number + 9)]) for number in range(1, 5)]
+    at.finish()
+    assert [request.kv.cached_tokens for request in requests] == [0, 12, 12, 12]
+    assert at.memory.pages.fenced == 0
+    check_idle(at.scheduler)
+
+
+def test_those_that_part_later_are_heard_one_after_the_other() -> None:
+    at = desk(8, share_prefix_tokens=4)
+    ids = list(range(100, 140))
+    requests = [at.submit([*ids[:length], *range(length, length + 5)]) for length in (40, 8, 16, 24)]
+    at.finish()
+    assert [request.kv.cached_tokens for request in requests] == [0, 8, 16, 24]
+
+
+def test_one_that_is_told_too_late_holds_nobody_for_ever() -> None:
+    at = desk(share_prefix_tokens=8, chunk_size=8)
+    common = list(range(100, 113))
+    first = at.submit([*common, *range(30)])
+    at.plan()
+    at.plan()
+    late = at.submit([*common, 7, 8, 9])
+    at.finish()
+    assert first.finish_reason == late.finish_reason == "length"
+
+
+def test_the_output_of_a_request_is_found_by_the_next_turn() -> None:
+    """Up to the boundary of the prompt at first; then a snapshot is left behind the answer, too."""
+    at = desk()
+    prompt = list(range(100, 110))
+    first = at.submit(prompt, 11)
+    at.finish()
+    history = [*prompt, *first.output_ids]
+    second = at.submit([*history, 1, 2, 3])
+    assert course(at, second)[0] == (8, 20, "kept", "kept")
+    again = at.submit([*history, 5])
+    assert course(at, again) == [(20, 22, "kept", "slot")]
+
+
+def test_without_snapshots_nothing_is_matched_and_chunks_are_not_cut() -> None:
+    for at in (desk(0), desk(4, prefix_cache=False)):
+        ids = list(range(100, 120))
+        for _ in range(2):
+            request = at.submit(ids)
+            assert course(at, request) == [(0, 20, "empty", "slot")]
+            assert request.kv.cached_tokens == 0
+            at.finish()
+        check_idle(at.scheduler)
+        assert at.memory.pages.free == at.memory.pages.total
+
+
+def test_a_model_without_state_has_no_cells() -> None:
+    at = desk(None)
+    at.submit(11)
+    at.plan()
+    (row,) = rows(at)
+    assert (row.start, row.length, row.state_read, row.state_write) == (0, 11, 0, 0)
+    assert at.memory.snapshots_cached == at.memory.snapshot_hits == 0
+
+
+# -- the budget ------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_snapshot_goes_first_and_its_pages_stay() -> None:
+    at = desk(2)
+    prompts = [list(range(100 * number, 100 * number + 11)) for number in (1, 2, 3)]
+    for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
+        at.submit(prompt)
+        at.finish()
+    assert at.memory.snapshots_cached == 2
+    assert at.memory.tree is not None
+    hits = []
+    for prompt in prompts:
+        request = at.submit(prompt, 1)
+        assert at.memory.tree.match(request.token_key(0, 8)) == 2
+        hits.append(at.memory.lookup(request)[0])
+        at.scheduler.finish(request, "abort")
+    assert hits == [2, 0, 2]
+
+
+def test_a_snapshot_that_a_step_in_flight_reads_is_not_written() -> None:
+    at = desk(1)
+    ids = list(range(100, 111))
+    at.submit(ids)
+    at.finish()
+    reader = at.submit(ids)
+    at.plan()
+    assert rows(at)[0].state_read == at.memory.slots.total + 1
+    other = at.submit(11)
+    at.plan()
+    chunk = next(row for row in rows(at) if row.request is other)
+    assert (chunk.start, chunk.length, chunk.state_write) == (0, 11, other.kv.slot), "it goes without"
+    at.resolve()
+    assert reader.known == other.known + 1 == 13
+    third = at.submit(11)
+    assert course(at, third)[0] == (0, 8, "empty", "kept")
+
+
+def test_an_evicted_page_takes_the_snapshot_behind_it_along() -> None:
+    at = desk(4, pages=8)
+    ids = list(range(100, 121))
+    at.submit(ids, 2)
+    at.finish()
+    assert at.memory.snapshots_cached == 1
+    at.submit(13, 2)
+    at.finish()
+    assert at.memory.tree is not None
+    key = at.submit(ids, 2)
+    assert 0 < at.memory.tree.match(key.token_key(0, 20)) < 5
+    assert at.memory.lookup(key)[0] == 0
+    at.finish()
+    check_idle(at.scheduler)
+
+
+# -- what is not shared ----------------------------------------------------------------------------------
+
+
+def test_of_two_that_compute_the_same_one_snapshot_is_kept() -> None:
+    at = desk()
+    ids = list(range(100, 111))
+    first, second = at.submit(ids), at.submit(ids)
+    at.plan()
+    assert len({row.state_write for row in rows(at)}) == 2
+    at.finish()
+    assert first.output_ids == second.output_ids
+    assert at.memory.snapshots_cached == 1
+    check_idle(at.scheduler)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_what_is_flushed_while_it_is_computed_is_not_found(behind: int) -> None:
+    at = desk()
+    ids = list(range(100, 111))
+    request = at.submit(ids)
+    for _ in range(behind + 1):
+        at.plan()
+    at.memory.flush()
+    at.finish()
+    assert request.known == 15
+    assert not at.memory.snapshots_cached
+    again = at.submit(ids)
+    assert course(at, again) == [(0, 8, "empty", "kept"), (8, 11, "kept", "slot")]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_step_that_failed_leaves_no_snapshot(failing: int) -> None:
+    at = desk()
+    request = at.submit(11)
+    at.plan()
+    at.plan()
+    at.plan()
+    for _ in range(failing):
+        bring(at, 42)
+    at.scheduler.fail(at.flights.pop(0), RuntimeError())
+    assert request.finished
+    while at.flights:
+        bring(at, 42)
+    assert not at.memory.snapshots_cached
+    check_idle(at.scheduler)
+
+
+def test_bad_logits_take_back_what_an_earlier_life_left_behind_the_snapshot() -> None:
+    at = desk()
+    request = at.submit(11, 30)
+    for _ in range(14):
+        at.round()
+    at.scheduler.queues.retract(request)
+    assert at.memory.tree is not None
+    assert at.memory.tree.match(request.token_key(0, 20)) == 5
+    at.plan()
+    assert rows(at)[0].start == 8
+    bring(at, 42)
+    at.plan()
+    bring(at, BAD_LOGITS)
+    assert request.finish_reason == "abort"
+    assert at.memory.tree.match(request.token_key(0, 20)) == 0
+    check_idle(at.scheduler)
+
+
+def test_a_request_that_ends_in_mid_prompt_gives_back_its_snapshot() -> None:
+    at = desk(2)
+    request = at.submit(11)
+    at.plan()
+    at.plan()
+    at.scheduler.finish(request, "abort")
+    assert at.memory.states is not None
+    assert at.memory.states.pool is not None
+    assert (at.memory.states.pool.private, at.memory.states.pool.fenced) == (0, 1)
+    at.resolve()
+    check_idle(at.scheduler)
