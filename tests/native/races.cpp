@@ -65,11 +65,12 @@ struct Model {
       const Norm plain{norm.data(), nullptr}, none{nullptr, nullptr};
       decoder->add({
           .mixer_norm = first ? none : plain,
-          .attention =
-              {
+          .mixer =
+              SelfAttention<T>{
                   .shape = {HEADS, KV_HEADS, size, first ? nullptr : head_norm.data(), 1e-6f},
                   .whole_norm = first ? head_norm.data() : nullptr,
-                  .qkv = pack((HEADS + 2 * KV_HEADS) * size, HIDDEN, false, 10 + layer),
+                  .into = pack((HEADS + 2 * KV_HEADS) * size, HIDDEN, false, 10 + layer),
+                  .gated = false,
                   .rotary = first ? Rotary<T>{} : Rotary<T>{cos.data(), sin.data(), HEAD_DIM},
                   .out = pack(HIDDEN, HEADS * size, false, 20 + layer),
                   .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, last ? sinks.data() : nullptr},
