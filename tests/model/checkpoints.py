@@ -355,6 +355,8 @@ NATIVE = [
 ]
 #: (family, kernels): all of them on torch's kernels, and on native ones where these can
 BY_KERNELS = [(name, "sdpa") for name in FAMILIES] + [(name, "native") for name in NATIVE]
+#: the same of those with recurrent state
+STATEFUL = [(name, kernels) for kernels in ("sdpa", "native") for name in RECURRENT]
 
 
 def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
