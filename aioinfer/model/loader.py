@@ -264,6 +264,11 @@ def _family(config: Any, force_transformers: bool) -> Family | None:
         return family
     if family is not None and family.blocks is not None:
         raise ConfigError(f"model: transformers has no implementation of {config.architectures[0]}")
+    if family is not None and family.recurrent(config):
+        raise ConfigError(
+            f"model: transformers' code of {config.architectures[0]} keeps its recurrent state to itself, "
+            "and cannot run here; the built-in code can, without transformers_fallback"
+        )
     return None
 
 

@@ -187,6 +187,10 @@ class Family(Protocol):
         vectors."""
         return inner_sizes(config)
 
+    def recurrent(self, config: Any) -> bool:
+        """Whether layers keep a state instead of keys and values."""
+        return False
+
     def unread(self, name: str) -> bool:
         """Whether a tensor of a checkpoint belongs to a part that is not computed here."""
         return False

@@ -52,6 +52,10 @@ class Lfm2(Family):
         """See :class:`~aioinfer.model.families.base.Family`."""
         return (KVShape(kv_heads(config), head_dim(config)),) * _types(config).count(_ATTENTION)
 
+    def recurrent(self, config: Any) -> bool:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        return _CONV in _types(config)
+
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """See :class:`~aioinfer.model.families.base.Family`."""
         if not self.experts:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.families.base import NormWeight, Source, head_dim, inner_sizes, kv_heads
 from aioinfer.model.families.llama import LlamaLike
@@ -46,17 +47,20 @@ class Qwen3Next(LlamaLike):
             return f"the activation {config.hidden_act}"
         if not 2 <= config.linear_conv_kernel_dim <= LONGEST:
             return f"convolutions over {config.linear_conv_kernel_dim} positions"
-        if config.linear_num_value_heads % config.linear_num_key_heads:
-            heads = config.linear_num_value_heads, config.linear_num_key_heads
-            return f"{heads[0]} heads of values for {heads[1]} heads of keys"
+        values, keys = config.linear_num_value_heads, config.linear_num_key_heads
+        if values % keys:
+            raise ConfigError(f"model: {values} heads of values are no multiple of {keys} heads of keys")
         if not self.kv_layers(config):
             return "no attention at all"
         return LlamaLike.unsupported_reason(self, config)
 
     def kv_layers(self, config: Any) -> tuple[KVShape, ...]:
         """See :class:`~aioinfer.model.families.base.Family`."""
-        types: list[str] = config.layer_types[: config.num_hidden_layers]
-        return (KVShape(kv_heads(config), head_dim(config)),) * types.count(_ATTENTION)
+        return (KVShape(kv_heads(config), head_dim(config)),) * _types(config).count(_ATTENTION)
+
+    def recurrent(self, config: Any) -> bool:
+        """See :class:`~aioinfer.model.families.base.Family`."""
+        return _DELTA_RULE in _types(config)
 
     def inner_sizes(self, config: Any) -> list[int]:
         """See :class:`~aioinfer.model.families.base.Family`."""
@@ -144,6 +148,11 @@ class Qwen3Next(LlamaLike):
         expert = source.gated_mlp(f"{prefix}.shared_expert", config.shared_expert_intermediate_size)
         gate = weights.take(f"{prefix}.shared_expert_gate.weight", (1, hidden))
         return source.sparse(rule, f"{prefix}.experts", GatedExpert(expert, gate))
+
+
+def _types(config: Any) -> list[str]:
+    types: list[str] = config.layer_types[: config.num_hidden_layers]
+    return types
 
 
 def _by_part(heads: int, parts: list[int]) -> torch.Tensor:
