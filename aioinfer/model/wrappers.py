@@ -50,6 +50,7 @@ WRAPPERS = {
     "Gemma4ForConditionalGeneration": _UNEQUAL_LAYERS,
     "Gemma4UnifiedForConditionalGeneration": _UNEQUAL_LAYERS,
     "InternVLForConditionalGeneration": Wrapper(_TOWER),
+    "Lfm2VlForConditionalGeneration": Wrapper(_TOWER),
     "Mistral3ForConditionalGeneration": Wrapper(_TOWER),
     "Qwen2VLForConditionalGeneration": Wrapper(_VISUAL, "qwen2"),
     "Qwen2_5_VLForConditionalGeneration": Wrapper(_VISUAL, "qwen2"),

@@ -95,7 +95,8 @@ def test_a_text_part_with_recurrent_state_continues_as_the_whole_model_does(
     """Layers that predict further tokens are not read, as in transformers."""
     require(kernels)
     oracle = make_wrapper(name, tmp_path)
-    edit_tensors(tmp_path, lambda tensors: {**tensors, "mtp.fc.weight": torch.ones(3, 3)})
+    if name.startswith("qwen"):
+        edit_tensors(tmp_path, lambda tensors: {**tensors, "mtp.fc.weight": torch.ones(3, 3)})
     model = load_model(tmp_path, dtype="float32", device=CPU, kernels=kernels)
     assert isinstance(model, NativeDecoder if kernels == "native" else Decoder)
     assert "tensors of other parts are not read" in model.spec.part

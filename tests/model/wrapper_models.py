@@ -135,6 +135,17 @@ STATEFUL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         _QWEN3_5_VISION,
         _IMAGE_ID,
     ),
+    "lfm2-vl": (
+        "Lfm2Vl",
+        {
+            **_HEADS,
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"],
+            "block_multiple_of": 16,
+        },
+        {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+        {**_IMAGE_ID, "projector_hidden_size": 32},
+    ),
 }
 
 #: where the tensors of the text model are, by naming: (those of the model, the head, what is in front of the
