@@ -18,9 +18,16 @@ _LARGEST = 2**31 - 1
 #: integers from 1 on
 _SIZES = frozenset(
     {
+        "block_multiple_of",
+        "conv_L_cache",
         "head_dim",
         "hidden_size",
         "intermediate_size",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
         "moe_intermediate_size",
         "n_embd",
         "n_head",
@@ -29,6 +36,7 @@ _SIZES = frozenset(
         "num_attention_heads",
         "num_experts_per_tok",
         "num_key_value_heads",
+        "shared_expert_intermediate_size",
         "vocab_size",
     }
 )
@@ -43,6 +51,7 @@ _COUNTS = frozenset(
     {
         "first_k_dense_replace",
         "max_window_layers",
+        "num_dense_layers",
         "num_experts",
         "num_local_experts",
         "num_shared_experts",
@@ -55,12 +64,14 @@ _NUMBERS = frozenset(
         "attn_logit_softcapping",
         "beta_fast",
         "beta_slow",
+        "block_ffn_dim_multiplier",
         "factor",
         "final_logit_softcapping",
         "high_freq_factor",
         "layer_norm_eps",
         "layer_norm_epsilon",
         "low_freq_factor",
+        "norm_eps",
         "partial_rotary_factor",
         "query_pre_attn_scalar",
         "rms_norm_eps",

@@ -53,8 +53,8 @@ class LayerKernels(Protocol):
     def operations(self) -> Operations:
         """The operations between matrix products, for a decoder that calls them one by one."""
 
-    def linear(self, stored: StoredMatrix) -> Linear:
-        """A linear layer from a weight [outputs, inner]."""
+    def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
+        """A linear layer from a weight [outputs, inner]; ``exact``: it is not to be rounded."""
 
     def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         """A dense feed-forward part, from ``gate_up`` [2 * middle, hidden], the rows of gate first, and
@@ -102,7 +102,7 @@ class TorchLayers:
     native = False
     kept_bits: ClassVar[Collection[int]] = ()
 
-    def linear(self, stored: StoredMatrix) -> Linear:
+    def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
         return self.make_linear(stored.load(), stored.bias())
 
     def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:

@@ -17,7 +17,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
-from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim
+from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim, inner_sizes
 from aioinfer.model.layers import check_cache_weights, check_quantization, choose_layers, make_layers
 from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.quantization import Quantization, rounding_of
@@ -114,7 +114,7 @@ def load_model(
         fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason, part=_part(checkpoint))
         return fallback
     attention = choose_attention(device, _head_dims(config, family), chosen, kernels, progress)
-    sizes = _inner_sizes(config)
+    sizes = family.inner_sizes(config)
     layers = choose_layers(attention, sizes)
     check_quantization(quantization, layers, config.architectures[0])
     if tensors is not None and check_size is not None:
@@ -251,7 +251,7 @@ def inspect_model(
         stored_bits=sorted({rounding.bits for rounding in roundings if rounding is not None}),
         head_dims=_head_dims(config, family),
         dtype=_choose_dtype(config, dtype, device),
-        inner_sizes=_inner_sizes(config),
+        inner_sizes=family.inner_sizes(config) if family else inner_sizes(config),
         experts=expert_shape(family, config) if family else None,
         blocks=_blocks(config, family, block_size),
     )
@@ -264,6 +264,11 @@ def _family(config: Any, force_transformers: bool) -> Family | None:
         return family
     if family is not None and family.blocks is not None:
         raise ConfigError(f"model: transformers has no implementation of {config.architectures[0]}")
+    if family is not None and family.recurrent(config):
+        raise ConfigError(
+            f"model: transformers' code of {config.architectures[0]} keeps its recurrent state to itself, "
+            "and cannot run here; the built-in code can, without transformers_fallback"
+        )
     return None
 
 
@@ -319,13 +324,6 @@ def _head_dims(config: Any, family: Family | None) -> frozenset[int]:
     if family is not None:
         return frozenset(kv.head_dim for kv in family.kv_layers(config))
     return frozenset([head_dim(config.get_text_config())])
-
-
-def _inner_sizes(config: Any) -> list[int]:
-    """Inner dimensions of the layers' matrix products."""
-    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_inner")
-    sizes = [getattr(config, name, None) for name in names]
-    return [size for size in sizes if size is not None]
 
 
 def _choose_dtype(config: Any, wanted: str, device: torch.device) -> torch.dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +22,18 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.decoder import Decoder, Embedding, Layer
 from aioinfer.model.gates import Gate
 from aioinfer.model.linear import Linear
-from aioinfer.model.mixers.base import Mixer
-from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import Rule
-from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
+from aioinfer.model.moe.sparse import GatedExpert, SparseMLP, StoredExperts
 from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.native_mixers import Kept, mixer_arguments
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.quantization import Quantization, Rounding, rounding_of
-from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.model.state import RowStates, StatePool
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import Blobs, MappedMemory
 from aioinfer.native.arguments import Address, DecoderArguments, ForwardArguments, LayerArguments
@@ -89,7 +89,7 @@ class NativeDecoder:
         self.spec = spec
         self._eps = norm.eps
         #: owners of what the arguments refer to, until the stack has them
-        self._keep: list[object] = [head.packed]
+        self._keep = Kept([head.packed])
         vectors, quantised, kept = _vectors(words, spec)
         weight, bias = self._norm(norm)
         positions = embedding.positions
@@ -99,7 +99,7 @@ class NativeDecoder:
             embedding_scale=embedding.scale,
             position_embedding=None
             if positions is None
-            else self._address(positions, spec.dtype, spec.max_model_len * spec.hidden_size),
+            else self._keep.copy_of(positions, spec.dtype, spec.max_model_len * spec.hidden_size),
             norm=weight,
             norm_bias=bias,
             head=head.packed.handle,
@@ -116,10 +116,13 @@ class NativeDecoder:
         self._arguments = arguments = ForwardArguments.zeros()
         arguments.decoder, arguments.pool = self._stack.handle, pool.handle
         arguments.seconds = ctypes.addressof(self._seconds)
+        #: the pool of states of the last forward, and the addresses of its tensors
+        self._pool: StatePool | None = None
+        self._cells: ctypes.Array[ctypes.c_void_p] | None = None
 
     def _add(self, layer: Layer) -> None:
-        self._keep = []
-        mlp, mixer = self._mlp(layer.mlp), self._attention(layer.mixer)
+        self._keep = Kept()
+        mlp, mixer = self._mlp(layer.mlp), mixer_arguments(layer.mixer, self.spec, self._keep)
         mixer_norm, mlp_norm = self._norm(layer.mixer_norm), self._norm(layer.mlp_norm)
         post_norms = self._norm(layer.mixer_post_norm), self._norm(layer.mlp_post_norm)
         assert not any(bias for _, bias in post_norms), "layer norms are in front of a part"
@@ -135,36 +138,6 @@ class NativeDecoder:
             mlp_post_norm=post_norms[1][0],
         )
         self._stack.add_layer(arguments, self._keep)
-
-    def _attention(self, mixer: Mixer) -> dict[str, Any]:
-        """The arguments of a layer that concern its attention."""
-        assert isinstance(mixer, SelfAttention)
-        assert isinstance(mixer.qkv, NativeLinear)
-        assert isinstance(mixer.out, NativeLinear)
-        self._keep += (mixer.qkv.packed, mixer.out.packed)
-        (kv_heads, head_dim), norm, params = mixer.kv, mixer.qk_norm, mixer.params
-        cos, sin, rotary_dim = self._tables(mixer.rope)
-        normed = (mixer.num_heads + kv_heads) * head_dim
-        sinks = mixer.sinks
-        return {
-            "heads": mixer.num_heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "kv": mixer.kv_layer,
-            "qkv": mixer.qkv.packed.handle,
-            "head_norm": None if norm is None else self._address(norm.weight, torch.float32, normed),
-            "whole_norm": norm is not None and norm.whole,
-            "head_norm_eps": 0.0 if norm is None else norm.eps,
-            "cos": cos,
-            "sin": sin,
-            "rotary_dim": rotary_dim,
-            "out": mixer.out.packed.handle,
-            "window": params.window or 0,
-            "block": params.block,
-            "scale": params.scale,
-            "soft_cap": params.soft_cap or 0.0,
-            "sinks": None if sinks is None else self._address(sinks, torch.float32, mixer.num_heads),
-        }
 
     def _mlp(self, mlp: FeedForward) -> dict[str, Any]:
         """The arguments of a layer that concern its feed-forward part."""
@@ -182,14 +155,8 @@ class NativeDecoder:
             "router": None if router is None else router.handle,
             "experts": None if experts is None else experts.handle,
             "gate": GATES[parts.gate],
+            "shared_gate": self._keep.floats(parts.shared_gate, self.spec.hidden_size),
         }
-
-    def _address(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:
-        """The address of a copy in a type, of so many elements. A view of a mapped checkpoint would keep all
-        of it mapped, packed weights included."""
-        own = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self._keep.append(own)
-        return address(own, dtype, count)
 
     def _norm(self, norm: Norm | None) -> tuple[Address, Address]:
         """The addresses of its weight and bias."""
@@ -198,20 +165,7 @@ class NativeDecoder:
         size = self.spec.hidden_size
         if norm.eps != self._eps or norm.weight.numel() != size:
             raise ValueError("norms of one decoder have one size and one eps")
-        weight = self._address(norm.weight, torch.float32, size)
-        return weight, None if norm.bias is None else self._address(norm.bias, torch.float32, size)
-
-    def _tables(self, rope: Rope | None) -> tuple[Address, Address, int]:
-        """The addresses of cosines and sines, and how many dimensions they rotate."""
-        if rope is None:
-            return None, None, 0
-        cos, sin = rope.table
-        count, size = len(cos), cos.shape[-1]
-        if count < self.spec.max_model_len:
-            raise ValueError(f"a table of {count} positions for {self.spec.max_model_len}")
-        self._keep += (cos, sin)
-        dtype = self.spec.dtype
-        return address(cos, dtype, count * size), address(sin, dtype, count * size), size
+        return self._keep.floats(norm.weight, size), self._keep.floats(norm.bias, size)
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """See :class:`~aioinfer.model.spec.CausalLM`."""
@@ -232,8 +186,25 @@ class NativeDecoder:
         arguments.table_width = table_width
         arguments.logits_rows = address(batch.logits_rows, int64, wanted)
         arguments.logits = logits.data_ptr()
+        if self.spec.states:
+            self._set_states(batch.states, rows)
         self._stack.forward(arguments)
         return logits
+
+    def _set_states(self, states: RowStates | None, rows: int) -> None:
+        assert states is not None, "a step of a model with recurrent state has cells"
+        arguments, cells = self._arguments, states.pool.num_cells + 1
+        if states.pool is not self._pool:
+            shapes, tensors = self.spec.states, states.pool.tensors
+            found = [
+                address(tensor, shape.dtype, cells * prod(shape.shape))
+                for shape, tensor in zip(shapes, tensors, strict=True)
+            ]
+            self._pool, self._cells = states.pool, (ctypes.c_void_p * len(found))(*found)
+            arguments.state_pools, arguments.num_states = ctypes.addressof(self._cells), len(found)
+            arguments.num_cells = cells
+        arguments.read = address(states.read, torch.int64, rows)
+        arguments.write = address(states.write, torch.int64, rows)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -258,8 +229,8 @@ class NativeLayers:
         self._blobs = blobs
         self.operations = TorchOperations()
 
-    def linear(self, stored: StoredMatrix) -> Linear:
-        return self._packed(stored, self._rounding)
+    def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
+        return self._packed(stored, None if exact else self._rounding)
 
     def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         both = self._packed(gate_up, self._rounding, gated=True)
@@ -402,6 +373,8 @@ class _Parts(NamedTuple):
     dense: NativeMLP | None
     experts: tuple[PackedRouter, PackedExperts] | None
     gate: Gate
+    #: [1, hidden], see :class:`~aioinfer.model.moe.sparse.GatedExpert`; or None
+    shared_gate: torch.Tensor | None = None
 
 
 def _parts(mlp: FeedForward) -> _Parts | None:
@@ -410,8 +383,10 @@ def _parts(mlp: FeedForward) -> _Parts | None:
         return _Parts(mlp, None, mlp.gate)
     if not (isinstance(mlp, SparseMLP) and isinstance(mlp.router, NativeRouter)):
         return None
-    if not (isinstance(mlp.experts, NativeExperts) and isinstance(mlp.shared, NativeMLP | None)):
+    gated = mlp.shared if isinstance(mlp.shared, GatedExpert) else None
+    shared, shared_gate = (mlp.shared, None) if gated is None else (gated.expert, gated.gate)
+    if not (isinstance(mlp.experts, NativeExperts) and isinstance(shared, NativeMLP | None)):
         return None
-    if mlp.shared is not None and mlp.shared.gate != mlp.experts.gate:
+    if shared is not None and shared.gate != mlp.experts.gate:
         return None
-    return _Parts(mlp.shared, (mlp.router.packed, mlp.experts.packed), mlp.experts.gate)
+    return _Parts(shared, (mlp.router.packed, mlp.experts.packed), mlp.experts.gate, shared_gate)

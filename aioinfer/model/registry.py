@@ -10,9 +10,11 @@ from aioinfer.model.families.base import Family
 from aioinfer.model.families.gemma import FOUR_NORMS, Gemma
 from aioinfer.model.families.gpt2 import GPT2
 from aioinfer.model.families.gpt_oss import GptOss
+from aioinfer.model.families.lfm2 import Lfm2
 from aioinfer.model.families.llada2 import LLaDA2
 from aioinfer.model.families.llama import POST_NORMS, SANDWICH_NORMS, LlamaLike
 from aioinfer.model.families.mixtral import Mixtral
+from aioinfer.model.families.qwen3_5 import Qwen3Next
 
 __all__ = ["own_implementation", "why_not_own"]
 
@@ -32,6 +34,14 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
         frozenset({"qwen3_moe"}),
         LlamaLike("config", qk_norm="heads", windows="all", experts="config"),
     ),
+    "Qwen3NextForCausalLM": (
+        frozenset({"qwen3_next"}),
+        Qwen3Next(experts="config", by_key_head=True),
+    ),
+    "Qwen3_5ForCausalLM": (frozenset({"qwen3_5_text"}), Qwen3Next()),
+    "Qwen3_5MoeForCausalLM": (frozenset({"qwen3_5_moe_text"}), Qwen3Next(experts="all")),
+    "Lfm2ForCausalLM": (frozenset({"lfm2"}), Lfm2()),
+    "Lfm2MoeForCausalLM": (frozenset({"lfm2_moe"}), Lfm2(experts=True)),
     "SmolLM3ForCausalLM": (
         frozenset({"smollm3"}),
         LlamaLike("config", mlp_bias=True, windows="config"),

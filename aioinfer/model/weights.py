@@ -96,14 +96,16 @@ class Weights:
         one, two = self._tensors.read(name), self._tensors.read(other)
         return one.shape != two.shape or not torch.equal(one, two.to(one.dtype))
 
-    def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
+    def check_all_taken(
+        self, ignore: Iterable[str] = (), unread: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """Raise ConfigError if the checkpoint has tensors that were not taken, those excepted whose names end
-        with one of ``ignore``."""
+        with one of ``ignore``, or are ``unread``."""
         endings = tuple(ignore)
         left = sorted(
             name
             for name in self._names - self._taken
-            if not name.endswith(endings) and not self._adds_nothing(name)
+            if not name.endswith(endings) and not unread(name) and not self._adds_nothing(name)
         )
         if left:
             raise ConfigError(f"model: the checkpoint has {len(left)} unexpected tensors, first {left[0]}")
@@ -167,7 +169,9 @@ class RandomWeights(Weights):
         generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode(), self._seed))
         return tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
 
-    def check_all_taken(self, ignore: Iterable[str] = ()) -> None:
+    def check_all_taken(
+        self, ignore: Iterable[str] = (), unread: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """Does nothing: there is no checkpoint."""
 
 

@@ -40,8 +40,9 @@ class Wrapper(NamedTuple):
 
 
 _VISUAL = ("visual.",)
+#: and the layers that predict further tokens
+_VISUAL_AND_FURTHER = ("visual.", "mtp.")
 _TOWER = ("vision_tower.", "multi_modal_projector.")
-_DELTA_RULE = Wrapper(lacking="it has layers of linear attention (the gated delta rule)")
 _UNEQUAL_LAYERS = Wrapper(lacking="its layers differ in the size of their heads")
 #: by architecture
 WRAPPERS = {
@@ -49,13 +50,14 @@ WRAPPERS = {
     "Gemma4ForConditionalGeneration": _UNEQUAL_LAYERS,
     "Gemma4UnifiedForConditionalGeneration": _UNEQUAL_LAYERS,
     "InternVLForConditionalGeneration": Wrapper(_TOWER),
+    "Lfm2VlForConditionalGeneration": Wrapper(_TOWER),
     "Mistral3ForConditionalGeneration": Wrapper(_TOWER),
     "Qwen2VLForConditionalGeneration": Wrapper(_VISUAL, "qwen2"),
     "Qwen2_5_VLForConditionalGeneration": Wrapper(_VISUAL, "qwen2"),
     "Qwen3VLForConditionalGeneration": Wrapper(_VISUAL, "qwen3"),
     "Qwen3VLMoeForConditionalGeneration": Wrapper(_VISUAL, "qwen3_moe", {"norm_topk_prob": True}),
-    "Qwen3_5ForConditionalGeneration": _DELTA_RULE,
-    "Qwen3_5MoeForConditionalGeneration": _DELTA_RULE,
+    "Qwen3_5ForConditionalGeneration": Wrapper(_VISUAL_AND_FURTHER),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper(_VISUAL_AND_FURTHER),
 }
 
 #: where checkpoints have the tensors of the text model, and what they are called without a wrapper; the first
@@ -151,7 +153,7 @@ class TextPart(Directory):
     def description(self) -> str:
         """What is loaded and what is not. Raises ConfigError."""
         found = f"text part of {self._architecture}"
-        return f"{found}; {self._text.unread} vision tensors are not read" if self._stored else found
+        return f"{found}; {self._text.unread} tensors of other parts are not read" if self._stored else found
 
     def tensors(self) -> Tensors:
         return self._tensors

@@ -11,11 +11,12 @@ import ctypes
 from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 __all__ = [
-    "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DequantiseArguments",
-    "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments",
-    "LogprobsArguments", "MappedExpertsArguments", "MappedWeightsArguments", "MasksArguments",
-    "MixArguments", "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments", "RouterArguments",
-    "SampleArguments", "SetExpertArguments", "WeightsArguments", "describe",
+    "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
+    "DequantiseArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments", "LayerArguments",
+    "LinearArguments", "LogprobsArguments", "MappedExpertsArguments", "MappedWeightsArguments",
+    "MasksArguments", "MixArguments", "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments",
+    "RouterArguments", "SampleArguments", "SelfAttentionArguments", "SetExpertArguments",
+    "ShortConvArguments", "WeightsArguments", "describe",
 ]  # fmt: skip
 
 #: of memory, or of an object that the library made; None is null
@@ -301,6 +302,68 @@ class DecoderArguments(Arguments):
 
 
 @_structure
+class SelfAttentionArguments(Arguments):
+    """Attention, the first half of a layer."""
+
+    __slots__ = ()
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kv: int
+    into: Address
+    gated: bool
+    head_norm: Address
+    whole_norm: bool
+    head_norm_eps: float
+    cos: Address
+    sin: Address
+    rotary_dim: int
+    out: Address
+    window: int
+    block: int
+    scale: float
+    soft_cap: float
+    sinks: Address
+
+
+@_structure
+class ShortConvArguments(Arguments):
+    """A gated convolution of each channel by itself, the first half of a layer."""
+
+    __slots__ = ()
+
+    into: Address
+    weight: Address
+    bias: Address
+    size: int
+    out: Address
+    state: int
+
+
+@_structure
+class DeltaRuleArguments(Arguments):
+    """The gated delta rule, the first half of a layer."""
+
+    __slots__ = ()
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    into: Address
+    gates: Address
+    conv: Address
+    size: int
+    rate: Address
+    bias: Address
+    norm: Address
+    eps: float
+    out: Address
+    state: int
+
+
+@_structure
 class LayerArguments(Arguments):
     """Append a layer."""
 
@@ -309,18 +372,9 @@ class LayerArguments(Arguments):
     decoder: Address
     mixer_norm: Address
     mixer_norm_bias: Address
-    heads: int
-    kv_heads: int
-    head_dim: int
-    kv: int
-    qkv: Address
-    head_norm: Address
-    whole_norm: bool
-    head_norm_eps: float
-    cos: Address
-    sin: Address
-    rotary_dim: int
-    out: Address
+    attention: Address
+    conv: Address
+    delta_rule: Address
     mixer_post_norm: Address
     mlp_norm: Address
     mlp_norm_bias: Address
@@ -329,12 +383,8 @@ class LayerArguments(Arguments):
     router: Address
     experts: Address
     gate: int
+    shared_gate: Address
     mlp_post_norm: Address
-    window: int
-    block: int
-    scale: float
-    soft_cap: float
-    sinks: Address
 
 
 @_structure
@@ -359,6 +409,11 @@ class ForwardArguments(Arguments):
     kv_len: Address
     block_table: Address
     table_width: int
+    state_pools: Address
+    num_states: int
+    num_cells: int
+    read: Address
+    write: Address
     logits_rows: Address
     logits: Address
     seconds: Address

@@ -269,6 +269,74 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-gelu": ("Qwen3Moe", {**_EXPERTS, "hidden_act": "gelu_pytorch_tanh"}),
     "mixtral-gelu": ("Mixtral", {"head_dim": 16, "num_local_experts": 4, "hidden_act": "gelu_new"}),
 }
+_DELTA = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 48,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    **_rope("default", partial_rotary_factor=0.25),
+}
+_DELTA_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_CONV = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 4, "block_multiple_of": 16}
+#: families with layers that have recurrent state; all own, and of sizes that native kernels compute
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", {**_CONV, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "lfm2-biases": (
+        "Lfm2",
+        {
+            **_CONV,
+            "layer_types": ["full_attention", "conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 0.05,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **_CONV,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5", _DELTA),
+    # As many heads of keys as of values, columns that are no pairs of vectors, and biases.
+    "qwen3.5-equal": (
+        "Qwen3_5",
+        {
+            **_DELTA,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 0.05,
+        },
+    ),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**_DELTA, **_DELTA_EXPERTS}),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [2], "norm_topk_prob": False},
+    ),
+}
 _OWN = {
     *("Gemma", "Gemma2", "Gemma3", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
     *("GPT2", "GptOss", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
@@ -287,11 +355,17 @@ NATIVE = [
 ]
 #: (family, kernels): all of them on torch's kernels, and on native ones where these can
 BY_KERNELS = [(name, "sdpa") for name in FAMILIES] + [(name, "native") for name in NATIVE]
+#: the same of those with recurrent state
+STATEFUL = [(name, kernels) for kernels in ("sdpa", "native") for name in RECURRENT]
+#: those that engines run; ``[*BY_KERNELS, *STATEFUL]`` once engines deal out cells of recurrent state
+IN_ENGINES = BY_KERNELS
+#: families with recurrent state among them
+RECURRENT_IN_ENGINES = [name for name in RECURRENT if (name, "sdpa") in IN_ENGINES]
 
 
 def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
     """Write a random checkpoint of a family; returns the model, in ``dtype``."""
-    prefix, changes = FAMILIES[name]
+    prefix, changes = {**FAMILIES, **RECURRENT}[name]
     return make_model(prefix, changes, path, seed=sum(map(ord, name)), dtype=dtype, **save)
 
 
@@ -307,8 +381,8 @@ def make_model(
     """As :func:`make_checkpoint`, of a prefix and changes as :data:`FAMILIES` has them."""
     config_class = getattr(transformers, f"{prefix}Config")
     model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
-    if prefix == "Gemma3":
-        config_class = transformers.Gemma3TextConfig
+    if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"):
+        config_class = getattr(transformers, f"{prefix}TextConfig")
     shape = {"vocab_size": VOCAB, "eos_token_id": None} if prefix == "GPT2" else dict(_SHAPE)
     shape = {
         key: value for key, value in {**shape, **changes}.items() if key != "num_key_value_heads" or value
@@ -316,10 +390,13 @@ def make_model(
     model = model_class(config_class(**shape)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             # Wide enough that no two logits come close by chance: exact ids are to be compared.
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.25 if parameter.dim() > 1 else 1 + 0.3 * noise)
+            if parameter_name.endswith("A_log"):
+                # States that remember for about twenty tokens.
+                parameter.copy_(noise - 3)
     model.to(dtype).save_pretrained(path, **save)
     return model
 

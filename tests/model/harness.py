@@ -20,6 +20,7 @@ from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.model.state import RowStates, StatePool
 from tests.compiled import require_native
 
 
@@ -33,6 +34,8 @@ class Sequence_:
     max_new: int
     done: int = 0
     pages: list[int] = field(default_factory=list)
+    #: cell with the recurrent state behind the tokens that are done
+    cell: int = 0
     #: logits at every position that was computed and asked for, by position
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -90,6 +93,7 @@ def build_batch(
     num_decodes: int,
     logits_rows: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
+    states: RowStates | None = None,
 ) -> Batch:
     """A batch of rows ``(ids, start, pages)``; logits of the last token of each row unless told."""
     ids: list[int] = []
@@ -121,7 +125,26 @@ def build_batch(
         q_lens=[len(row_ids) for row_ids, _, _ in rows],
         kv_lens=kv_lens,
         num_decodes=num_decodes,
+        states=states,
     )
+
+
+def state_pool(spec: ModelSpec, num_cells: int, device: torch.device | str = "cpu") -> StatePool | None:
+    """Cells of recurrent state that hold NaN, for a model that has some."""
+    if not spec.states:
+        return None
+    pool = StatePool(spec.states, num_cells, torch.device(device))
+    for tensor in pool.tensors:
+        tensor.fill_(float("nan"))
+    return pool
+
+
+def row_states(pool: StatePool | None, cells: Sequence[tuple[int, int]]) -> RowStates | None:
+    """Cells to read and to write of each row."""
+    if pool is None:
+        return None
+    read, write = torch.tensor(list(cells), dtype=torch.int64, device=pool.tensors[0].device).T.contiguous()
+    return RowStates(pool, read, write)
 
 
 class Driver:
@@ -145,7 +168,10 @@ class Driver:
         self.device = device
         self.attention = attention_for(model.spec, num_pages, page_size, kernels, device)
         self.free = list(range(1, num_pages + 1))
-        random.Random(seed).shuffle(self.free)
+        self._random = random.Random(seed)
+        self._random.shuffle(self.free)
+        self.states = state_pool(model.spec, 40, device)
+        self.cells = self._random.sample(range(1, 41), 40)
 
     def run(
         self, prompts: Sequence[Sequence[int]], max_new: int, *, gap: int = 0, all_logits: bool = False
@@ -174,8 +200,14 @@ class Driver:
                 seq.pages.append(self.free.pop())
             rows.append((ids, seq.done, seq.pages))
         wanted = range(sum(len(ids) for ids, _, _ in rows)) if all_logits else None
+        states = row_states(self.states, [self._next_cells(seq) for seq in order])
         batch = build_batch(
-            rows, self.page_size, num_decodes=len(decodes), logits_rows=wanted, device=self.device
+            rows,
+            self.page_size,
+            num_decodes=len(decodes),
+            logits_rows=wanted,
+            device=self.device,
+            states=states,
         )
         logits = self.model.forward(batch, self.attention).float()
         at = 0
@@ -188,3 +220,11 @@ class Driver:
                 seq.ids.append(int(seq.logits[seq.done - 1].argmax()))
             if seq.finished:
                 self.free[:0] = seq.pages
+
+    def _next_cells(self, seq: Sequence_) -> tuple[int, int]:
+        """The cell that a row reads, and the one that it writes: the same, or another one."""
+        read = seq.cell
+        if not read or self._random.random() < 0.5:
+            seq.cell = self.cells.pop()
+            self.cells[:0] = [read] if read else []
+        return read, seq.cell

@@ -18,7 +18,7 @@ from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.native.bindings import native_unsupported
-from tests.model.checkpoints import FAMILIES, NATIVE, OWN, make_checkpoint
+from tests.model.checkpoints import FAMILIES, NATIVE, OWN, make_checkpoint, make_model
 from tests.tiers import grid
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
@@ -77,6 +77,8 @@ def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
+        # Own code has no convolution as long as this.
+        "linear_conv_kernel_dim": 9,
         "num_experts": 0,
         "mlp_only_layers": [0, 1],
     }
@@ -110,6 +112,20 @@ def test_what_would_run_wrongly_is_refused(
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3.5"])
+def test_code_that_keeps_its_state_to_itself_is_refused_for_our_own(
+    checkpoint: Checkpoint, family: str
+) -> None:
+    path, _ = checkpoint(family)
+    with pytest.raises(ConfigError, match=r"recurrent state to itself.* the built-in code can"):
+        load(path, force_transformers=True)
+    # Of layers of attention alone there is no state.
+    other = path / "attention"
+    make_model("Lfm2", {"layer_types": ["full_attention"] * 3}, other, seed=0)
+    assert isinstance(load(other, force_transformers=True), TransformersLM)
+    assert load(other).spec.states == ()
 
 
 @pytest.mark.parametrize("fallback", [False, True])

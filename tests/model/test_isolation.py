@@ -14,14 +14,15 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
-from tests.model.checkpoints import BY_KERNELS, greedy
+from tests.model.checkpoints import IN_ENGINES, RECURRENT_IN_ENGINES, greedy
 from tests.model.harness import fill, require
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
 FAMILIES = ["qwen3", "qwen3-moe", "mistral-window", "gemma2", "olmo3", "gpt2-wide", "gpt-oss", "opt"]
+FAMILIES += RECURRENT_IN_ENGINES
 
 
-@pytest.mark.parametrize(("family", "kernels"), [pair for pair in BY_KERNELS if pair[0] in FAMILIES])
+@pytest.mark.parametrize(("family", "kernels"), [pair for pair in IN_ENGINES if pair[0] in FAMILIES])
 async def test_a_pool_full_of_nan_changes_no_token(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str, kernels: Any
 ) -> None:

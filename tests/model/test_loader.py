@@ -119,6 +119,16 @@ def test_a_broken_checkpoint_says_what_is_wrong(
         ("qwen3", "_norm.weight", "q_norm.weight"),
         ("llama-biases", "mlp.down_proj.bias", "down_proj.bias"),
         ("llama-biases", "o_proj.bias", "o_proj.bias"),
+        ("lfm2-biases", "conv.conv.bias", "conv.conv.bias"),
+        ("lfm2-biases", "conv.in_proj.bias", "conv.in_proj.bias"),
+        ("lfm2", "conv.conv.weight", "conv.conv.weight"),
+        ("lfm2-moe", "expert_bias", "expert_bias"),
+        ("qwen3.5", "A_log", "A_log"),
+        ("qwen3.5", "dt_bias", "dt_bias"),
+        ("qwen3.5", "in_proj_a.weight", "in_proj_a.weight"),
+        ("qwen3.5", "linear_attn.norm.weight", "linear_attn.norm.weight"),
+        ("qwen3.5-moe", "shared_expert_gate.weight", "shared_expert_gate.weight"),
+        ("qwen3-next", "in_proj_qkvz.weight", "in_proj_qkvz.weight"),
     ],
 )
 def test_what_the_config_calls_for_must_be_there(
@@ -127,6 +137,47 @@ def test_what_the_config_calls_for_must_be_there(
     make_checkpoint(family, tmp_path)
     edit_weights(lambda tensors: drop(tensors, ending))(tmp_path)
     with pytest.raises(ConfigError, match=f"no tensor .*{lacking}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("lfm2", "model.layers.0.conv.conv.weight"),
+        ("lfm2", "model.layers.1.self_attn.q_layernorm.weight"),
+        ("qwen3.5", "model.layers.0.linear_attn.conv1d.weight"),
+        ("qwen3.5", "model.layers.0.linear_attn.A_log"),
+        ("qwen3.5", "model.layers.1.self_attn.q_proj.weight"),
+        ("qwen3-next", "model.layers.0.linear_attn.in_proj_ba.weight"),
+        ("qwen3.5-moe", "model.layers.0.mlp.shared_expert.down_proj.weight"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path, family: str, name: str) -> None:
+    make_checkpoint(family, tmp_path)
+    edit_weights(lambda tensors: tensors.update({name: tensors[name][1:].contiguous()}))(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{name} is shaped .*the config says"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache in config.json must be an integer in"),
+        ("lfm2", {"norm_eps": -1.0}, "norm_eps in config.json must be a positive number"),
+        ("lfm2", {"block_multiple_of": 0}, "block_multiple_of in config.json must be an integer in"),
+        ("qwen3.5", {"linear_num_key_heads": 0}, "linear_num_key_heads in config.json must be an integer in"),
+        ("qwen3.5", {"linear_key_head_dim": 32}, "in_proj_qkv.weight is shaped"),
+        ("qwen3.5", {"linear_num_key_heads": 3}, "4 heads of values are no multiple of 3"),
+        ("qwen3.5", {"layer_types": ["linear_attention"] * 2}, "the config"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "lacks 3 tensors, first model.layers.1.conv"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_error(
+    tmp_path: Path, family: str, change: dict[str, Any], message: str
+) -> None:
+    make_checkpoint(family, tmp_path)
+    edit_config(**change)(tmp_path)
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path)
 
 

@@ -15,14 +15,14 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from tests.model.checkpoints import BY_KERNELS, OWN, VOCAB, greedy
+from tests.model.checkpoints import IN_ENGINES, OWN, RECURRENT_IN_ENGINES, VOCAB, greedy
 from tests.model.harness import require
 from tests.tiers import battery, grid, points
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14
 #: all with native kernels, and of the others, whose forwards have tests of their own, every third
-QUICK = [pair for at, pair in enumerate(BY_KERNELS) if pair[1] == "native" or at % 3 == 0]
+QUICK = [pair for at, pair in enumerate(IN_ENGINES) if pair[1] == "native" or at % 3 == 0]
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 
 
@@ -36,7 +36,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
 
 
 @battery("a cross product: mixed requests run on the same families and kernels")
-@pytest.mark.parametrize(("family", "kernels"), BY_KERNELS)
+@pytest.mark.parametrize(("family", "kernels"), IN_ENGINES)
 def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str, kernels: str) -> None:
     require(kernels)
     path, oracle = checkpoint(family)
@@ -49,7 +49,7 @@ def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str, kernels:
 
 
 @pytest.mark.parametrize(
-    ("family", "kernels"), points(QUICK, [pair for pair in BY_KERNELS if pair not in QUICK])
+    ("family", "kernels"), points(QUICK, [pair for pair in IN_ENGINES if pair not in QUICK])
 )
 async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str, kernels: str) -> None:
     """Requests arrive while others are in prefill and decode, in a pool too small for all of them."""
@@ -109,6 +109,7 @@ def test_any_kernels_for_experts(checkpoint: Checkpoint, experts: str) -> None:
         "olmo3",
         "glm4",
         "gpt-oss",
+        *RECURRENT_IN_ENGINES,
     ],
 )
 def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str) -> None:

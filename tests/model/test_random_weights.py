@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aioinfer.llm import LLM
 from aioinfer.model.loader import load_model
 from aioinfer.model.weights import RandomWeights
 from aioinfer.params import SamplingParams
+from tests.model.checkpoints import RECURRENT
 from tests.model.harness import Driver
 
 CPU = torch.device("cpu")
@@ -103,6 +105,14 @@ def test_a_tensor_is_made_in_place_in_the_models_type(dtype: torch.dtype) -> Non
     assert seen == ["empty", "normal_"]
     assert made.dtype == dtype
     assert made.float().std() == pytest.approx(32**-0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_stay_in_range(checkpoint: Callable[[str], tuple[Path, Any]], family: str) -> None:
+    path, _ = checkpoint(family)
+    model = load_model(path, dtype="bfloat16", device=CPU, load_format="random")
+    (sequence,) = Driver(model, chunk=64).run([list(range(1, 120))], 2, all_logits=True)
+    assert torch.stack(list(sequence.logits.values())).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

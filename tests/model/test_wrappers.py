@@ -17,17 +17,21 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
+from aioinfer.model.attention.backend import AttentionBackend
+from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.model.wrappers import WRAPPERS
 from aioinfer.params import SamplingParams
 from tests.checkpoint.test_formats import FORMATS
 from tests.model.checkpoints import VOCAB, greedy
-from tests.model.harness import require
+from tests.model.harness import Driver, require
 from tests.model.wrapper_models import (
     IMAGE,
     MODELS,
     NAMINGS,
+    STATEFUL,
     TEXT,
     edit_config,
     edit_tensors,
@@ -83,6 +87,26 @@ def test_the_text_part_continues_a_text_as_the_whole_model_does(
     assert ids(tmp_path, kernels) == wanted(oracle)
 
 
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_text_part_with_recurrent_state_continues_as_the_whole_model_does(
+    tmp_path: Path, name: str, kernels: AttentionBackend
+) -> None:
+    """Layers that predict further tokens are not read, as in transformers."""
+    require(kernels)
+    oracle = make_wrapper(name, tmp_path)
+    if name.startswith("qwen"):
+        edit_tensors(tmp_path, lambda tensors: {**tensors, "mtp.fc.weight": torch.ones(3, 3)})
+    model = load_model(tmp_path, dtype="float32", device=CPU, kernels=kernels)
+    assert isinstance(model, NativeDecoder if kernels == "native" else Decoder)
+    assert "tensors of other parts are not read" in model.spec.part
+    head = 0 if oracle.config.tie_word_embeddings else oracle.lm_head.weight.numel()
+    text = sum(parameter.numel() for parameter in oracle.model.language_model.parameters())
+    assert model.spec.num_parameters == text + head
+    sequences = Driver(model, chunk=7, kernels=kernels).run(PROMPTS, TOKENS)
+    assert [sequence.ids[sequence.prompt_len :] for sequence in sequences] == wanted(oracle)
+
+
 @pytest.mark.parametrize("name", grid(["qwen3-vl", "mistral3"], sorted({*MODELS} - {"qwen3-vl", "mistral3"})))
 def test_the_text_part_runs_by_transformers_code_too(tmp_path: Path, name: str) -> None:
     oracle = make_wrapper(name, tmp_path)
@@ -132,7 +156,7 @@ def test_tensors_of_other_parts_are_not_read(
     model = load(tmp_path)
     assert asked == {each for each in stored if not is_vision(each)}
     assert others > 10
-    assert f"; {others} vision tensors are not read" in model.spec.part
+    assert f"; {others} tensors of other parts are not read" in model.spec.part
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -399,7 +423,8 @@ def test_a_quantised_text_part_without_own_code_is_refused(tmp_path: Path) -> No
 
 def test_the_log_and_the_doctor_say_that_a_part_is_loaded(tmp_path: Path) -> None:
     make_wrapper("qwen3-vl", tmp_path)
-    part = "Qwen3ForCausalLM (text part of Qwen3VLForConditionalGeneration; 27 vision tensors are not read)"
+    of = "text part of Qwen3VLForConditionalGeneration"
+    part = f"Qwen3ForCausalLM ({of}; 27 tensors of other parts are not read)"
     config = EngineConfig(model=str(tmp_path), device="cpu", num_pages=8, threads=1)
     found = {finding.subject: finding.text for finding in examine(config)}
     assert part in found["model"]

@@ -115,6 +115,38 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {**_IMAGE_INDEX, "mm_tokens_per_image": 4},
     ),
 }
+_DELTA = {
+    **_HEADS,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Of 8 rotated dimensions, half of the heads'.
+    **_mrope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+}
+_QWEN3_5_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
+#: the same of text models with recurrent state
+STATEFUL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen3.5-vl": ("Qwen3_5", _DELTA, _QWEN3_5_VISION, {**_IMAGE_ID, "tie_word_embeddings": True}),
+    "qwen3.5-vl-moe": (
+        "Qwen3_5Moe",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
+        _QWEN3_5_VISION,
+        _IMAGE_ID,
+    ),
+    "lfm2-vl": (
+        "Lfm2Vl",
+        {
+            **_HEADS,
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"],
+            "block_multiple_of": 16,
+        },
+        {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+        {**_IMAGE_ID, "projector_hidden_size": 32},
+    ),
+}
 
 #: where the tensors of the text model are, by naming: (those of the model, the head, what is in front of the
 #: other parts); "oldest" is that of Qwen2-VL's releases
@@ -127,7 +159,7 @@ NAMINGS = {
 
 def make_wrapper(name: str, path: Path, **fields: Any) -> Any:
     """Write a random checkpoint; returns transformers' model, float32. ``fields``: of the outer config."""
-    prefix, text, vision, other = MODELS[name]
+    prefix, text, vision, other = {**MODELS, **STATEFUL}[name]
     config = getattr(transformers, f"{prefix}Config")(
         text_config={**TEXT, **text}, vision_config=vision, **{**other, **fields}
     )

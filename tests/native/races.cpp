@@ -1,4 +1,4 @@
-// Programs of thread pools for the race detector: decoders, attention and linear layers, by several callers at once.
+// Programs of thread pools for the race detector: decoders of all kinds of layers, by several callers at once.
 //
 // Compiled by tests.native.builds together with the kernels of one type (NUMBER), for weights of WEIGHT_BITS bits, or for
 // weights that are not rounded (0). Returns 1 if results depend on the pool.
@@ -17,7 +17,12 @@ using T = NUMBER;
 namespace {
 
 constexpr int64_t HIDDEN = 48, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 16, MIDDLE = 80, VOCABULARY = 101;
-constexpr int64_t EXPERTS = 4, LAYERS = 3, PAGE = 16, PAGES = 12, POSITIONS = 64;
+constexpr int64_t EXPERTS = 4, LAYERS = 5, PAGE = 16, PAGES = 12, POSITIONS = 64;
+
+// Between the first and the last layer: attention, a convolution, and the delta rule.
+constexpr int CONV = 2, DELTA = 3;
+constexpr int64_t SIZE = 3, CELLS = 5;
+constexpr DeltaShape DELTA_SHAPE{2, 4, 16, 48};
 
 constexpr Format FORMAT{WEIGHT_BITS, WEIGHT_BITS ? 32 : 0};
 
@@ -55,26 +60,16 @@ struct Model {
                                            POSITIONS, HIDDEN, 1e-6f, 30.0f);
     for (int64_t expert = 0; expert < EXPERTS; expert++)
       experts.set(pool, expert, noise(2 * MIDDLE * HIDDEN, 50 + expert).data(), noise(HIDDEN * MIDDLE, 60 + expert).data());
-    // The first layer has norms behind its parts, of all queries and keys, and no gates; the last one has sinks, and
-    // experts with biases besides a shared one.
+    // The first layer has norms behind its parts, of all queries and keys, and no gates; the last one has sinks, gated
+    // results, and experts with biases besides a shared one, which has a gate.
     const auto biases = noise(2 * MIDDLE, 70), out_biases = noise(HIDDEN, 71);
     for (int64_t expert = 0; expert < EXPERTS; expert++) experts.set_biases(expert, biases.data(), out_biases.data());
     for (int layer = 0; layer < LAYERS; layer++) {
       const bool first = layer == 0, last = layer + 1 == LAYERS;
-      const int64_t size = head_dim(layer);
       const Norm plain{norm.data(), nullptr}, none{nullptr, nullptr};
       decoder->add({
           .mixer_norm = first ? none : plain,
-          .attention =
-              {
-                  .shape = {HEADS, KV_HEADS, size, first ? nullptr : head_norm.data(), 1e-6f},
-                  .whole_norm = first ? head_norm.data() : nullptr,
-                  .qkv = pack((HEADS + 2 * KV_HEADS) * size, HIDDEN, false, 10 + layer),
-                  .rotary = first ? Rotary<T>{} : Rotary<T>{cos.data(), sin.data(), HEAD_DIM},
-                  .out = pack(HIDDEN, HEADS * size, false, 20 + layer),
-                  .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, last ? sinks.data() : nullptr},
-                  .kv = layer,
-              },
+          .mixer = mixer(layer, pack),
           .mixer_post_norm = first ? plain : none,
           .mlp_norm = plain,
           .gate_up = pack(MIDDLE, HIDDEN, !first, 30 + layer),
@@ -82,9 +77,46 @@ struct Model {
           .router = last ? &router : nullptr,
           .experts = last ? &experts : nullptr,
           .gate = first ? Gate::GELU_TANH : last ? Gate::CLAMPED_SILU : Gate::SILU,
+          .shared_gate = last ? norm.data() : nullptr,
           .mlp_post_norm = first || last ? plain : none,
       });
     }
+  }
+
+  template <class Pack>
+  decltype(Layer<T>::mixer) mixer(int layer, Pack&& pack) {
+    const bool first = layer == 0, last = layer + 1 == LAYERS;
+    if (layer == CONV)
+      return ShortConv<T>{
+          .into = pack(3 * HIDDEN, HIDDEN, false, 10 + layer),
+          .conv = {taps.data(), norm.data(), HIDDEN, SIZE},
+          .out = pack(HIDDEN, HIDDEN, false, 20 + layer),
+          .state = 0,
+      };
+    if (layer == DELTA)
+      return DeltaRule<T>{
+          .shape = DELTA_SHAPE,
+          .into = pack(DELTA_SHAPE.width(), HIDDEN, false, 10 + layer),
+          .gates = pack(2 * DELTA_SHAPE.value_heads, HIDDEN, false, 80),
+          .conv = {taps.data(), nullptr, DELTA_SHAPE.channels(), SIZE},
+          .rate = rates.data(),
+          .bias = norm.data(),
+          .norm = norm.data(),
+          .eps = 1e-6f,
+          .out = pack(HIDDEN, DELTA_SHAPE.values(), false, 20 + layer),
+          .state = 1,
+      };
+    const int64_t size = head_dim(layer);
+    return SelfAttention<T>{
+        .shape = {HEADS, KV_HEADS, size, first ? nullptr : head_norm.data(), 1e-6f},
+        .whole_norm = first ? head_norm.data() : nullptr,
+        .into = pack((HEADS + 2 * KV_HEADS + (last ? HEADS : 0)) * size, HIDDEN, false, 10 + layer),
+        .gated = last,
+        .rotary = first ? Rotary<T>{} : Rotary<T>{cos.data(), sin.data(), HEAD_DIM},
+        .out = pack(HIDDEN, HEADS * size, false, 20 + layer),
+        .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, last ? sinks.data() : nullptr},
+        .kv = layer,
+    };
   }
 
   std::vector<float> forward(ThreadPool& pool) {
@@ -108,15 +140,24 @@ struct Model {
     const AttentionInput attention{static_cast<int64_t>(ids.size()), cells.data(), positions.data(),
                                    Rows{3, starts.data(), lengths, tables, 3}};
     double seconds[PARTS] = {};
-    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), LAYERS, PAGE, PAGES, static_cast<int64_t>(chosen.size()),
-                            chosen.data(), logits.data()},
+    // The first row starts from zeros, the second writes the cell that it reads, and the third another one.
+    const int64_t read[] = {0, 2, 4}, write[] = {1, 2, 3};
+    auto conv_state = noise(CELLS * (SIZE - 1) * HIDDEN, 90);
+    auto delta_inputs = noise(CELLS * (SIZE - 1) * DELTA_SHAPE.channels(), 91);
+    auto delta_state = floats(CELLS * DELTA_SHAPE.state_size(), 92);
+    void* const states[] = {conv_state.data(), delta_inputs.data(), delta_state.data()};
+    const auto count = static_cast<int64_t>(chosen.size());
+    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), LAYERS, PAGE, PAGES, {read, write, CELLS}, states, 3,
+                            count, chosen.data(), logits.data()},
                      seconds);
+    logits.insert(logits.end(), delta_state.begin(), delta_state.end());
     return logits;
   }
 
   std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), learned = noise(POSITIONS * HIDDEN, 7);
   std::vector<float> norm = floats(HIDDEN, 2), head_norm = floats((HEADS + KV_HEADS) * 2 * HEAD_DIM, 3);
-  std::vector<float> sinks = floats(HEADS, 8);
+  std::vector<float> sinks = floats(HEADS, 8), taps = floats(SIZE * DELTA_SHAPE.channels(), 9);
+  std::vector<float> rates = std::vector<float>(DELTA_SHAPE.value_heads, 0.05f);
   std::vector<T> cos = noise(POSITIONS * HEAD_DIM, 4), sin = noise(POSITIONS * HEAD_DIM, 5);
   std::vector<float> routes = floats(EXPERTS * HIDDEN, 6);
   Weights<float> scores;

@@ -14,11 +14,11 @@ from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint
-from tests.model.checkpoints import NATIVE, VOCAB
-from tests.model.harness import attention_for, build_batch, fill
+from tests.model.checkpoints import NATIVE, RECURRENT, VOCAB
+from tests.model.harness import attention_for, build_batch, fill, row_states, state_pool
 
 CPU = torch.device("cpu")
-DENSE = [family for family in NATIVE if "moe" not in family]
+DENSE = [family for family in [*NATIVE, *RECURRENT] if "moe" not in family and family != "qwen3-next"]
 #: (length, start) of the rows of a step: decodes, a chunk, whole prompts
 ROWS = [(40, 39), (17, 16), (60, 22), (1, 0), (33, 0)]
 
@@ -30,18 +30,24 @@ def logits(path: Path, kernels: Any, dtype: str, seed: int) -> torch.Tensor:
     assert isinstance(model, NativeDecoder if kernels == "native" else Decoder)
     attention = attention_for(model.spec, 60, 8, kernels)
     fill(attention, float("nan"))
+    # Every row has two cells: one of them for what is in front of the step.
+    states, cells = state_pool(model.spec, 2 * len(ROWS)), list[tuple[int, int]]()
     free = rng.sample(range(1, 61), 60)
     rows = []
-    for length, start in ROWS:
+    for at, (length, start) in enumerate(ROWS):
         ids = [rng.randrange(VOCAB) for _ in range(length)]
         pages = [free.pop() for _ in range(-(-length // 8))]
         if start:
-            model.forward(build_batch([(ids[:start], 0, pages)], 8, num_decodes=0), attention)
+            past = row_states(states, [(0, 2 * at + 1)])
+            model.forward(build_batch([(ids[:start], 0, pages)], 8, num_decodes=0, states=past), attention)
+        cells.append((2 * at + 1 if start else 0, 2 * at + 2))
         rows.append((ids[start:], start, pages))
     tokens = sum(len(ids) for ids, _, _ in rows)
     wanted = [rng.randrange(tokens) for _ in range(rng.choice([1, 5, 20, 100]))]
     with torch.inference_mode():
-        return model.forward(build_batch(rows, 8, num_decodes=2, logits_rows=wanted), attention).float()
+        own = row_states(states, cells)
+        batch = build_batch(rows, 8, num_decodes=2, logits_rows=wanted, states=own)
+        return model.forward(batch, attention).float()
 
 
 @pytest.mark.parametrize("family", DENSE)

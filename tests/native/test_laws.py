@@ -18,12 +18,14 @@ from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Quantization
 from aioinfer.native.bindings import shared_thread_pool
 from tests.model.block_models import block_config, write_checkpoint
-from tests.model.harness import attention_for, build_batch, fill
+from tests.model.checkpoints import RECURRENT
+from tests.model.harness import attention_for, build_batch, fill, row_states, state_pool
 from tests.native.support import DTYPES, Bench, Heads, Row, draw_rows, normal
 from tests.tiers import grid
 
 CPU = torch.device("cpu")
 KINDS = ["llama-biases", "mistral-window", "qwen2-window", "qwen3-moe-mixed", "qwen3-wide-untied", "sdar"]
+KINDS += RECURRENT
 
 
 def chunked(bench: Bench, row: Row, rng: random.Random) -> torch.Tensor:
@@ -96,17 +98,29 @@ class Runs:
         self.attention = attention_for(model.spec, pages, page_size, "native")
         fill(self.attention, float("nan"))
         self._free = list(range(1, pages + 1))
-        random.Random(seed).shuffle(self._free)
+        self._random = random.Random(seed)
+        self._random.shuffle(self._free)
+        self.states = state_pool(model.spec, 400)
+        self._cells = self._random.sample(range(1, 401), 400)
+        #: the cell of each sequence, by the identity of its pages
+        self._cell: dict[int, int] = {}
 
     def pages(self, length: int) -> list[int]:
         return [self._free.pop() for _ in range(-(-length // self.page_size))]
 
     def step(self, rows: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
-        batch = build_batch(
-            rows, self.page_size, num_decodes=0, logits_rows=range(sum(len(ids) for ids, _, _ in rows))
-        )
+        wanted = range(sum(len(ids) for ids, _, _ in rows))
+        states = row_states(self.states, [self._next(start, pages) for _, start, pages in rows])
+        batch = build_batch(rows, self.page_size, num_decodes=0, logits_rows=wanted, states=states)
         logits: torch.Tensor = self.model.forward(batch, self.attention)
         return logits
+
+    def _next(self, start: int, pages: list[int]) -> tuple[int, int]:
+        """The cells to read and to write: the same, or others."""
+        read = self._cell[id(pages)] if start else 0
+        write = read if read and self._random.random() < 0.5 else self._cells.pop()
+        self._cell[id(pages)] = write
+        return read, write
 
 
 def models(
@@ -137,7 +151,8 @@ def test_a_decoder_gives_a_row_the_same_bits_everywhere(
 ) -> None:
     rng, block = random.Random(3), 4 if kind == "sdar" else 1
     by_threads = models(tmp_path, kind, dtype, quantization, checkpoint)
-    prompts = [[rng.randrange(100) for _ in range(block * length)] for length in (1, 9, 17, 33)]
+    longest = 70 if kind in RECURRENT else 33
+    prompts = [[rng.randrange(100) for _ in range(block * length)] for length in (1, 9, 17, longest)]
     first = Runs(by_threads[1], 16, 0)
     wanted = [first.step([(ids, 0, first.pages(len(ids)))]) for ids in prompts]
     assert all(logits.isfinite().all() for logits in wanted)

@@ -29,7 +29,7 @@ from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native import build as building
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
 from tests.model.block_models import block_config, write_checkpoint
-from tests.model.harness import attention_for, build_batch
+from tests.model.harness import attention_for, build_batch, row_states, state_pool
 
 CPU = torch.device("cpu")
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -73,7 +73,8 @@ def load(path: Path, quantization: Quantization = "none", *, cached: bool = True
 
 def logits(model: Any) -> torch.Tensor:
     ids = [(7 * i + 3) % 100 for i in range(40)]
-    batch = build_batch([(ids, 0, [1, 2, 3])], 16, num_decodes=0, logits_rows=range(40))
+    states = row_states(state_pool(model.spec, 1), [(0, 1)])
+    batch = build_batch([(ids, 0, [1, 2, 3])], 16, num_decodes=0, logits_rows=range(40), states=states)
     found: torch.Tensor = model.forward(batch, attention_for(model.spec, 5, 16, "native"))
     return found
 
@@ -83,7 +84,11 @@ def files(cache: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "llada2", "gpt-oss", "glm4", "gpt2-wide"]
+    "kind",
+    [
+        *("llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "llada2", "gpt-oss", "glm4", "gpt2-wide"),
+        *("lfm2-biases", "qwen3.5-moe", "qwen3-next"),
+    ],
 )
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -111,7 +116,8 @@ def test_mapped_weights_give_the_same_bits_and_matrices_are_not_read_again(
     assert second.spec.layer_reason.endswith("; weights are mapped from the cache")
     # What is left are vectors, the routers, and positions.
     matrices = ("_proj.weight", "_proj", "c_attn.weight", "c_fc.weight", "wte.weight")
-    assert not [name for name in reads if name.endswith(matrices) or "embed" in name or "head" in name]
+    matrices += ("_qkv.weight", "_ba.weight", ".w1.weight", "embed_tokens.weight", "head.weight")
+    assert not [name for name in reads if name.endswith(matrices)]
     assert first.spec.num_parameters == second.spec.num_parameters == plain.spec.num_parameters
     del plain
     for model in (first, second):

@@ -19,6 +19,7 @@ from aioinfer.model.heads import HeadNorm
 from aioinfer.model.layers import LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.self_attention import SelfAttention
+from aioinfer.model.mixers.short_conv import CausalConv
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import MoEBackend, choose_experts
 from aioinfer.model.moe.routing import Rule
@@ -26,11 +27,12 @@ from aioinfer.model.moe.sparse import GATE_UP_DOWN, StoredExperts
 from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec, eos_token_ids
+from aioinfer.model.state import StateShape
 from aioinfer.model.weights import StoredMatrix, Weights
 
 __all__ = [
     *("Family", "NormWeight", "Source"),
-    *("build_decoder", "expert_middle", "expert_shape", "head_dim", "kv_heads"),
+    *("build_decoder", "expert_middle", "expert_shape", "head_dim", "inner_sizes", "kv_heads", "norm_eps"),
 ]
 
 #: Endings of the names of tensors that follow from the config: rotary frequencies in old checkpoints, and the
@@ -57,14 +59,33 @@ class Source:
     device: torch.device
     #: positions of the longest sequence
     max_model_len: int
+    #: of the layers made so far, see :attr:`~aioinfer.model.spec.ModelSpec.states`
+    states: list[StateShape] = field(default_factory=list)
     _ropes: dict[str | None, Rope] = field(default_factory=dict)
 
     def linear(
-        self, names: list[str], rows: list[int], width: int, *, bias: bool, order: torch.Tensor | None = None
+        self,
+        names: list[str],
+        rows: list[int],
+        width: int,
+        *,
+        bias: bool,
+        order: torch.Tensor | None = None,
+        exact: bool = False,
     ) -> Linear:
         """The projections ``names``, of [rows[i], width] each, as one linear layer; ``order``: of its rows,
-        see :class:`~aioinfer.model.weights.StoredMatrix`."""
-        return self.kernels.linear(StoredMatrix(self.weights, names, rows, width, bias=bias, order=order))
+        see :class:`~aioinfer.model.weights.StoredMatrix`; ``exact``: it is not to be rounded."""
+        stored = StoredMatrix(self.weights, names, rows, width, bias=bias, order=order)
+        return self.kernels.linear(stored, exact=exact)
+
+    def conv(self, name: str, channels: int, size: int, *, bias: bool = False) -> CausalConv:
+        """The convolution of each channel over ``size`` positions, from the tensor ``name`` [channels, 1,
+        size]. Adds its state to those of the model."""
+        weight = self.weights.take(f"{name}.weight", (channels, 1, size), dtype=torch.float32)
+        biases = self.weights.take(f"{name}.bias", (channels,), dtype=torch.float32) if bias else None
+        conv = CausalConv(weight=weight[:, 0].T.contiguous(), bias=biases, state=len(self.states))
+        self.states.append(conv.state_shape(self.weights.dtype))
+        return conv
 
     def attention(self, index: int, **parts: Any) -> SelfAttention:
         """The attention of layer ``index``, in a model all of whose layers have the same heads. ``parts``:
@@ -74,16 +95,23 @@ class Source:
         return SelfAttention(num_heads=config.num_attention_heads, kv=kv, kv_layer=index, **parts)
 
     def gated_mlp(
-        self, prefix: str, middle: int, gate: Gate = "silu", *, bias: bool = False, fused: bool = False
+        self,
+        prefix: str,
+        middle: int,
+        gate: Gate = "silu",
+        *,
+        bias: bool = False,
+        fused: bool = False,
+        names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> FeedForward:
         """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions; ``fused``: gate and
-        up are one tensor."""
+        up are one tensor; ``names``: of the tensors of gate, up and down."""
         weights, hidden = self.weights, self.config.hidden_size
-        both, rows = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [middle, middle]
+        both, rows = [f"{prefix}.{name}" for name in names[:2]], [middle, middle]
         if fused:
             both, rows = [f"{prefix}.gate_up_proj"], [2 * middle]
         gate_up = StoredMatrix(weights, both, rows, hidden, bias=bias)
-        down = StoredMatrix(weights, [f"{prefix}.down_proj"], [hidden], middle, bias=bias)
+        down = StoredMatrix(weights, [f"{prefix}.{names[2]}"], [hidden], middle, bias=bias)
         return self.kernels.gated_mlp(gate_up, down, gate)
 
     def sparse(
@@ -104,7 +132,7 @@ class Source:
     def norm(self, name: str, stored: NormWeight = "rounded") -> Norm:
         """The root mean square norm of the residual from the tensor ``name``."""
         weight = self._norm_weight(name, self.config.hidden_size, stored)
-        return Norm(weight, self.config.rms_norm_eps)
+        return Norm(weight, norm_eps(self.config))
 
     def head_norm(
         self, query: str, key: str, stored: NormWeight = "rounded", *, whole: bool = False
@@ -118,7 +146,7 @@ class Source:
                 norms.append(self._norm_weight(name, heads * size, stored).view(heads, size))
             else:
                 norms.append(self._norm_weight(name, size, stored).expand(heads, -1))
-        return HeadNorm(torch.cat(norms), config.rms_norm_eps, whole)
+        return HeadNorm(torch.cat(norms), norm_eps(config), whole)
 
     def _norm_weight(self, name: str, size: int, stored: NormWeight) -> torch.Tensor:
         dtype = None if stored == "rounded" else torch.float32
@@ -153,6 +181,19 @@ class Family(Protocol):
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """Indices of the layers with experts. Raises ConfigError."""
         return frozenset()
+
+    def inner_sizes(self, config: Any) -> list[int]:
+        """Inner dimensions of the layers' products, and other sizes that native kernels compute in whole
+        vectors."""
+        return inner_sizes(config)
+
+    def recurrent(self, config: Any) -> bool:
+        """Whether layers keep a state instead of keys and values."""
+        return False
+
+    def unread(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint belongs to a part that is not computed here."""
+        return False
 
     def layer(self, source: Source, index: int) -> Layer:
         """Layer ``index`` of a checkpoint. Raises ConfigError if a tensor is missing or has another shape."""
@@ -205,7 +246,7 @@ def build_decoder(
     # Some configs say so of a head of its own; as in transformers, the weights decide.
     tied = config.tie_word_embeddings and not weights.differs("lm_head.weight", f"{name}.weight")
     head = words if tied else StoredMatrix(weights, ["lm_head"], [vocabulary], hidden)
-    weights.check_all_taken([*_BUFFERS, "lm_head.weight"] if tied else _BUFFERS)
+    weights.check_all_taken([*_BUFFERS, "lm_head.weight"] if tied else _BUFFERS, family.unread)
     spec = ModelSpec(
         architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
@@ -220,6 +261,7 @@ def build_decoder(
         expert_reason=backend.reason if backend else "",
         block_size=blocks.size if blocks else None,
         mask_token_id=blocks.mask_token_id if blocks else None,
+        states=tuple(source.states),
     )
     return kernels.decoder(
         spec,
@@ -241,6 +283,19 @@ def expert_middle(config: Any) -> int:
     """Inner dimension of one expert; where all layers have experts, some configs state no other."""
     size: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     return size
+
+
+def inner_sizes(config: Any) -> list[int]:
+    """Inner dimensions of the layers' matrix products, of a config with the usual names for them."""
+    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_inner")
+    sizes = [getattr(config, name, None) for name in names]
+    return [size for size in sizes if size is not None]
+
+
+def norm_eps(config: Any) -> float:
+    """What is added to the mean square of a norm."""
+    eps: float = config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.norm_eps
+    return eps
 
 
 def head_dim(config: Any) -> int:

@@ -22,6 +22,7 @@ from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Family, NormWeight, Source, head_dim, kv_heads
 from aioinfer.model.gates import CONFIG_GATES
 from aioinfer.model.linear import Linear
+from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import SoftmaxRouter
@@ -30,7 +31,7 @@ from aioinfer.model.rope import Rope
 
 __all__ = ["POST_NORMS", "SANDWICH_NORMS", "LayerNorms", "LlamaLike"]
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 class LayerNorms(NamedTuple):
@@ -79,6 +80,8 @@ class LlamaLike(Family):
     #: whether the dimensions that are rotated together are 2i and 2i + 1, not i and i + half
     interleaved_rotary: bool = False
     blocks: Blocks | None = None
+    #: the config's names of the layers that there are
+    layer_types: frozenset[str] = _LAYER_TYPES
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
@@ -92,7 +95,7 @@ class LlamaLike(Family):
         if rotated and len(rotated) < config.num_hidden_layers:
             found = f"{len(rotated)} entries for {config.num_hidden_layers} layers"
             raise ConfigError(f"model: no_rope_layers of the config has {found}")
-        other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+        other = set(getattr(config, "layer_types", None) or ()) - self.layer_types
         return f"layers of {', '.join(sorted(other))}" if other else None
 
     def _has_experts(self, config: Any) -> bool:
@@ -121,12 +124,15 @@ class LlamaLike(Family):
         ]
         return Layer(
             mixer_norm=norms[0],
-            mixer=self._attention(source, index),
+            mixer=self._mixer(source, index),
             mixer_post_norm=norms[1],
             mlp_norm=norms[2],
             mlp=self._mlp(source, index),
             mlp_post_norm=norms[3],
         )
+
+    def _mixer(self, source: Source, index: int) -> Mixer:
+        return self._attention(source, index)
 
     def _attention(self, source: Source, index: int) -> SelfAttention:
         at = f"model.layers.{index}.self_attn"

@@ -25,7 +25,8 @@ class SelfAttention:
     kv: KVShape
     #: which of the model's ``kv_layers`` has them
     kv_layer: int
-    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]; gated, and to the
+    #: gates of the results behind them: num_heads * head_dim more
     qkv: Linear
     qk_norm: HeadNorm | None = None
     #: None: queries and keys are not rotated
@@ -33,14 +34,20 @@ class SelfAttention:
     params: AttentionParams
     #: [num_heads] float32, see :class:`~aioinfer.model.attention.base.Attention`; None for none
     sinks: torch.Tensor | None = None
+    #: whether the results are multiplied by the sigmoids of gates, elementwise (Qwen3-Next)
+    gated: bool = False
     out: Linear
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
         """See :class:`~aioinfer.model.mixers.base.Mixer`."""
         (kv_heads, size), norm = self.kv, self.qk_norm
-        qkv = self.qkv(normed).view(len(normed), self.num_heads + 2 * kv_heads, size)
+        qkv, gates = self.qkv(normed), None
+        if self.gated:
+            qkv, gates = qkv.split(((self.num_heads + 2 * kv_heads) * size, self.num_heads * size), dim=-1)
+        qkv = qkv.reshape(len(normed), self.num_heads + 2 * kv_heads, size)
         if norm is not None and norm.whole:
             qkv, norm = norm_projection(qkv, kv_heads, norm), None
         rotary = None if self.rope is None else step.rotaries[id(self.rope)]
         mixed = step.attention.fused(self.kv_layer, qkv, norm, rotary, step.batch, self.params, self.sinks)
-        return self.out(mixed.flatten(1))
+        mixed = mixed.flatten(1)
+        return self.out(mixed if gates is None else mixed * gates.sigmoid())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from aioinfer.model.gates import Gate
 from aioinfer.model.mlp import FeedForward
@@ -13,7 +14,7 @@ from aioinfer.model.moe.experts import Experts, ExpertWeights
 from aioinfer.model.moe.routing import Router
 from aioinfer.model.weights import Weights
 
-__all__ = ["GATE_UP_DOWN", "SparseMLP", "StoredExperts"]
+__all__ = ["GATE_UP_DOWN", "GatedExpert", "SparseMLP", "StoredExperts"]
 
 #: what most checkpoints call the tensors of an expert
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
@@ -33,6 +34,20 @@ class SparseMLP:
         weights, experts = self.router(hidden)
         mixed = self.experts(hidden, weights, experts)
         return mixed if self.shared is None else mixed + self.shared(hidden)
+
+
+@dataclass(slots=True)
+class GatedExpert:
+    """A shared expert whose output is scaled, as a whole, by the sigmoid of a product with the token
+    (Qwen2-MoE)."""
+
+    expert: FeedForward
+    #: [1, hidden]
+    gate: torch.Tensor
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See :class:`~aioinfer.model.mlp.FeedForward`."""
+        return F.linear(hidden, self.gate).sigmoid() * self.expert(hidden)
 
 
 @dataclass(frozen=True, slots=True)

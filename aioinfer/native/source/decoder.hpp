@@ -3,7 +3,8 @@
 //   embedding ─► ┌ norm ─► qkv ─► heads, cells ─► attention ─► out ─┐ + ─► ┌ norm ─► gate, up ─► down ─┐ + ─► norm ─► head
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
-// A part may lack its norm, and it may have another one behind it, before the sum. The second half of a layer with
+// Instead of attention a layer may have another mixer, which keeps a state: a short convolution or a delta rule. A part
+// may lack its norm, and it may have another one behind it, before the sum. The second half of a layer with
 // experts is described in experts.hpp.
 //
 // Each arrow is a phase: the pool divides it, and it ends with a barrier. Values stored between phases have the
@@ -12,11 +13,14 @@
 
 #include <chrono>
 #include <memory>
+#include <variant>
 #include <vector>
 
+#include "delta_rule.hpp"
 #include "experts.hpp"
 #include "gates.hpp"
 #include "self_attention.hpp"
+#include "short_conv.hpp"
 
 namespace aioinfer {
 
@@ -29,7 +33,7 @@ struct Norm {
 template <class T>
 struct Layer {
   Norm mixer_norm;
-  SelfAttention<T> attention;
+  std::variant<SelfAttention<T>, ShortConv<T>, DeltaRule<T>> mixer;
   Norm mixer_post_norm;
   Norm mlp_norm;
   // The dense part or the shared expert; null in a layer without. A dense part may have no gates.
@@ -39,9 +43,10 @@ struct Layer {
   const Router<T>* router;
   const Experts<T>* experts;
   Gate gate;
+  const float* shared_gate;  // [hidden], of the output of the shared expert as a whole; or null
   Norm mlp_post_norm;
 
-  Shared<T> shared() const { return {gate_up, down}; }
+  Shared<T> shared(const float* shares = nullptr) const { return {gate_up, down, shares}; }
 };
 
 // The vectors of tokens: one of the first two is null.
@@ -75,6 +80,9 @@ struct StepInput {
   int64_t num_kv_pools;
   int64_t page_size;
   int64_t num_pages;  // of each pool, the null page included
+  RowStates states;          // of a model without states, all zero
+  void* const* state_pools;  // [num_states] the cells of each tensor of a state
+  int64_t num_states;
   int64_t num_logits;
   const int64_t* logits_rows;
   float* logits;  // [num_logits, vocabulary]
@@ -118,7 +126,7 @@ class Decoder {
   // Throws InvalidArguments unless the layer's parts fit each other.
   void add(const Layer<T>& layer) {
     aioinfer::check(layer.gate, layer.gate_up == nullptr || layer.gate_up->gated);
-    layer.attention.check(hidden_);
+    std::visit([&](const auto& mixer) { mixer.check(hidden_); }, layer.mixer);
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
       require(layer.down != nullptr, "a feed-forward part without down");
@@ -136,10 +144,19 @@ class Decoder {
       require(layer.gate_up == nullptr || layer.gate_up->shares_inputs_with(layer.experts->gate_up(0)),
               "experts and the shared one have weights of other formats");
     }
+    require(layer.shared_gate == nullptr || (layer.experts != nullptr && layer.gate_up != nullptr),
+            "a gate of a shared expert, and no such expert");
     layers_.push_back(layer);
-    division_of_.push_back(divisions_.of(layer.attention.shape));
-    kv_pools_ = std::max(kv_pools_, layer.attention.kv + 1);
-    width_ = std::max(width_, layer.attention.shape.width());
+    Layer<T>& added = layers_.back();
+    if (auto* attention = std::get_if<SelfAttention<T>>(&added.mixer)) {
+      attention->division = divisions_.of(attention->shape);
+      kv_pools_ = std::max(kv_pools_, attention->kv + 1);
+    } else if (const auto* conv = std::get_if<ShortConv<T>>(&added.mixer)) {
+      states_ = std::max(states_, conv->state + 1);
+    } else if (const auto* delta = std::get_if<DeltaRule<T>>(&added.mixer)) {
+      states_ = std::max(states_, delta->state + 2);
+    }
+    std::visit([&](const auto& mixer) { width_ = std::max(width_, mixer.into->outputs); }, added.mixer);
   }
 
   // Throws InvalidArguments, before anything is computed, for indices that lie beyond their memory.
@@ -154,7 +171,7 @@ class Decoder {
         embedding_.read(step.ids[t], step.attention.positions[t], hidden_, residual(t));
       });
       for (size_t index = 0; index < layers_.size(); index++) {
-        attention_part(worker, index, step, watch);
+        mixer_part(worker, layers_[index], step, watch);
         if (layers_[index].experts == nullptr)
           dense_part(worker, layers_[index], tokens, watch);
         else
@@ -168,6 +185,8 @@ class Decoder {
   void check(const StepInput<T>& step) const {
     const AttentionInput& input = step.attention;
     require(step.num_kv_pools >= kv_pools_, "a layer has no KV pool");
+    require(step.num_states >= states_, "a layer has no cells for its state");
+    if (states_ != 0) aioinfer::check(step.states, input.rows.count);
     aioinfer::check(input.rows, input.tokens, step.page_size, step.num_pages);
     require_below("input_ids", step.ids, input.tokens, head_->outputs);
     require_below("positions", input.positions, input.tokens, positions_);
@@ -178,31 +197,65 @@ class Decoder {
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
   T* result(int64_t token) { return results_.data() + token * hidden_; }
 
-  void attention_part(Worker& worker, size_t index, const StepInput<T>& step, Stopwatch& watch) {
-    const Layer<T>& layer = layers_[index];
-    const SelfAttention<T>& self = layer.attention;
+  void mixer_part(Worker& worker, const Layer<T>& layer, const StepInput<T>& step, Stopwatch& watch) {
+    std::visit(
+        [&](const auto& mixer) {
+          const int64_t tokens = step.attention.tokens;
+          const Inputs<T> normed = norm_rows(worker, layer.mixer_norm, *mixer.into, tokens, nullptr);
+          watch.add(REST);
+          project(worker, normed, *mixer.into, projected_.data());
+          watch.add(LINEAR);
+          const Inputs<T> mixed = wide_.inputs(*mixer.out, tokens);
+          mix(worker, mixer, layer, step, normed, mixed);
+          mixed.finish(worker);
+          watch.add(ATTENTION);
+          multiply(worker, mixed, *mixer.out, put_result(layer.mixer_post_norm));
+          watch.add(LINEAR);
+          add_result(worker, layer.mixer_post_norm, tokens, watch);
+        },
+        layer.mixer);
+  }
+
+  static void project(Worker& worker, const Inputs<T>& rows, const Linear<T>& layer, T* to) {
+    multiply(worker, rows, layer, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      put_pair(to + place.row * layer.outputs, panel, layer.outputs, one, other);
+    });
+  }
+
+  // From the projections of all tokens to the inputs of the product behind the mixer.
+  void mix(Worker& worker, const SelfAttention<T>& self, const Layer<T>&, const StepInput<T>& step, const Inputs<T>&,
+           const Inputs<T>& mixed) {
     const HeadShape<T>& shape = self.shape;
     const KVPool<T> kv{step.kv_pools[self.kv], step.page_size, shape.kv_heads, shape.head_dim};
-    const int64_t tokens = step.attention.tokens, width = shape.width();
-    const Inputs<T> normed = norm_rows(worker, layer.mixer_norm, *self.qkv, tokens, nullptr);
-    watch.add(REST);
-    multiply(worker, normed, *self.qkv, [&](const Place& place, int64_t panel, Floats one, Floats other) {
-      put_pair(projected_.data() + place.row * width, panel, width, one, other);
-    });
-    watch.add(LINEAR);
+    const int64_t width = self.width();
+    T* projected = projected_.data();
     if (self.whole_norm != nullptr)
-      worker.parallel_in_runs(tokens, [&](int64_t token) { self.norm_whole(projected_.data() + token * width); });
-    const Inputs<T> mixed = wide_.inputs(*self.out, tokens);
-    const int64_t division = division_of_[index];
-    attend(worker, divisions_.tasks(division), step.attention, Projected<T>::of(projected_.data(), shape), shape,
-           self.rotary, kv, self.params, divisions_.scratch(division, worker.index()), [&](int64_t token) {
-             return [&mixed, to = mixed.row(token)](int64_t at, Floats values) { mixed.put(to, at, values); };
+      worker.parallel_in_runs(mixed.rows(), [&](int64_t token) { self.norm_whole(projected + token * width); });
+    attend(worker, divisions_.tasks(self.division), step.attention, Projected<T>::of(projected, shape, width), shape,
+           self.rotary, kv, self.params, divisions_.scratch(self.division, worker.index()), [&](int64_t token) {
+             const T* gates = self.gated ? projected + token * width + shape.width() : nullptr;
+             return [&mixed, gates, to = mixed.row(token)](int64_t at, Floats values) {
+               if (gates != nullptr) values = rounded<T>(values) * sigmoid(Number<T>::load_lanes(gates + at));
+               mixed.put(to, at, values);
+             };
            });
-    mixed.finish(worker);
-    watch.add(ATTENTION);
-    multiply(worker, mixed, *self.out, put_result(layer.mixer_post_norm));
-    watch.add(LINEAR);
-    add_result(worker, layer.mixer_post_norm, tokens, watch);
+  }
+
+  void mix(Worker& worker, const ShortConv<T>& self, const Layer<T>&, const StepInput<T>& step, const Inputs<T>&,
+           const Inputs<T>& mixed) {
+    self.mix(worker, projected_.data(), step.attention.rows, step.states,
+             static_cast<T*>(step.state_pools[self.state]), mixed);
+  }
+
+  void mix(Worker& worker, const DeltaRule<T>& self, const Layer<T>& layer, const StepInput<T>& step,
+           const Inputs<T>& normed, const Inputs<T>& mixed) {
+    const Linear<T>& gates = *self.gates;
+    const bool shared = gates.shares_inputs_with(*self.into);
+    const int64_t tokens = mixed.rows();
+    project(worker, shared ? normed : norm_rows(worker, layer.mixer_norm, gates, tokens, nullptr), gates, gates_.data());
+    self.mix(worker, projected_.data(), gates_.data(), step.attention.rows, step.states,
+             static_cast<T*>(step.state_pools[self.state]), static_cast<float*>(step.state_pools[self.state + 1]),
+             delta_scratch_[worker.index()], mixed);
   }
 
   void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
@@ -228,11 +281,13 @@ class Decoder {
 
   void sparse_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Activations<float> floats = routing_.floats(tokens, hidden_);
-    const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, layer.experts->gate_up(0), tokens, nullptr, &floats);
+    const Inputs<T> normed =
+        norm_rows(worker, layer.mlp_norm, layer.experts->gate_up(0), tokens, nullptr, &floats, layer.shared_gate);
     watch.add(REST);
     routing_.route(worker, *layer.router, floats);
     const bool later = layer.mlp_post_norm.weight != nullptr;
-    mixing_.mix(worker, *layer.experts, layer.shared(), layer.gate, normed, layer.router->rule.top_k,
+    const float* shares = layer.shared_gate == nullptr ? nullptr : shares_.data();
+    mixing_.mix(worker, *layer.experts, layer.shared(shares), layer.gate, normed, layer.router->rule.top_k,
                 routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
                   if (later) return Number<T>::store_lanes(result(token) + at, values);
                   T* to = residual(token) + at;
@@ -275,16 +330,19 @@ class Decoder {
   }
 
   // The normed residual of all tokens, or of the tokens ``chosen``, as inputs of a layer. The result is also written to
-  // ``floats`` if it is given.
+  // ``floats`` if it is given, and its product with ``gate`` makes a token's share of the shared expert.
   Inputs<T> norm_rows(Worker& worker, const Norm& weights, const Linear<T>& layer, int64_t count, const int64_t* chosen,
-                      const Activations<float>* floats = nullptr) {
+                      const Activations<float>* floats = nullptr, const float* gate = nullptr) {
     const Inputs<T> normed = narrow_.inputs(layer, count);
     worker.parallel_in_runs(count, [&](int64_t row) {
       const auto to = normed.row(row);
+      Floats product{};
       norm(weights, residual(chosen == nullptr ? row : chosen[row]), [&](int64_t i, Floats value) {
         normed.put(to, i, value);
         if (floats != nullptr) floats->put(floats->row(row), i, rounded<T>(value));
+        if (gate != nullptr) product = multiply_add(product, rounded<T>(value), load<Floats>(gate + i));
       });
+      if (gate != nullptr) shares_[row] = 1.0f / (1.0f + std::exp(-sum(product)));
       normed.finish(row);
     });
     return normed;
@@ -314,11 +372,11 @@ class Decoder {
     const int64_t tokens = step.attention.tokens;
     grow(residual_, tokens * hidden_);
     grow(results_, tokens * hidden_);
+    grow(shares_, tokens);
     grow(projected_, tokens * width_);
     narrow_.reserve(*head_, step.num_logits);
     for (const Layer<T>& layer : layers_) {
-      narrow_.reserve(*layer.attention.qkv, tokens);
-      wide_.reserve(*layer.attention.out, tokens);
+      std::visit([&](const auto& mixer) { reserve(mixer, tokens, workers); }, layer.mixer);
       if (layer.experts == nullptr) {
         narrow_.reserve(*layer.gate_up, tokens);
         wide_.reserve(*layer.down, tokens);
@@ -331,16 +389,30 @@ class Decoder {
     divisions_.divide(step.attention.rows, workers);
   }
 
+  template <class Mixer>
+  void reserve(const Mixer& mixer, int64_t tokens, int workers) {
+    narrow_.reserve(*mixer.into, tokens);
+    wide_.reserve(*mixer.out, tokens);
+    if constexpr (std::is_same_v<Mixer, DeltaRule<T>>) {
+      narrow_.reserve(*mixer.gates, tokens);
+      grow(gates_, tokens * mixer.gates->outputs);
+      if (static_cast<int>(delta_scratch_.size()) < workers) delta_scratch_.resize(workers);
+      for (DeltaScratch& scratch : delta_scratch_) scratch.reserve(mixer.shape);
+    }
+  }
+
   Embedding<T> embedding_;
   Norm norm_;
   const Linear<T>* head_;
   int64_t positions_, hidden_;
   float eps_, logit_cap_;
   std::vector<Layer<T>> layers_;
-  std::vector<int64_t> division_of_;  // of each layer
   Divisions<T> divisions_;
-  int64_t kv_pools_ = 0, width_ = 0;  // what layers need: KV pools, and the widest projection
+  int64_t kv_pools_ = 0, states_ = 0, width_ = 0;  // what layers need: pools of both kinds, and the widest projection
   std::vector<T> residual_, results_, projected_;  // results_: of a part, before they are normed
+  std::vector<T> gates_;                           // of a delta rule
+  std::vector<float> shares_;                      // of the shared expert, by token
+  std::vector<DeltaScratch> delta_scratch_;        // of each worker
   InputBuffer<T> narrow_, wide_;
   Routing<T> routing_;
   Mixing<T> mixing_;

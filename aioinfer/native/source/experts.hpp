@@ -123,6 +123,7 @@ template <class T>
 struct Shared {
   const Linear<T>* gate_up;  // null: none
   const Linear<T>* down;
+  const float* shares;  // [tokens] the factor of its output, or null: 1
 };
 
 // Computes the experts of a step's tokens. Holds the intermediate values of one layer at a time.
@@ -170,6 +171,7 @@ class Mixing {
       const T* outputs = outputs_.data() + token * top_k * hidden;
       for (int64_t i = 0; i < hidden; i += LANES) {
         Floats sum = all ? Number<T>::load_lanes(&outputs_[(pairs + token) * hidden + i]) : Floats{};
+        if (all && shared.shares != nullptr) sum *= shared.shares[token];
         for (int64_t j = 0; j < top_k; j++)
           sum += Number<T>::load_lanes(outputs + j * hidden + i) * weights[token * top_k + j];
         add(token, i, sum);

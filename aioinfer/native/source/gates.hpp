@@ -32,6 +32,8 @@ AIOINFER_INLINE Floats activated(Gate gate, Floats value) {
   }
 }
 
+AIOINFER_INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
+
 // The gate of gpt-oss: x * sigmoid(1.702 x) * (up + 1), with x at most 7 and up between -7 and 7; NaN stays NaN.
 AIOINFER_INLINE Floats clamped_silu(Floats x, Floats up) {
   constexpr float LIMIT = 7.0f;

@@ -75,10 +75,10 @@ struct Projected {
   T *queries, *keys, *values;
   int64_t query_stride, kv_stride;
 
-  // Of one matrix [tokens, heads + 2 * kv_heads, head_dim].
-  static Projected of(T* all, const HeadShape<T>& shape) {
+  // Of one matrix whose rows, ``stride`` apart, begin with [heads + 2 * kv_heads, head_dim].
+  static Projected of(T* all, const HeadShape<T>& shape, int64_t stride) {
     T* keys = all + shape.heads * shape.head_dim;
-    return {all, keys, keys + shape.kv_heads * shape.head_dim, shape.width(), shape.width()};
+    return {all, keys, keys + shape.kv_heads * shape.head_dim, stride, stride};
   }
 };
 

@@ -202,15 +202,13 @@ struct DecoderArguments {
   float norm_eps;
 };
 
-// Append a layer. All pointers are kept.
+// Attention, the first half of a layer. All pointers are kept; so below.
 template <class T>
-struct LayerArguments {
-  Decoder<T>* decoder;
-  const float* mixer_norm;       // [hidden], or null
-  const float* mixer_norm_bias;  // [hidden] of a layer norm, or null; so below
+struct SelfAttentionArguments {
   int64_t heads, kv_heads, head_dim;
   int64_t kv;  // which pool has its keys and values
-  const Linear<T>* qkv;
+  const Linear<T>* into;   // hidden to queries, keys and values; gated, and to the gates of the results
+  bool gated;              // results are multiplied by the sigmoids of their gates
   const float* head_norm;  // [heads + kv_heads, head_dim], or null
   bool whole_norm;         // it norms all queries as one vector, and all keys; else each head
   float head_norm_eps;
@@ -218,6 +216,51 @@ struct LayerArguments {
   const T* sin;            // [positions, rotary_dim], the first half negated
   int64_t rotary_dim;      // 0: nothing is rotated
   const Linear<T>* out;
+  int64_t window;  // 0: none
+  int64_t block;
+  float scale, soft_cap;  // soft_cap 0: none
+  const float* sinks;     // [heads], or null
+};
+
+// A gated convolution of each channel by itself, the first half of a layer.
+template <class T>
+struct ShortConvArguments {
+  const Linear<T>* into;  // hidden to 3 * channels
+  const float* weight;    // [size, channels], the oldest input's first
+  const float* bias;      // [channels], or null
+  int64_t size;
+  const Linear<T>* out;   // channels to hidden
+  int64_t state;  // which pool has its state, [cells, size - 1, channels] of T
+};
+
+// The gated delta rule, the first half of a layer.
+template <class T>
+struct DeltaRuleArguments {
+  int64_t key_heads, value_heads, key_dim, value_dim;
+  const Linear<T>* into;   // hidden to queries, keys, values and gates of the results
+  const Linear<T>* gates;  // hidden to strengths and decays, [2, value_heads]
+  const float* conv;       // [size, channels] of queries, keys and values, the oldest input's first
+  int64_t size;
+  const float* rate;  // [value_heads]: a decay is e^(-rate * softplus(x + bias))
+  const float* bias;  // [value_heads]
+  const float* norm;  // [value_dim]
+  float eps;
+  const Linear<T>* out;
+  // Which pool has the inputs of the convolution, [cells, size - 1, channels] of T; the next one has the states,
+  // [cells, value_heads, key_dim, value_dim] floats.
+  int64_t state;
+};
+
+// Append a layer. All pointers but those to arguments are kept.
+template <class T>
+struct LayerArguments {
+  Decoder<T>* decoder;
+  const float* mixer_norm;       // [hidden], or null
+  const float* mixer_norm_bias;  // [hidden] of a layer norm, or null; so below
+  // The mixer: two of these are null.
+  const SelfAttentionArguments<T>* attention;
+  const ShortConvArguments<T>* conv;
+  const DeltaRuleArguments<T>* delta_rule;
   const float* mixer_post_norm;  // [hidden], or null: of the output, before it is added
   const float* mlp_norm;         // [hidden], or null
   const float* mlp_norm_bias;
@@ -226,11 +269,8 @@ struct LayerArguments {
   const Router<T>* router;    // null in a layer without experts
   const Experts<T>* experts;  // null with router
   int64_t gate;               // see gates.hpp
+  const float* shared_gate;    // [hidden], of the output of the shared expert as a whole; or null
   const float* mlp_post_norm;  // [hidden], or null
-  int64_t window;              // 0: none
-  int64_t block;
-  float scale, soft_cap;  // soft_cap 0: none
-  const float* sinks;     // [heads], or null
 };
 
 // Compute one step.
@@ -250,6 +290,11 @@ struct ForwardArguments {
   const int64_t* kv_len;        // [rows]
   const int64_t* block_table;   // [rows, table_width]
   int64_t table_width;
+  void* const* state_pools;    // [num_states] cells of recurrent state, by tensor
+  int64_t num_states;
+  int64_t num_cells;           // of each pool, the null cell included
+  const int64_t* read;         // [rows] cell of each row's state; or null with num_states
+  const int64_t* write;
   const int64_t* logits_rows;  // [num_logits]
   float* logits;               // [num_logits, vocabulary]
   double* seconds;             // [PARTS] grow by the time of each part

@@ -65,11 +65,16 @@ inline std::string layout() {
                     kv_len, block_table, table_width, window, block, scale, soft_cap, sinks, norm_eps, out)
   AIOINFER_TEMPLATE(DecoderArguments, embedding, words, embedding_scale, position_embedding, norm, norm_bias, head,
                     logit_cap, positions, hidden, norm_eps)
-  AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, heads, kv_heads, head_dim, kv, qkv, head_norm,
-                    whole_norm, head_norm_eps, cos, sin, rotary_dim, out, mixer_post_norm, mlp_norm, mlp_norm_bias,
-                    gate_up, down, router, experts, gate, mlp_post_norm, window, block, scale, soft_cap, sinks)
+  AIOINFER_TEMPLATE(SelfAttentionArguments, heads, kv_heads, head_dim, kv, into, gated, head_norm, whole_norm,
+                    head_norm_eps, cos, sin, rotary_dim, out, window, block, scale, soft_cap, sinks)
+  AIOINFER_TEMPLATE(ShortConvArguments, into, weight, bias, size, out, state)
+  AIOINFER_TEMPLATE(DeltaRuleArguments, key_heads, value_heads, key_dim, value_dim, into, gates, conv, size, rate, bias,
+                    norm, eps, out, state)
+  AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, attention, conv, delta_rule, mixer_post_norm,
+                    mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate, mlp_post_norm)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
-                    num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, logits_rows,
+                    num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width,
+                    state_pools, num_states, num_cells, read, write, logits_rows,
                     logits, seconds)
   AIOINFER_PLAIN(SampleArguments, pool, logits, rows, vocab, stride, temperature, top_p, min_p, top_k, seeds,
                  positions, bans, banned_rows, banned_ids, bad, tokens)

@@ -48,6 +48,48 @@ Experts<T>* experts_of(const Arguments& a, const char* packed) {
                         packed);
 }
 
+SelfAttention<T> mixer_of(const SelfAttentionArguments<T>& a) {
+  require(!a.whole_norm || a.head_norm != nullptr, "a norm of all queries without weights");
+  return {
+      .shape = {a.heads, a.kv_heads, a.head_dim, a.whole_norm ? nullptr : a.head_norm, a.head_norm_eps},
+      .whole_norm = a.whole_norm ? a.head_norm : nullptr,
+      .into = a.into,
+      .gated = a.gated,
+      .rotary = {a.cos, a.sin, a.rotary_dim},
+      .out = a.out,
+      .params = {a.scale, a.soft_cap, a.window, a.block, a.sinks},
+      .kv = a.kv,
+  };
+}
+
+ShortConv<T> mixer_of(const ShortConvArguments<T>& a) {
+  return {.into = a.into, .conv = {a.weight, a.bias, a.out->inner, a.size}, .out = a.out, .state = a.state};
+}
+
+DeltaRule<T> mixer_of(const DeltaRuleArguments<T>& a) {
+  const DeltaShape shape{a.key_heads, a.value_heads, a.key_dim, a.value_dim};
+  return {
+      .shape = shape,
+      .into = a.into,
+      .gates = a.gates,
+      .conv = {a.conv, nullptr, shape.channels(), a.size},
+      .rate = a.rate,
+      .bias = a.bias,
+      .norm = a.norm,
+      .eps = a.eps,
+      .out = a.out,
+      .state = a.state,
+  };
+}
+
+decltype(Layer<T>::mixer) mixer_of(const LayerArguments<T>& a) {
+  const int given = (a.attention != nullptr) + (a.conv != nullptr) + (a.delta_rule != nullptr);
+  require(given == 1, "a layer has one mixer");
+  if (a.attention != nullptr) return mixer_of(*a.attention);
+  if (a.conv != nullptr) return mixer_of(*a.conv);
+  return mixer_of(*a.delta_rule);
+}
+
 }  // namespace
 
 extern "C" {
@@ -237,20 +279,9 @@ void NAMED(free_decoder)(void* decoder) { delete static_cast<Decoder<T>*>(decode
 
 bool NAMED(add_layer)(const LayerArguments<T>* a) {
   return guarded(false, [&] {
-    const float* by_head = a->whole_norm ? nullptr : a->head_norm;
-    require(!a->whole_norm || a->head_norm != nullptr, "a norm of all queries without weights");
     a->decoder->add({
         .mixer_norm = {a->mixer_norm, a->mixer_norm_bias},
-        .attention =
-            {
-                .shape = {a->heads, a->kv_heads, a->head_dim, by_head, a->head_norm_eps},
-                .whole_norm = a->whole_norm ? a->head_norm : nullptr,
-                .qkv = a->qkv,
-                .rotary = {a->cos, a->sin, a->rotary_dim},
-                .out = a->out,
-                .params = {a->scale, a->soft_cap, a->window, a->block, a->sinks},
-                .kv = a->kv,
-            },
+        .mixer = mixer_of(*a),
         .mixer_post_norm = {a->mixer_post_norm, nullptr},
         .mlp_norm = {a->mlp_norm, a->mlp_norm_bias},
         .gate_up = a->gate_up,
@@ -258,6 +289,7 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
         .router = a->router,
         .experts = a->experts,
         .gate = static_cast<Gate>(a->gate),
+        .shared_gate = a->shared_gate,
         .mlp_post_norm = {a->mlp_post_norm, nullptr},
     });
     return true;
@@ -268,8 +300,9 @@ bool NAMED(forward)(const ForwardArguments<T>* a) {
   return guarded(false, [&] {
     const AttentionInput attention{
         a->tokens, a->slot_mapping, a->positions, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
-    const StepInput<T> step{a->input_ids, attention, a->kv_pools, a->num_kv_pools, a->page_size, a->num_pages, a->num_logits,
-                            a->logits_rows, a->logits};
+    const RowStates states{a->read, a->write, a->num_cells};
+    const StepInput<T> step{a->input_ids, attention,      a->kv_pools,   a->num_kv_pools, a->page_size,   a->num_pages,
+                            states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits};
     a->decoder->forward(*a->pool, step, a->seconds);
     return true;
   });

@@ -16,11 +16,13 @@ template <class T>
 struct SelfAttention {
   HeadShape<T> shape;  // its norm: of each head by itself
   const float* whole_norm;  // [heads + kv_heads, head_dim], of all queries and of all keys of a token; or null
-  const Linear<T>* qkv;
+  const Linear<T>* into;    // hidden to queries, keys and values; gated, and to the gates of the results behind them
+  bool gated;               // results are multiplied by the sigmoids of their gates
   Rotary<T> rotary;
   const Linear<T>* out;
   AttentionParams params;
-  int64_t kv;  // which pool has its keys and values
+  int64_t kv;             // which pool has its keys and values
+  int64_t division = -1;  // of the decoder's; it knows
 
   // Throws InvalidArguments unless the parts fit each other and a residual of size ``hidden``.
   void check(int64_t hidden) const {
@@ -28,9 +30,13 @@ struct SelfAttention {
     shape.check(rotary.size);
     require(kv >= 0, "the index of a KV pool is negative");
     require(whole_norm == nullptr || shape.norm == nullptr, "queries are normed by head and as a whole");
-    require_size(*qkv, shape.width(), hidden);
-    require_size(*out, hidden, shape.heads * shape.head_dim);
+    require_size(*into, width(), hidden);
+    require_size(*out, hidden, results());
   }
+
+  // Elements of the results of a token, and of its projection.
+  int64_t results() const { return shape.heads * shape.head_dim; }
+  int64_t width() const { return shape.width() + (gated ? results() : 0); }
 
   // Norm all queries of a token as one vector, and all keys as another.
   void norm_whole(T* token) const {

@@ -205,6 +205,11 @@ struct Number<bfloat16> {
   }
 };
 
+// sum + a * b, in one rounding where the processor has such an instruction: wherever it is written, the same bits.
+AIOINFER_INLINE Floats multiply_add(Floats sum, Floats a, Floats b) {
+  return Number<float>::multiply_add(sum, cast<Ints>(a), cast<Ints>(b));
+}
+
 // Rounded to T.
 template <class T>
 AIOINFER_INLINE Floats rounded(Floats value) {

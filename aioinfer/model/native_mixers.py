@@ -1,0 +1,136 @@
+"""The arguments of native layers that concern their mixers, and who keeps what these refer to."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from aioinfer.model.linear import Linear
+from aioinfer.model.mixers.base import Mixer
+from aioinfer.model.mixers.delta_rule import DeltaRule
+from aioinfer.model.mixers.self_attention import SelfAttention
+from aioinfer.model.mixers.short_conv import ShortConv
+from aioinfer.model.native_linear import NativeLinear
+from aioinfer.model.rope import Rope
+from aioinfer.model.spec import ModelSpec
+from aioinfer.native.arguments import (
+    Address,
+    Arguments,
+    DeltaRuleArguments,
+    SelfAttentionArguments,
+    ShortConvArguments,
+)
+from aioinfer.native.tensors import address
+
+__all__ = ["Kept", "mixer_arguments"]
+
+
+class Kept(list[object]):
+    """Owners of what arguments refer to."""
+
+    def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:
+        """The address of a copy in a type, of so many elements. A view of a mapped checkpoint would keep all
+        of it mapped, packed weights included."""
+        own = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self.append(own)
+        return address(own, dtype, count)
+
+    def floats(self, tensor: torch.Tensor | None, count: int) -> Address:
+        """The same of float32; None for None."""
+        return None if tensor is None else self.copy_of(tensor, torch.float32, count)
+
+    def layer(self, linear: Linear) -> int:
+        """A linear layer that is native."""
+        assert isinstance(linear, NativeLinear)
+        self.append(linear.packed)
+        return linear.packed.handle
+
+
+def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]:
+    """The fields of :class:`~aioinfer.native.arguments.LayerArguments` that concern a native mixer, valid as
+    long as ``kept`` is."""
+    made: Arguments
+    if isinstance(mixer, SelfAttention):
+        field, made = "attention", _attention(mixer, spec, kept)
+    elif isinstance(mixer, ShortConv):
+        field, made = "conv", _conv(mixer, spec, kept)
+    else:
+        assert isinstance(mixer, DeltaRule)
+        field, made = "delta_rule", _delta_rule(mixer, kept)
+    kept.append(made)
+    fields: dict[str, Any] = dict.fromkeys(("attention", "conv", "delta_rule"))
+    return {**fields, field: ctypes.addressof(made)}
+
+
+def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttentionArguments:
+    (kv_heads, head_dim), norm, params = mixer.kv, mixer.qk_norm, mixer.params
+    cos, sin, rotary_dim = _tables(mixer.rope, spec, kept)
+    normed = (mixer.num_heads + kv_heads) * head_dim
+    return SelfAttentionArguments(
+        heads=mixer.num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        kv=mixer.kv_layer,
+        into=kept.layer(mixer.qkv),
+        gated=mixer.gated,
+        head_norm=None if norm is None else kept.floats(norm.weight, normed),
+        whole_norm=norm is not None and norm.whole,
+        head_norm_eps=0.0 if norm is None else norm.eps,
+        cos=cos,
+        sin=sin,
+        rotary_dim=rotary_dim,
+        out=kept.layer(mixer.out),
+        window=params.window or 0,
+        block=params.block,
+        scale=params.scale,
+        soft_cap=params.soft_cap or 0.0,
+        sinks=kept.floats(mixer.sinks, mixer.num_heads),
+    )
+
+
+def _tables(rope: Rope | None, spec: ModelSpec, kept: Kept) -> tuple[Address, Address, int]:
+    """The addresses of cosines and sines, and how many dimensions they rotate."""
+    if rope is None:
+        return None, None, 0
+    cos, sin = rope.table
+    count, size = len(cos), cos.shape[-1]
+    if count < spec.max_model_len:
+        raise ValueError(f"a table of {count} positions for {spec.max_model_len}")
+    kept += (cos, sin)
+    return address(cos, spec.dtype, count * size), address(sin, spec.dtype, count * size), size
+
+
+def _conv(mixer: ShortConv, spec: ModelSpec, kept: Kept) -> ShortConvArguments:
+    conv, channels = mixer.conv, spec.hidden_size
+    return ShortConvArguments(
+        into=kept.layer(mixer.into),
+        weight=kept.floats(conv.weight, conv.size * channels),
+        bias=kept.floats(conv.bias, channels),
+        size=conv.size,
+        out=kept.layer(mixer.out),
+        state=conv.state,
+    )
+
+
+def _delta_rule(mixer: DeltaRule, kept: Kept) -> DeltaRuleArguments:
+    heads, conv = mixer.heads, mixer.conv
+    assert conv.bias is None, "there is no kernel for a bias of this convolution"
+    assert mixer.state == conv.state + 1, "the states of a layer are side by side"
+    return DeltaRuleArguments(
+        key_heads=heads.key_heads,
+        value_heads=heads.value_heads,
+        key_dim=heads.key_dim,
+        value_dim=heads.value_dim,
+        into=kept.layer(mixer.into),
+        gates=kept.layer(mixer.gates),
+        conv=kept.floats(conv.weight, conv.size * heads.channels),
+        size=conv.size,
+        rate=kept.floats(mixer.rate, heads.value_heads),
+        bias=kept.floats(mixer.bias, heads.value_heads),
+        norm=kept.floats(mixer.norm, heads.value_dim),
+        eps=mixer.eps,
+        out=kept.layer(mixer.out),
+        state=conv.state,
+    )
