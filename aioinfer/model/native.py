@@ -144,7 +144,8 @@ class NativeDecoder:
         self._keep += (mixer.qkv.packed, mixer.out.packed)
         (kv_heads, head_dim), norm, params = mixer.kv, mixer.qk_norm, mixer.params
         cos, sin, rotary_dim = self._tables(mixer.rope)
-        normed = (mixer.num_heads + kv_heads) * head_dim
+        value_norm = norm is not None and len(norm.weight) == mixer.num_heads + 2 * kv_heads
+        normed = (mixer.num_heads + (0 if params.shared else kv_heads * (1 + value_norm))) * head_dim
         sinks = mixer.sinks
         return {
             "heads": mixer.num_heads,
@@ -153,6 +154,8 @@ class NativeDecoder:
             "kv": mixer.kv_layer,
             "qkv": mixer.qkv.packed.handle,
             "head_norm": None if norm is None else self._address(norm.weight, torch.float32, normed),
+            "value_norm": value_norm,
+            "shared": params.shared,
             "whole_norm": norm is not None and norm.whole,
             "head_norm_eps": 0.0 if norm is None else norm.eps,
             "cos": cos,

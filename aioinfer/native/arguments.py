@@ -259,6 +259,8 @@ class AttendArguments(Arguments):
     kv_heads: int
     head_dim: int
     norm: Address
+    value_norm: bool
+    shared: bool
     cos: Address
     sin: Address
     rotary_dim: int
@@ -315,6 +317,8 @@ class LayerArguments(Arguments):
     kv: int
     qkv: Address
     head_norm: Address
+    value_norm: bool
+    shared: bool
     whole_norm: bool
     head_norm_eps: float
     cos: Address

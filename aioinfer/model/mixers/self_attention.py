@@ -23,9 +23,10 @@ class SelfAttention:
     #: heads of queries
     num_heads: int
     kv: KVShape
-    #: which of the model's ``kv_layers`` has them
+    #: which of the model's ``kv_layers`` has them; of shared ones, that of an earlier layer
     kv_layer: int
-    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]; if keys and values
+    #: are shared, to queries only
     qkv: Linear
     qk_norm: HeadNorm | None = None
     #: None: queries and keys are not rotated
@@ -38,7 +39,8 @@ class SelfAttention:
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
         """See :class:`~aioinfer.model.mixers.base.Mixer`."""
         (kv_heads, size), norm = self.kv, self.qk_norm
-        qkv = self.qkv(normed).view(len(normed), self.num_heads + 2 * kv_heads, size)
+        heads = self.num_heads + (0 if self.params.shared else 2 * kv_heads)
+        qkv = self.qkv(normed).view(len(normed), heads, size)
         if norm is not None and norm.whole:
             qkv, norm = norm_projection(qkv, kv_heads, norm), None
         rotary = None if self.rope is None else step.rotaries[id(self.rope)]

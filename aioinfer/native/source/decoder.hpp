@@ -10,6 +10,7 @@
 // type of the model; a phase computes in float.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <vector>
@@ -119,6 +120,10 @@ class Decoder {
   void add(const Layer<T>& layer) {
     aioinfer::check(layer.gate, layer.gate_up == nullptr || layer.gate_up->gated);
     layer.attention.check(hidden_);
+    require(!layer.attention.shape.shared ||
+                std::any_of(layers_.begin(), layers_.end(),
+                            [&](const Layer<T>& other) { return other.attention.stores_for(layer.attention); }),
+            "no layer before it stores the keys and values that a layer shares");
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
       require(layer.down != nullptr, "a feed-forward part without down");

@@ -156,7 +156,7 @@ struct MixArguments {
 // -- attention and decoders -----------------------------------------------------------------------------------------
 
 // Attention of one layer. Queries and keys are normed and rotated in place, unless ``norm`` is null and ``rotary_dim``
-// is 0; keys and values are stored in the KV pool.
+// is 0; keys and values are normed and stored in the KV pool, unless they are shared.
 template <class T>
 struct AttendArguments {
   ThreadPool* pool;
@@ -165,7 +165,9 @@ struct AttendArguments {
   T* values;   // like the keys
   int64_t query_stride, kv_stride;
   int64_t heads, kv_heads, head_dim;
-  const float* norm;  // [heads + kv_heads, head_dim], or null
+  const float* norm;  // [heads + kv_heads, head_dim], or null; below, what it is with other flags
+  bool value_norm;    // [heads + 2 * kv_heads, head_dim]: values are normed as well
+  bool shared;        // [heads, head_dim]: another layer has stored keys and values; keys, values may be null
   const T* cos;       // [tokens, rotary_dim]
   const T* sin;       // [tokens, rotary_dim], the first half negated
   int64_t rotary_dim;
@@ -211,7 +213,9 @@ struct LayerArguments {
   int64_t heads, kv_heads, head_dim;
   int64_t kv;  // which pool has its keys and values
   const Linear<T>* qkv;
-  const float* head_norm;  // [heads + kv_heads, head_dim], or null
+  const float* head_norm;  // [heads + kv_heads, head_dim], or null; with flags as of AttendArguments
+  bool value_norm;
+  bool shared;             // ``kv`` is the pool of a layer before it; qkv is to queries only
   bool whole_norm;         // it norms all queries as one vector, and all keys; else each head
   float head_norm_eps;
   const T* cos;            // [positions, rotary_dim]

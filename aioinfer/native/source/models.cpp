@@ -113,7 +113,7 @@ bool NAMED(attend)(const AttendArguments<T>* a) {
   return guarded(false, [&] {
     const AttentionInput input{
         a->tokens, a->slot_mapping, nullptr, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
-    const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, a->norm, a->norm_eps};
+    const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, a->norm, a->norm_eps, a->value_norm, a->shared};
     const Projected<T> projected{a->queries, a->keys, a->values, a->query_stride, a->kv_stride};
     const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim};
     const KVPool<T> kv{a->kv_pool, a->page_size, a->kv_heads, a->head_dim};
@@ -243,7 +243,7 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
         .mixer_norm = {a->mixer_norm, a->mixer_norm_bias},
         .attention =
             {
-                .shape = {a->heads, a->kv_heads, a->head_dim, by_head, a->head_norm_eps},
+                .shape = {a->heads, a->kv_heads, a->head_dim, by_head, a->head_norm_eps, a->value_norm, a->shared},
                 .whole_norm = a->whole_norm ? a->head_norm : nullptr,
                 .qkv = a->qkv,
                 .rotary = {a->cos, a->sin, a->rotary_dim},
