@@ -12,10 +12,11 @@ from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 __all__ = [
     "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DequantiseArguments",
-    "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments",
-    "LogprobsArguments", "MappedExpertsArguments", "MappedWeightsArguments", "MasksArguments",
-    "MixArguments", "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments", "RouterArguments",
-    "SampleArguments", "SetExpertArguments", "WeightsArguments", "describe",
+    "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments", "LayerArguments",
+    "LinearArguments", "LogprobsArguments", "MappedExpertsArguments", "MappedWeightsArguments",
+    "MasksArguments", "MixArguments", "PenaliseArguments", "PerLayerArguments", "PerLayerInputsArguments",
+    "QuantisedWeightsArguments", "RouteArguments", "RouterArguments", "SampleArguments",
+    "SetExpertArguments", "WeightsArguments", "describe",
 ]  # fmt: skip
 
 #: of memory, or of an object that the library made; None is null
@@ -148,6 +149,7 @@ class RouterArguments(Arguments):
 
     weight: Address
     bias: Address
+    scales: Address
     top_k: int
     groups: int
     top_groups: int
@@ -284,6 +286,46 @@ class AttendArguments(Arguments):
 
 
 @_structure
+class PerLayerInputsArguments(Arguments):
+    """The inputs of layers that every token has of its own."""
+
+    __slots__ = ()
+
+    table: Address
+    projection: Address
+    norm: Address
+    layers: int
+    size: int
+    table_scale: float
+    projection_scale: float
+    sum_scale: float
+
+
+@_structure
+class PerLayerArguments(Arguments):
+    """What a layer does with its inputs."""
+
+    __slots__ = ()
+
+    gate: Address
+    out: Address
+    function: int
+    post_norm: Address
+
+
+@_structure
+class DualArguments(Arguments):
+    """Experts beside a dense part."""
+
+    __slots__ = ()
+
+    router_norm: Address
+    experts_norm: Address
+    dense_post_norm: Address
+    experts_post_norm: Address
+
+
+@_structure
 class DecoderArguments(Arguments):
     """Make a decoder without layers."""
 
@@ -300,6 +342,7 @@ class DecoderArguments(Arguments):
     positions: int
     hidden: int
     norm_eps: float
+    per_layer: Address
 
 
 @_structure
@@ -339,6 +382,9 @@ class LayerArguments(Arguments):
     scale: float
     soft_cap: float
     sinks: Address
+    dual: Address
+    per_layer: Address
+    residual_scale: float
 
 
 @_structure

@@ -4,7 +4,8 @@
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
 // A part may lack its norm, and it may have another one behind it, before the sum. The second half of a layer with
-// experts is described in experts.hpp.
+// experts is described in experts.hpp and dual.hpp, what may follow it in per_layer.hpp. In the end the residual may be
+// scaled.
 //
 // Each arrow is a phase: the pool divides it, and it ends with a barrier. Values stored between phases have the
 // type of the model; a phase computes in float.
@@ -15,17 +16,14 @@
 #include <memory>
 #include <vector>
 
+#include "dual.hpp"
 #include "experts.hpp"
 #include "gates.hpp"
+#include "norms.hpp"
+#include "per_layer.hpp"
 #include "self_attention.hpp"
 
 namespace aioinfer {
-
-// The norm of vectors of the residual's size; none if ``weight`` is null.
-struct Norm {
-  const float* weight;  // [hidden]
-  const float* bias;    // [hidden] of a layer norm (Ba et al., arXiv 1607.06450); null: a root mean square norm
-};
 
 template <class T>
 struct Layer {
@@ -41,8 +39,23 @@ struct Layer {
   const Experts<T>* experts;
   Gate gate;
   Norm mlp_post_norm;
+  // With experts beside the dense part, whose norm in front is ``mlp_norm``.
+  Dual dual{};
+  PerLayerPart<T> per_layer{};
+  float scale = 1.0f;  // of the residual, behind all parts
 
-  Shared<T> shared() const { return {gate_up, down}; }
+  Shared<T> shared() const { return dual.any() ? Shared<T>{} : Shared<T>{gate_up, down}; }
+  // Of the residual behind the feed-forward part.
+  float mlp_scale() const { return per_layer.gate == nullptr ? scale : 1.0f; }
+
+  // Throws InvalidArguments unless a part can do what follows it.
+  void check_end() const {
+    require(mlp_scale() == 1.0f || mlp_post_norm.weight != nullptr, "a residual is scaled behind a part without a norm");
+    if (!dual.any()) return;
+    dual.check();
+    require(gate_up != nullptr && experts != nullptr, "a dense part or experts lack what is beside them");
+    require(mlp_norm.weight != nullptr && mlp_post_norm.weight != nullptr, "parts side by side lack their norms");
+  }
 };
 
 // The vectors of tokens: one of the first two is null.
@@ -104,9 +117,9 @@ class Decoder {
  public:
   // ``positions``: rows of every table by position; ``logit_cap``: logits become cap * tanh(logit / cap); 0: none.
   Decoder(const Embedding<T>& embedding, Norm norm, const Linear<T>* head, int64_t positions, int64_t hidden, float eps,
-          float logit_cap)
+          float logit_cap, const PerLayerSource<T>& by_layer = {})
       : embedding_(embedding), norm_(norm), head_(head), positions_(positions), hidden_(hidden), eps_(eps),
-        logit_cap_(logit_cap) {
+        logit_cap_(logit_cap), per_layer_(by_layer) {
     require(norm.weight != nullptr, "a decoder has a norm");
     require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
     require_size(*head, head->outputs, hidden);
@@ -114,6 +127,7 @@ class Decoder {
     require((embedding.vectors == nullptr) != (words == nullptr), "a decoder has an embedding or words");
     require(words == nullptr || words->quantised(), "words are not quantised");
     if (words != nullptr) require_size(*words, head->outputs, hidden);
+    if (per_layer_.any()) by_layer.check(hidden);
   }
 
   // Throws InvalidArguments unless the layer's parts fit each other.
@@ -138,9 +152,11 @@ class Decoder {
     if (layer.experts != nullptr) {
       require(layer.experts->hidden == hidden_ && layer.router->weight->inner == hidden_, "experts of another size");
       require(layer.router->rule.experts == layer.experts->count, "the router chooses among other experts");
-      require(layer.gate_up == nullptr || layer.gate_up->shares_inputs_with(layer.experts->gate_up(0)),
+      require(layer.shared().gate_up == nullptr || layer.gate_up->shares_inputs_with(layer.experts->gate_up(0)),
               "experts and the shared one have weights of other formats");
     }
+    layer.check_end();
+    layer.per_layer.check(per_layer_.source(), layers_.size(), hidden_);
     layers_.push_back(layer);
     division_of_.push_back(divisions_.of(layer.attention.shape));
     kv_pools_ = std::max(kv_pools_, layer.attention.kv + 1);
@@ -158,12 +174,17 @@ class Decoder {
       worker.parallel_in_runs(tokens, [&](int64_t t) {
         embedding_.read(step.ids[t], step.attention.positions[t], hidden_, residual(t));
       });
+      if (per_layer_.any()) per_layer_.compute(worker, narrow_, step.ids, residual_.data(), tokens, eps_);
       for (size_t index = 0; index < layers_.size(); index++) {
+        const Layer<T>& layer = layers_[index];
         attention_part(worker, index, step, watch);
-        if (layers_[index].experts == nullptr)
-          dense_part(worker, layers_[index], tokens, watch);
+        if (layer.experts == nullptr)
+          dense_part(worker, layer, tokens, watch);
+        else if (layer.dual.any())
+          dual_part(worker, layer, tokens, watch);
         else
-          sparse_part(worker, layers_[index], tokens, watch);
+          sparse_part(worker, layer, tokens, watch);
+        if (layer.per_layer.gate != nullptr) per_layer_part(worker, index, tokens, watch);
       }
       logits(worker, step, watch);
     });
@@ -182,6 +203,7 @@ class Decoder {
 
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
   T* result(int64_t token) { return results_.data() + token * hidden_; }
+  T* mixed(int64_t token) { return mixed_.data() + token * hidden_; }
 
   void attention_part(Worker& worker, size_t index, const StepInput<T>& step, Stopwatch& watch) {
     const Layer<T>& layer = layers_[index];
@@ -211,6 +233,11 @@ class Decoder {
   }
 
   void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+    dense_product(worker, layer, tokens, watch);
+    add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
+  }
+
+  void dense_product(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, *layer.gate_up, tokens, nullptr);
     watch.add(REST);
     const Inputs<T> rows = wide_.inputs(*layer.down, tokens);
@@ -228,7 +255,40 @@ class Decoder {
     rows.finish(worker);
     multiply(worker, rows, *layer.down, put_result(layer.mlp_post_norm));
     watch.add(LINEAR);
-    add_result(worker, layer.mlp_post_norm, tokens, watch);
+  }
+
+  // See dual.hpp.
+  void dual_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+    const Activations<float> floats = routing_.floats(tokens, hidden_);
+    const Inputs<T> inputs = narrow_.inputs(layer.experts->gate_up(0), tokens);
+    worker.parallel_in_runs(tokens, [&](int64_t token) {
+      const T* from = residual(token);
+      norm(layer.dual.router, from, [&](int64_t i, Floats value) { floats.put(floats.row(token), i, rounded<T>(value)); });
+      const auto to = inputs.row(token);
+      norm(layer.dual.experts, from, [&](int64_t i, Floats value) { inputs.put(to, i, value); });
+      inputs.finish(token);
+    });
+    watch.add(REST);
+    routing_.route(worker, *layer.router, floats);
+    mixing_.mix(worker, *layer.experts, layer.shared(), layer.gate, inputs, layer.router->rule.top_k, routing_.experts(),
+                routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
+                  Number<T>::store_lanes(mixed(token) + at, values);
+                });
+    watch.add(LINEAR);
+    dense_product(worker, layer, tokens, watch);
+    worker.parallel_in_runs(tokens, [&](int64_t token) {
+      layer.dual.add(result(token), mixed(token), hidden_, eps_);
+      add_normed(layer.mlp_post_norm, token, layer.mlp_scale());
+    });
+    watch.add(REST);
+  }
+
+  void per_layer_part(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
+    const Layer<T>& layer = layers_[index];
+    const Norm& post_norm = layer.per_layer.post_norm;
+    per_layer_.apply(worker, narrow_, wide_, layer.per_layer, index, residual_.data(), tokens, put_result(post_norm));
+    watch.add(LINEAR);
+    add_result(worker, post_norm, tokens, watch, layer.scale);
   }
 
   void sparse_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
@@ -244,7 +304,7 @@ class Decoder {
                   Number<T>::store_lanes(to, Number<T>::load_lanes(to) + values);
                 });
     watch.add(LINEAR);
-    add_result(worker, layer.mlp_post_norm, tokens, watch);
+    add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
   }
 
   void logits(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {
@@ -264,19 +324,7 @@ class Decoder {
   // put(index, LANES values): a vector of the residual's size, normed.
   template <class Put>
   AIOINFER_INLINE void norm(const Norm& norm, const T* from, Put&& put) const {
-    if (norm.weight == nullptr) {
-      for (int64_t i = 0; i < hidden_; i += LANES) put(i, Number<T>::load_lanes(from + i));
-    } else if (norm.bias == nullptr) {
-      const float factor = inverse_rms(from, hidden_, eps_);
-      for (int64_t i = 0; i < hidden_; i += LANES)
-        put(i, Number<T>::load_lanes(from + i) * factor * load<Floats>(norm.weight + i));
-    } else {
-      const float mean = mean_of(from, hidden_), factor = inverse_deviation(from, hidden_, mean, eps_);
-      for (int64_t i = 0; i < hidden_; i += LANES) {
-        const Floats value = (Number<T>::load_lanes(from + i) - mean) * factor;
-        put(i, value * load<Floats>(norm.weight + i) + load<Floats>(norm.bias + i));
-      }
-    }
+    normed(norm, from, hidden_, eps_, put);
   }
 
   // The normed residual of all tokens, or of the tokens ``chosen``, as inputs of a layer. The result is also written to
@@ -305,14 +353,18 @@ class Decoder {
     };
   }
 
-  void add_result(Worker& worker, const Norm& post_norm, int64_t tokens, Stopwatch& watch) {
+  // ``scale``: of the residual, then.
+  void add_result(Worker& worker, const Norm& post_norm, int64_t tokens, Stopwatch& watch, float scale = 1.0f) {
     if (post_norm.weight == nullptr) return;
-    worker.parallel_in_runs(tokens, [&](int64_t token) {
-      norm(post_norm, result(token), [to = residual(token)](int64_t i, Floats value) {
-        Number<T>::store_lanes(to + i, Number<T>::load_lanes(to + i) + rounded<T>(value));
-      });
-    });
+    worker.parallel_in_runs(tokens, [&](int64_t token) { add_normed(post_norm, token, scale); });
     watch.add(REST);
+  }
+
+  void add_normed(const Norm& post_norm, int64_t token, float scale) {
+    norm(post_norm, result(token), [to = residual(token), scale](int64_t i, Floats value) {
+      const Floats sum = Number<T>::load_lanes(to + i) + rounded<T>(value);
+      Number<T>::store_lanes(to + i, scale == 1.0f ? sum : rounded<T>(sum) * scale);
+    });
   }
 
   void reserve(const StepInput<T>& step, int workers) {
@@ -321,14 +373,20 @@ class Decoder {
     grow(results_, tokens * hidden_);
     grow(projected_, tokens * width_);
     narrow_.reserve(*head_, step.num_logits);
+    per_layer_.reserve(tokens, narrow_);
     for (const Layer<T>& layer : layers_) {
       narrow_.reserve(*layer.attention.qkv, tokens);
       wide_.reserve(*layer.attention.out, tokens);
-      if (layer.experts == nullptr) {
+      if (layer.per_layer.gate != nullptr) {
+        narrow_.reserve(*layer.per_layer.gate, tokens);
+        wide_.reserve(*layer.per_layer.out, tokens);
+      }
+      if (layer.experts == nullptr || layer.dual.any()) {
         narrow_.reserve(*layer.gate_up, tokens);
         wide_.reserve(*layer.down, tokens);
-        continue;
       }
+      if (layer.experts == nullptr) continue;
+      if (layer.dual.any()) grow(mixed_, tokens * hidden_);
       narrow_.reserve(layer.experts->gate_up(0), tokens);
       routing_.reserve(workers, tokens, *layer.router);
       mixing_.reserve(workers, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
@@ -346,9 +404,11 @@ class Decoder {
   Divisions<T> divisions_;
   int64_t kv_pools_ = 0, width_ = 0;  // what layers need: KV pools, and the widest projection
   std::vector<T> residual_, results_, projected_;  // results_: of a part, before they are normed
+  std::vector<T> mixed_;                           // of experts beside a dense part
   InputBuffer<T> narrow_, wide_;
   Routing<T> routing_;
   Mixing<T> mixing_;
+  PerLayerInputs<T> per_layer_;
 };
 
 }  // namespace aioinfer

@@ -90,6 +90,7 @@ struct LinearArguments {
 struct RouterArguments {
   const Linear<float>* weight;  // one output per expert, not rounded; kept
   const float* bias;             // [experts], or null
+  const float* scales;           // [experts], factors of the weights of the chosen, or null
   int64_t top_k, groups, top_groups;
   float scale;
   bool sigmoid;  // the score of each expert by itself; else a softmax over all of them
@@ -188,7 +189,34 @@ struct AttendArguments {
   T* out;  // [tokens, heads, head_dim]
 };
 
-// Make a decoder without layers. All pointers are kept.
+// The inputs of layers that every token has of its own; see per_layer.hpp. All pointers are kept.
+template <class T>
+struct PerLayerInputsArguments {
+  const T* table;               // [vocabulary, layers * size]
+  const Linear<T>* projection;  // hidden to layers * size
+  const float* norm;            // [size]
+  int64_t layers, size;
+  float table_scale, projection_scale, sum_scale;
+};
+
+// What a layer does with its inputs. All pointers are kept.
+template <class T>
+struct PerLayerArguments {
+  const Linear<T>* gate;   // hidden to size
+  const Linear<T>* out;    // size to hidden
+  int64_t function;        // of gates, see gates.hpp
+  const float* post_norm;  // [hidden]
+};
+
+// Experts beside a dense part; see dual.hpp. All pointers, [hidden] each, are kept.
+struct DualArguments {
+  const float* router_norm;
+  const float* experts_norm;
+  const float* dense_post_norm;
+  const float* experts_post_norm;
+};
+
+// Make a decoder without layers. All pointers are kept, but for that to arguments.
 template <class T>
 struct DecoderArguments {
   const T* embedding;      // [vocabulary, hidden], or null
@@ -202,9 +230,10 @@ struct DecoderArguments {
   int64_t positions;            // of the longest sequence
   int64_t hidden;
   float norm_eps;
+  const PerLayerInputsArguments<T>* per_layer;  // or null
 };
 
-// Append a layer. All pointers are kept.
+// Append a layer. All pointers are kept, but for those to arguments.
 template <class T>
 struct LayerArguments {
   Decoder<T>* decoder;
@@ -235,6 +264,9 @@ struct LayerArguments {
   int64_t block;
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;     // [heads], or null
+  const DualArguments* dual;              // of a layer with a dense part and experts side by side, or null
+  const PerLayerArguments<T>* per_layer;  // or null
+  float residual_scale;                   // of the residual behind the layer
 };
 
 // Compute one step.

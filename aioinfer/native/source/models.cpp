@@ -143,7 +143,7 @@ void* NAMED(router)(const RouterArguments* a) {
     require(a->top_groups > 0 && a->top_groups <= a->groups, "top_groups is not in [1, groups]");
     require(a->top_k > 0 && a->top_k <= experts / a->groups * a->top_groups, "top_k is not in [1, experts of top_groups]");
     require(a->weight->packed() && !a->weight->gated, "the weights of a router are rounded, or gated");
-    return new Router<T>(a->weight->packed(), a->bias, rule);
+    return new Router<T>(a->weight->packed(), a->bias, rule, a->scales);
   });
 }
 
@@ -229,7 +229,12 @@ bool NAMED(mix)(const MixArguments<T>* a) {
 void* NAMED(decoder)(const DecoderArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
     const Embedding<T> embedding{a->embedding, a->words, a->embedding_scale, a->position_embedding};
-    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps, a->logit_cap);
+    PerLayerSource<T> by_layer{};
+    if (const auto* b = a->per_layer)
+      by_layer = {b->table, b->projection, {b->norm, nullptr}, b->layers, b->size, b->table_scale, b->projection_scale,
+                  b->sum_scale};
+    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps, a->logit_cap,
+                          by_layer);
   });
 }
 
@@ -239,6 +244,13 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
   return guarded(false, [&] {
     const float* by_head = a->whole_norm ? nullptr : a->head_norm;
     require(!a->whole_norm || a->head_norm != nullptr, "a norm of all queries without weights");
+    Dual dual{};
+    if (const auto* b = a->dual)
+      dual = {{b->router_norm, nullptr}, {b->experts_norm, nullptr}, {b->dense_post_norm, nullptr},
+              {b->experts_post_norm, nullptr}};
+    PerLayerPart<T> by_layer{};
+    if (const auto* b = a->per_layer)
+      by_layer = {b->gate, b->out, static_cast<Gate>(b->function), {b->post_norm, nullptr}};
     a->decoder->add({
         .mixer_norm = {a->mixer_norm, a->mixer_norm_bias},
         .attention =
@@ -259,6 +271,9 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
         .experts = a->experts,
         .gate = static_cast<Gate>(a->gate),
         .mlp_post_norm = {a->mlp_post_norm, nullptr},
+        .dual = dual,
+        .per_layer = by_layer,
+        .scale = a->residual_scale,
     });
     return true;
   });
