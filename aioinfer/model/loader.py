@@ -119,7 +119,8 @@ def load_model(
     check_quantization(quantization, layers, config.architectures[0])
     if tensors is not None and check_size is not None:
         kept = _kept(tensors) if quantization == "auto" and layers.name == "native" else frozenset()
-        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept))
+        tables = family.tables(config) if device.type == "cpu" else frozenset()
+        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept, tables))
 
     def build(blobs: Blobs | None) -> CausalLM:
         weights: Weights | None = random_weights
@@ -323,7 +324,13 @@ def _head_dims(config: Any, family: Family | None) -> frozenset[int]:
 
 def _inner_sizes(config: Any) -> list[int]:
     """Inner dimensions of the layers' matrix products."""
-    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_inner")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "n_inner",
+        "hidden_size_per_layer_input",
+    )
     sizes = [getattr(config, name, None) for name in names]
     return [size for size in sizes if size is not None]
 
