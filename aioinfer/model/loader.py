@@ -319,7 +319,10 @@ def _head_dims(config: Any, family: Family | None) -> frozenset[int]:
     """Sizes of the heads of all layers."""
     if family is not None:
         return frozenset(kv.head_dim for kv in family.kv_layers(config))
-    return frozenset([head_dim(config.get_text_config())])
+    text = config.get_text_config()
+    if not getattr(text, "is_heterogeneous", False):
+        return frozenset([head_dim(text)])
+    return frozenset(head_dim(text.per_layer_config[index]) for index in range(text.num_hidden_layers))
 
 
 def _inner_sizes(config: Any) -> list[int]:
