@@ -37,17 +37,21 @@ class Wrapper(NamedTuple):
     fields: Mapping[str, Any] = MappingProxyType({})
     #: why the text model cannot be loaded; empty if it can
     lacking: str = ""
+    #: what the other parts are for
+    parts: str = "vision"
 
 
 _VISUAL = ("visual.",)
 _TOWER = ("vision_tower.", "multi_modal_projector.")
 _DELTA_RULE = Wrapper(lacking="it has layers of linear attention (the gated delta rule)")
-_UNEQUAL_LAYERS = Wrapper(lacking="its layers differ in the size of their heads")
+_EMBED = ("embed_vision.", "embed_audio.")
 #: by architecture
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper(_TOWER),
-    "Gemma4ForConditionalGeneration": _UNEQUAL_LAYERS,
-    "Gemma4UnifiedForConditionalGeneration": _UNEQUAL_LAYERS,
+    "Gemma4ForConditionalGeneration": Wrapper(
+        ("vision_tower.", "audio_tower.", *_EMBED), parts="vision and audio"
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper(("vision_embedder.", *_EMBED), parts="vision and audio"),
     "InternVLForConditionalGeneration": Wrapper(_TOWER),
     "Mistral3ForConditionalGeneration": Wrapper(_TOWER),
     "Qwen2VLForConditionalGeneration": Wrapper(_VISUAL, "qwen2"),
@@ -151,7 +155,9 @@ class TextPart(Directory):
     def description(self) -> str:
         """What is loaded and what is not. Raises ConfigError."""
         found = f"text part of {self._architecture}"
-        return f"{found}; {self._text.unread} vision tensors are not read" if self._stored else found
+        if not self._stored:
+            return found
+        return f"{found}; {self._text.unread} {self._wrapper.parts} tensors are not read"
 
     def tensors(self) -> Tensors:
         return self._tensors

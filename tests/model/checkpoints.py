@@ -380,11 +380,16 @@ def make_model(
             # Wide enough that no two logits come close by chance: exact ids are to be compared.
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.25 if parameter.dim() > 1 else 1 + 0.3 * noise)
-        for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+        scale_layers(model, generator)
     model.to(dtype).save_pretrained(path, **save)
     return model
+
+
+def scale_layers(model: Any, generator: torch.Generator) -> None:
+    """Random factors of the residual, which are no parameters, where a model has them."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 
 
 @torch.no_grad()
