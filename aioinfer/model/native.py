@@ -133,6 +133,7 @@ class NativeDecoder:
         self._keep = []
         mlp, mixer = self._mlp(layer.mlp), self._attention(layer.mixer)
         dual = layer.mlp if isinstance(layer.mlp, DualMLP) else None
+        assert dual is None or layer.mlp_norm is None, "parts side by side have norms of their own"
         mixer_norm, mlp_norm = (
             self._norm(layer.mixer_norm),
             self._norm(dual.dense_norm if dual else layer.mlp_norm),

@@ -19,6 +19,7 @@ from tests.model.harness import fill, require
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
 FAMILIES = ["qwen3", "qwen3-moe", "mistral-window", "gemma2", "olmo3", "gpt2-wide", "gpt-oss", "opt"]
+FAMILIES += ["gemma4-shared", "gemma4-experts"]
 
 
 @pytest.mark.parametrize(("family", "kernels"), [pair for pair in BY_KERNELS if pair[0] in FAMILIES])

@@ -83,7 +83,11 @@ def files(cache: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "llada2", "gpt-oss", "glm4", "gpt2-wide"]
+    "kind",
+    [
+        *("llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "llada2", "gpt-oss", "glm4", "gpt2-wide"),
+        *("gemma4-shared", "gemma4-keys", "gemma4-experts"),
+    ],
 )
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -96,7 +100,7 @@ def test_mapped_weights_give_the_same_bits_and_matrices_are_not_read_again(
     dtype: str,
 ) -> None:
     """Tied and untied, with biases, with experts and their biases, with a shared one, with rows in another
-    order, and transposed."""
+    order, and transposed, with rows that are there twice, with inputs by layer."""
     path = cache.parent / kind
     if kind == "llada2":
         write_checkpoint(path, block_config(moe_intermediate_size=32, intermediate_size=48))
@@ -109,9 +113,10 @@ def test_mapped_weights_give_the_same_bits_and_matrices_are_not_read_again(
     reads.clear()
     second = load(path, quantization, dtype=dtype)
     assert second.spec.layer_reason.endswith("; weights are mapped from the cache")
-    # What is left are vectors, the routers, and positions.
-    matrices = ("_proj.weight", "_proj", "c_attn.weight", "c_fc.weight", "wte.weight")
-    assert not [name for name in reads if name.endswith(matrices) or "embed" in name or "head" in name]
+    # What is left are vectors, the routers, positions, and the table of which rows are read.
+    matrices = ("_proj.weight", "_proj", "c_attn.weight", "c_fc.weight", "wte.weight", "tokens.weight")
+    matrices += ("input_gate.weight", "_projection.weight", "head.weight")
+    assert not [name for name in reads if name.endswith(matrices) and "router" not in name]
     assert first.spec.num_parameters == second.spec.num_parameters == plain.spec.num_parameters
     del plain
     for model in (first, second):
