@@ -17,8 +17,9 @@ from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import inspect_model, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.params import SamplingParams
-from tests.model.checkpoints import greedy, make_checkpoint
+from tests.model.checkpoints import FAMILIES, greedy, make_checkpoint, make_model
 from tests.model.harness import Driver, require
+from tests.model.test_forward import oracle_logits
 from tests.model.wrapper_models import edit_config, edit_tensors
 
 CPU = torch.device("cpu")
@@ -110,6 +111,24 @@ def test_the_table_of_inputs_stays_in_its_file(tmp_path: Path, monkeypatch: pyte
     table = model.spec.vocab_size * 6 * 16
     # Factors of layers are stored and are no parameters, and a tied head is stored once.
     assert sizes == [4 * (model.spec.num_parameters - table)]
+
+
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+def test_experts_in_bfloat16_are_as_close_as_rounding_allows(tmp_path: Path, kernels: Any) -> None:
+    """With all of them chosen: rounding changes a choice of some, and with it everything."""
+    require(kernels)
+    prefix, changes = FAMILIES["gemma4-experts"]
+    oracle = make_model(prefix, {**changes, "top_k_experts": changes["num_experts"]}, tmp_path, seed=1)
+    model = load_model(tmp_path, dtype="bfloat16", device=CPU, kernels=kernels)
+    half = type(oracle).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    ours = theirs = 0.0
+    for prompt in (PROMPT, PROMPT[::-1], PROMPT[3:] + PROMPT):
+        (sequence,) = Driver(model, chunk=7, kernels=kernels).run([prompt], 1, all_logits=True)
+        got = torch.stack([sequence.logits[position] for position in range(len(prompt))])
+        exact = oracle_logits(oracle, prompt)
+        ours += float((got - exact).pow(2).sum())
+        theirs += float((oracle_logits(half, prompt) - exact).pow(2).sum())
+    assert ours < 1.15 * theirs
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
