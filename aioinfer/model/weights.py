@@ -68,7 +68,8 @@ class Weights:
 
     def leave(self, name: str) -> None:
         """Have a tensor that is not needed be no unexpected one, if the checkpoint has it."""
-        self._taken.add(name)
+        if name in self:
+            self._taken.add(name)
 
     def rounding(self, name: str) -> Rounding | None:
         """How a matrix is quantised in the checkpoint; None: it is not, or cannot be taken as it is."""
