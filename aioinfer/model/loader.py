@@ -120,8 +120,8 @@ def load_model(
     if tensors is not None and check_size is not None:
         kept = _kept(tensors) if quantization == "auto" and layers.name == "native" else frozenset()
         # What is converted is copied.
-        mapped = device.type == "cpu" and chosen == _choose_dtype(config, "auto", device)
-        tables = [name for name in family.tables(config) if mapped and tensors.rounding(name) is None]
+        as_stored = device.type == "cpu" and chosen == _choose_dtype(config, "auto", device)
+        tables = [name for name in family.tables(config) if as_stored and tensors.rounding(name) is None]
         check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept, tables))
 
     def build(blobs: Blobs | None) -> CausalLM:

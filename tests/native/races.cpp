@@ -59,9 +59,9 @@ struct Model {
                                                              {norm.data(), nullptr}, LAYERS, INPUT, 4.0f, 0.2f, 0.7f});
     for (int64_t expert = 0; expert < EXPERTS; expert++)
       experts.set(pool, expert, noise(2 * MIDDLE * HIDDEN, 50 + expert).data(), noise(HIDDEN * MIDDLE, 60 + expert).data());
-    // The first layer has norms behind its parts, of all queries and keys, and no gates; one has sinks, and experts with
-    // biases besides a shared one; one has normed values, and experts beside a dense part; the last one has queries
-    // only. These two have inputs of their own, and scale the residual.
+    // The first layer has norms behind its parts, of all queries and keys, and no gates; one has sinks, and experts
+    // with biases besides a shared one; one has normed values, and experts beside a dense part; the last one has
+    // queries only. These two have inputs of their own, and scale the residual.
     const auto biases = noise(2 * MIDDLE, 70), out_biases = noise(HIDDEN, 71);
     for (int64_t expert = 0; expert < EXPERTS; expert++) experts.set_biases(expert, biases.data(), out_biases.data());
     for (int layer = 0; layer < LAYERS; layer++) {
@@ -90,8 +90,8 @@ struct Model {
           .gate = first || late ? Gate::GELU_TANH : sparse ? Gate::CLAMPED_SILU : Gate::SILU,
           .mlp_post_norm = first || sparse || late ? plain : none,
           .dual = dual ? Dual{plain, plain, plain, plain} : Dual{},
-          .per_layer = late ? PerLayerPart<T>{pack(INPUT, HIDDEN, false, 91 + layer), pack(HIDDEN, INPUT, false, 96 + layer),
-                                              Gate::GELU_TANH, plain}
+          .per_layer = late ? PerLayerPart<T>{pack(INPUT, HIDDEN, false, 91 + layer),
+                                              pack(HIDDEN, INPUT, false, 96 + layer), Gate::GELU_TANH, plain}
                             : PerLayerPart<T>{},
           .scale = late ? 0.75f : 1.0f,
       });

@@ -50,7 +50,8 @@ struct Layer {
 
   // Throws InvalidArguments unless a part can do what follows it.
   void check_end() const {
-    require(mlp_scale() == 1.0f || mlp_post_norm.weight != nullptr, "a residual is scaled behind a part without a norm");
+    require(mlp_scale() == 1.0f || mlp_post_norm.weight != nullptr,
+            "a residual is scaled behind a part without a norm");
     if (!dual.any()) return;
     dual.check();
     require(gate_up != nullptr && experts != nullptr, "a dense part or experts lack what is beside them");
@@ -263,15 +264,16 @@ class Decoder {
     const Inputs<T> inputs = narrow_.inputs(layer.experts->gate_up(0), tokens);
     worker.parallel_in_runs(tokens, [&](int64_t token) {
       const T* from = residual(token);
-      norm(layer.dual.router, from, [&](int64_t i, Floats value) { floats.put(floats.row(token), i, rounded<T>(value)); });
+      const auto read = floats.row(token);
+      norm(layer.dual.router, from, [&](int64_t i, Floats value) { floats.put(read, i, rounded<T>(value)); });
       const auto to = inputs.row(token);
       norm(layer.dual.experts, from, [&](int64_t i, Floats value) { inputs.put(to, i, value); });
       inputs.finish(token);
     });
     watch.add(REST);
     routing_.route(worker, *layer.router, floats);
-    mixing_.mix(worker, *layer.experts, layer.shared(), layer.gate, inputs, layer.router->rule.top_k, routing_.experts(),
-                routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
+    mixing_.mix(worker, *layer.experts, layer.shared(), layer.gate, inputs, layer.router->rule.top_k,
+                routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
                   Number<T>::store_lanes(mixed(token) + at, values);
                 });
     watch.add(LINEAR);

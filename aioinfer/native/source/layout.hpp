@@ -61,8 +61,9 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(ExpertBiasesArguments, experts, index, gate_up, down)
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, gate, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
-                    norm, value_norm, shared, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows, slot_mapping, cu_q,
-                    kv_len, block_table, table_width, window, block, scale, soft_cap, sinks, norm_eps, out)
+                    norm, value_norm, shared, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows,
+                    slot_mapping, cu_q, kv_len, block_table, table_width, window, block, scale, soft_cap, sinks,
+                    norm_eps, out)
   AIOINFER_TEMPLATE(PerLayerInputsArguments, table, projection, norm, layers, size, table_scale, projection_scale,
                     sum_scale)
   AIOINFER_TEMPLATE(PerLayerArguments, gate, out, function, post_norm)
@@ -70,9 +71,9 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(DecoderArguments, embedding, words, embedding_scale, position_embedding, norm, norm_bias, head,
                     logit_cap, positions, hidden, norm_eps, per_layer)
   AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, heads, kv_heads, head_dim, kv, qkv, head_norm,
-                    value_norm, shared, whole_norm, head_norm_eps, cos, sin, rotary_dim, out, mixer_post_norm, mlp_norm, mlp_norm_bias,
-                    gate_up, down, router, experts, gate, mlp_post_norm, window, block, scale, soft_cap, sinks, dual,
-                    per_layer, residual_scale)
+                    value_norm, shared, whole_norm, head_norm_eps, cos, sin, rotary_dim, out, mixer_post_norm, mlp_norm,
+                    mlp_norm_bias, gate_up, down, router, experts, gate, mlp_post_norm, window, block, scale, soft_cap,
+                    sinks, dual, per_layer, residual_scale)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, logits_rows,
                     logits, seconds)

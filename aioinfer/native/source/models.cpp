@@ -233,8 +233,8 @@ void* NAMED(decoder)(const DecoderArguments<T>* a) {
     if (const auto* b = a->per_layer)
       by_layer = {b->table, b->projection, {b->norm, nullptr}, b->layers, b->size, b->table_scale, b->projection_scale,
                   b->sum_scale};
-    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps, a->logit_cap,
-                          by_layer);
+    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps,
+                          a->logit_cap, by_layer);
   });
 }
 

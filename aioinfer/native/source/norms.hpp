@@ -11,7 +11,7 @@ struct Norm {
   const float* bias;    // [size] of a layer norm (Ba et al., arXiv 1607.06450); null: a root mean square norm
 };
 
-// put(index, LANES values): a vector of ``size`` numbers, normed. An element is read for the last time before it is put.
+// put(index, LANES values): a vector of ``size`` numbers, normed. Elements are not read again once they are put.
 template <class T, class Put>
 AIOINFER_INLINE void normed(const Norm& norm, const T* from, int64_t size, float eps, Put&& put) {
   if (norm.weight == nullptr) {

@@ -67,12 +67,14 @@ class PerLayerInputs {
   }
 
   // From the ids of tokens, which are below the vocabulary, and their vectors.
-  void compute(Worker& worker, InputBuffer<T>& buffer, const int64_t* ids, const T* vectors, int64_t tokens, float eps) {
+  void compute(Worker& worker, InputBuffer<T>& buffer, const int64_t* ids, const T* vectors, int64_t tokens,
+               float eps) {
     const Linear<T>& projection = *source_.projection;
     const Inputs<T> inputs = set(worker, buffer, projection, vectors, tokens);
     multiply(worker, inputs, projection, [&](const Place& place, int64_t panel, Floats one, Floats other) {
       const float scale = source_.projection_scale;
-      put_pair(values_.data() + place.row * width(), panel, width(), rounded<T>(one) * scale, rounded<T>(other) * scale);
+      T* to = values_.data() + place.row * width();
+      put_pair(to, panel, width(), rounded<T>(one) * scale, rounded<T>(other) * scale);
     });
     worker.parallel_in_runs(tokens * source_.layers, [&](int64_t i) {
       T* to = values_.data() + i * source_.size;
