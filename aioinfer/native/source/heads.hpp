@@ -59,13 +59,12 @@ struct Rotary {
 template <class T>
 struct HeadShape {
   int64_t heads, kv_heads, head_dim;
-  const float* norm;  // of each head by itself, [normed(), head_dim], or null
+  const float* norm;  // of each head by itself, [heads + kv_heads, head_dim], or null; of shared keys without them
   float eps;
-  bool value_norm = false;  // values are normed as well
+  bool value_norm = false;  // values are normed as well: [heads + 2 * kv_heads, head_dim]
   bool shared = false;      // keys and values are another layer's, which has stored them: there are queries only
 
   int64_t group() const { return heads / kv_heads; }
-  int64_t normed() const { return heads + (shared ? 0 : value_norm ? 2 * kv_heads : kv_heads); }
   int64_t width() const { return (heads + (shared ? 0 : 2 * kv_heads)) * head_dim; }
   bool same_heads(const HeadShape& other) const {
     return heads == other.heads && kv_heads == other.kv_heads && head_dim == other.head_dim;
