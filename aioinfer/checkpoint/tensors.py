@@ -125,6 +125,7 @@ def stored_bytes(
     itemsize: int,
     rounding: Rounding | None = None,
     kept: Collection[str] = (),
+    mapped: Collection[str] = (),
 ) -> int:
     """Bytes that the tensors of a checkpoint take at least.
 
@@ -132,9 +133,12 @@ def stored_bytes(
         itemsize: bytes of an element that is not rounded.
         rounding: as if all of them were rounded so.
         kept: names of those that stay as they are quantised.
+        mapped: names of those that stay in their file.
     """
     bits = 0
     for name in tensors.names:
+        if name in mapped:
+            continue
         own = rounding or (tensors.rounding(name) if name in kept else None)
         bits += math.prod(tensors.shape(name)) * (8 * itemsize if own is None else own.bits)
     return bits // 8

@@ -20,6 +20,7 @@ _SIZES = frozenset(
     {
         "block_multiple_of",
         "conv_L_cache",
+        "global_head_dim",
         "head_dim",
         "hidden_size",
         "intermediate_size",
@@ -35,9 +36,12 @@ _SIZES = frozenset(
         "no_rope_layer_interval",
         "num_attention_heads",
         "num_experts_per_tok",
+        "num_global_key_value_heads",
         "num_key_value_heads",
         "shared_expert_intermediate_size",
+        "top_k_experts",
         "vocab_size",
+        "vocab_size_per_layer_input",
     }
 )
 #: of which the classes of transformers make lists
@@ -50,9 +54,11 @@ _LONGEST = 2**26
 _COUNTS = frozenset(
     {
         "first_k_dense_replace",
+        "hidden_size_per_layer_input",
         "max_window_layers",
         "num_dense_layers",
         "num_experts",
+        "num_kv_shared_layers",
         "num_local_experts",
         "num_shared_experts",
         "sliding_window",
@@ -81,7 +87,7 @@ _NUMBERS = frozenset(
     }
 )
 #: objects whose numbers are checked, too, and those of the objects in them: rotations by type of layers
-_PARTS = frozenset({"rope_parameters", "rope_scaling", "text_config"})
+_PARTS = frozenset({"per_layer_config", "rope_parameters", "rope_scaling", "text_config"})
 
 
 def check_numbers(stated: Mapping[str, Any], file: str = "config.json", prefix: str = "") -> None:

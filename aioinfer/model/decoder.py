@@ -20,6 +20,7 @@ from aioinfer.model.mixers.base import Mixer, MixerStep
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.base import Operations
+from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 from aioinfer.model.spec import ModelSpec
 
 __all__ = ["Decoder", "Embedding", "Layer"]
@@ -39,6 +40,9 @@ class Layer:
     mlp_norm: Norm | None
     mlp: FeedForward
     mlp_post_norm: Norm | None = None
+    per_layer: PerLayerPart | None = None
+    #: of the residual behind all parts
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class Embedding:
     scale: float = 1.0
     #: [max_model_len, hidden], added by position (GPT-2); None for none
     positions: torch.Tensor | None = None
+    #: what layers add to the residual by token; None for none
+    per_layer: PerLayerInputs | None = None
 
 
 class Decoder:
@@ -97,13 +103,21 @@ class Decoder:
         rotaries = {key: rope.at(batch.positions) for key, rope in self._ropes.items()}
         step = MixerStep(batch, attention, rotaries)
         hidden = self._embed(batch)
+        inputs = self._embedding.per_layer
+        vectors = None if inputs is None else inputs(batch.input_ids, hidden, self._operations)
         # The norm of the next part adds the output of a part to the residual, in one kernel.
         delta = None
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             hidden, normed = self._add_norm(hidden, delta, layer.mixer_norm)
             delta = self._post_norm(layer.mixer(normed, step), layer.mixer_post_norm)
             hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
             delta = self._post_norm(layer.mlp(normed), layer.mlp_post_norm)
+            if vectors is not None and layer.per_layer is not None:
+                hidden = hidden + delta
+                output = layer.per_layer(hidden, vectors[:, index])
+                delta = self._post_norm(output, layer.per_layer.post_norm)
+            if layer.scale != 1.0:
+                hidden, delta = (hidden + delta) * layer.scale, None
         rows = batch.logits_rows
         _, normed = self._add_norm(hidden[rows], None if delta is None else delta[rows], self._norm)
         logits = self._head(normed)

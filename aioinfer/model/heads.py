@@ -17,7 +17,8 @@ class HeadNorm:
     all heads of a token as one vector (OLMo 2)."""
 
     #: [num_heads + num_kv_heads, head_dim]: the query norm for each head, then the key norm for each KV head;
-    #: in the model's dtype or float32, see :class:`~aioinfer.model.norm.Norm`
+    #: if values are normed, too (Gemma 4), num_kv_heads more, and with shared KV [num_heads, head_dim].
+    #: In the model's dtype or float32, see :class:`~aioinfer.model.norm.Norm`
     weight: torch.Tensor
     eps: float
     #: whether all queries are normed as one vector, and all keys
@@ -48,14 +49,16 @@ def split_heads(
 
     Args:
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim].
-        num_kv_heads: number of heads of keys, and of values.
-        norm: norm of each head's query and key, or None.
+        num_kv_heads: number of heads of keys, and of values; 0 if there are queries only.
+        norm: norm of each head's query and key, or value, too; or None.
         rotary: rotary factors at the tokens' positions; None: nothing is rotated.
 
     Returns:
         q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]
     """
     total = qkv.shape[1]
+    if norm is not None and len(norm.weight) == total:
+        qkv, norm = _normed(qkv, norm.weight, norm.eps), None
     qk, v = qkv.split((total - num_kv_heads, num_kv_heads), dim=1)
     if norm is not None:
         qk = _normed(qk, norm.weight, norm.eps)

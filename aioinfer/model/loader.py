@@ -119,7 +119,10 @@ def load_model(
     check_quantization(quantization, layers, config.architectures[0])
     if tensors is not None and check_size is not None:
         kept = _kept(tensors) if quantization == "auto" and layers.name == "native" else frozenset()
-        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept))
+        # What is converted is copied.
+        as_stored = device.type == "cpu" and chosen == _choose_dtype(config, "auto", device)
+        tables = [name for name in family.tables(config) if as_stored and tensors.rounding(name) is None]
+        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept, tables))
 
     def build(blobs: Blobs | None) -> CausalLM:
         weights: Weights | None = random_weights
@@ -323,7 +326,10 @@ def _head_dims(config: Any, family: Family | None) -> frozenset[int]:
     """Sizes of the heads of all layers."""
     if family is not None:
         return frozenset(kv.head_dim for kv in family.kv_layers(config))
-    return frozenset([head_dim(config.get_text_config())])
+    text = config.get_text_config()
+    if not getattr(text, "is_heterogeneous", False):
+        return frozenset([head_dim(text)])
+    return frozenset(head_dim(text.per_layer_config[index]) for index in range(text.num_hidden_layers))
 
 
 def _choose_dtype(config: Any, wanted: str, device: torch.device) -> torch.dtype:

@@ -24,6 +24,7 @@ from aioinfer.model.gates import Gate
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import make_sparse
+from aioinfer.model.moe.dual import DualMLP
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import GatedExpert, SparseMLP, StoredExperts
@@ -31,12 +32,21 @@ from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.native_mixers import Kept, mixer_arguments
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
+from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 from aioinfer.model.quantization import Quantization, Rounding, rounding_of
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import Blobs, MappedMemory
-from aioinfer.native.arguments import Address, DecoderArguments, ForwardArguments, LayerArguments
+from aioinfer.native.arguments import (
+    Address,
+    DecoderArguments,
+    DualArguments,
+    ForwardArguments,
+    LayerArguments,
+    PerLayerArguments,
+    PerLayerInputsArguments,
+)
 from aioinfer.native.bindings import GATES, PARTS, PackedExperts, PackedRouter, Stack, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
 
@@ -107,6 +117,7 @@ class NativeDecoder:
             positions=spec.max_model_len,
             hidden=spec.hidden_size,
             norm_eps=norm.eps,
+            per_layer=None if embedding.per_layer is None else self._per_layer_inputs(embedding.per_layer),
         )
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, (kept, *self._keep))
         for layer in layers:
@@ -123,7 +134,10 @@ class NativeDecoder:
     def _add(self, layer: Layer) -> None:
         self._keep = Kept()
         mlp, mixer = self._mlp(layer.mlp), mixer_arguments(layer.mixer, self.spec, self._keep)
-        mixer_norm, mlp_norm = self._norm(layer.mixer_norm), self._norm(layer.mlp_norm)
+        dual = layer.mlp if isinstance(layer.mlp, DualMLP) else None
+        assert dual is None or layer.mlp_norm is None, "parts side by side have norms of their own"
+        mixer_norm = self._norm(layer.mixer_norm)
+        mlp_norm = self._norm(dual.dense_norm if dual else layer.mlp_norm)
         post_norms = self._norm(layer.mixer_post_norm), self._norm(layer.mlp_post_norm)
         assert not any(bias for _, bias in post_norms), "layer norms are in front of a part"
         arguments = LayerArguments(
@@ -136,6 +150,9 @@ class NativeDecoder:
             mlp_norm_bias=mlp_norm[1],
             **mlp,
             mlp_post_norm=post_norms[1][0],
+            dual=None if dual is None else self._dual(dual),
+            per_layer=None if layer.per_layer is None else self._per_layer(layer.per_layer),
+            residual_scale=layer.scale,
         )
         self._stack.add_layer(arguments, self._keep)
 
@@ -157,6 +174,48 @@ class NativeDecoder:
             "gate": GATES[parts.gate],
             "shared_gate": self._keep.floats(parts.shared_gate, self.spec.hidden_size),
         }
+
+    def _dual(self, mlp: DualMLP) -> int:
+        """The address of the arguments of a dense part and experts side by side, but for what other parts
+        have."""
+        norms = (mlp.router_norm, mlp.experts_norm, mlp.dense_post_norm, mlp.experts_post_norm)
+        router, experts, dense_post, experts_post = (self._norm(norm)[0] for norm in norms)
+        return self._keep.nested(
+            DualArguments(
+                router_norm=router,
+                experts_norm=experts,
+                dense_post_norm=dense_post,
+                experts_post_norm=experts_post,
+            )
+        )
+
+    def _per_layer_inputs(self, inputs: PerLayerInputs) -> int:
+        table, size = inputs.table, inputs.size
+        if table.shape[0] < self.spec.vocab_size or inputs.norm.eps != self._eps:
+            raise ValueError("inputs by layer for fewer tokens, or with another eps")
+        # Not copied: what is mapped stays in its file.
+        self._keep.append(table)
+        arguments = PerLayerInputsArguments(
+            table=address(table, self.spec.dtype, table.numel()),
+            projection=self._keep.layer(inputs.projection),
+            norm=self._keep.floats(inputs.norm.weight, size),
+            layers=inputs.layers,
+            size=size,
+            table_scale=inputs.table_scale,
+            projection_scale=inputs.projection_scale,
+            sum_scale=inputs.sum_scale,
+        )
+        return self._keep.nested(arguments)
+
+    def _per_layer(self, part: PerLayerPart) -> int:
+        post_norm, _ = self._norm(part.post_norm)
+        arguments = PerLayerArguments(
+            gate=self._keep.layer(part.gate),
+            out=self._keep.layer(part.out),
+            function=GATES[part.function],
+            post_norm=post_norm,
+        )
+        return self._keep.nested(arguments)
 
     def _norm(self, norm: Norm | None) -> tuple[Address, Address]:
         """The addresses of its weight and bias."""
@@ -381,6 +440,11 @@ def _parts(mlp: FeedForward) -> _Parts | None:
     """None if not all of it is native."""
     if isinstance(mlp, NativeMLP):
         return _Parts(mlp, None, mlp.gate)
+    if isinstance(mlp, DualMLP):
+        dense, sparse = _parts(mlp.dense), _parts(mlp.sparse)
+        if dense is None or sparse is None or dense.gate != sparse.gate or sparse.dense is not None:
+            return None
+        return _Parts(dense.dense, sparse.experts, sparse.gate)
     if not (isinstance(mlp, SparseMLP) and isinstance(mlp.router, NativeRouter)):
         return None
     gated = mlp.shared if isinstance(mlp.shared, GatedExpert) else None

@@ -41,6 +41,11 @@ class Kept(list[object]):
         """The same of float32; None for None."""
         return None if tensor is None else self.copy_of(tensor, torch.float32, count)
 
+    def nested(self, arguments: Arguments) -> int:
+        """The address of arguments to which others refer."""
+        self.append(arguments)
+        return ctypes.addressof(arguments)
+
     def layer(self, linear: Linear) -> int:
         """A linear layer that is native."""
         assert isinstance(linear, NativeLinear)
@@ -59,15 +64,15 @@ def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]
     else:
         assert isinstance(mixer, DeltaRule)
         field, made = "delta_rule", _delta_rule(mixer, kept)
-    kept.append(made)
     fields: dict[str, Any] = dict.fromkeys(("attention", "conv", "delta_rule"))
-    return {**fields, field: ctypes.addressof(made)}
+    return {**fields, field: kept.nested(made)}
 
 
 def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttentionArguments:
     (kv_heads, head_dim), norm, params = mixer.kv, mixer.qk_norm, mixer.params
     cos, sin, rotary_dim = _tables(mixer.rope, spec, kept)
-    normed = (mixer.num_heads + kv_heads) * head_dim
+    value_norm = norm is not None and len(norm.weight) == mixer.num_heads + 2 * kv_heads
+    normed = (mixer.num_heads + (0 if params.shared else kv_heads * (1 + value_norm))) * head_dim
     return SelfAttentionArguments(
         heads=mixer.num_heads,
         kv_heads=kv_heads,
@@ -76,6 +81,8 @@ def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttenti
         into=kept.layer(mixer.qkv),
         gated=mixer.gated,
         head_norm=None if norm is None else kept.floats(norm.weight, normed),
+        value_norm=value_norm,
+        shared=params.shared,
         whole_norm=norm is not None and norm.whole,
         head_norm_eps=0.0 if norm is None else norm.eps,
         cos=cos,

@@ -8,6 +8,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.families.base import Family
 from aioinfer.model.families.gemma import FOUR_NORMS, Gemma
+from aioinfer.model.families.gemma4 import Gemma4
 from aioinfer.model.families.gpt2 import GPT2
 from aioinfer.model.families.gpt_oss import GptOss
 from aioinfer.model.families.lfm2 import Lfm2
@@ -73,6 +74,8 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
         frozenset({"gemma3_text"}),
         Gemma("config", qk_norm="heads", norms=FOUR_NORMS, windows="config"),
     ),
+    "Gemma4ForCausalLM": (frozenset({"gemma4_text"}), Gemma4()),
+    "Gemma4UnifiedForCausalLM": (frozenset({"gemma4_unified_text"}), Gemma4()),
     "GptOssForCausalLM": (frozenset({"gpt_oss"}), GptOss("config", windows="config")),
     "GPT2LMHeadModel": (frozenset({"gpt2"}), GPT2()),
     "SDARForCausalLM": (

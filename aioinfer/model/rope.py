@@ -9,6 +9,8 @@ import torch
 
 __all__ = ["Rope", "Rotary", "layer_type", "longest", "rotate", "supported"]
 
+_KINDS = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
+
 
 def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
     """Whether :class:`Rope` supports the config's variant, that is, whether a table by position suffices, one
@@ -26,7 +28,7 @@ def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
 def _supported(parameters: dict[str, Any], head_dim: int, partial: bool) -> bool:
     rotated = _rotary_dim(parameters, head_dim)
     return (
-        parameters.get("rope_type", "default") in ("default", "linear", "llama3", "longrope", "yarn")
+        parameters.get("rope_type", "default") in _KINDS
         and (rotated == head_dim or partial)
         and 2 <= rotated <= head_dim
         and rotated % 2 == 0
@@ -130,4 +132,7 @@ def _parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
 
 def _rotary_dim(parameters: dict[str, Any], head_dim: int) -> int:
     factor = parameters.get("partial_rotary_factor")
-    return head_dim if factor is None else int(head_dim * factor)
+    # A proportional rotation is one of all dimensions, most of them by nothing.
+    if factor is None or parameters.get("rope_type") == "proportional":
+        return head_dim
+    return int(head_dim * factor)

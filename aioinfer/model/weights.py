@@ -66,6 +66,11 @@ class Weights:
         if self._progress is not None:
             self._progress("weights", len(self._taken), len(self._names))
 
+    def leave(self, name: str) -> None:
+        """Have a tensor that is not needed be no unexpected one, if the checkpoint has it."""
+        if name in self:
+            self._taken.add(name)
+
     def rounding(self, name: str) -> Rounding | None:
         """How a matrix is quantised in the checkpoint; None: it is not, or cannot be taken as it is."""
         return self._tensors.rounding(name) if name in self._names else None

@@ -43,12 +43,12 @@ _VISUAL = ("visual.",)
 #: and the layers that predict further tokens
 _VISUAL_AND_FURTHER = ("visual.", "mtp.")
 _TOWER = ("vision_tower.", "multi_modal_projector.")
-_UNEQUAL_LAYERS = Wrapper(lacking="its layers differ in the size of their heads")
+_EMBED = ("embed_vision.", "embed_audio.")
 #: by architecture
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper(_TOWER),
-    "Gemma4ForConditionalGeneration": _UNEQUAL_LAYERS,
-    "Gemma4UnifiedForConditionalGeneration": _UNEQUAL_LAYERS,
+    "Gemma4ForConditionalGeneration": Wrapper(("vision_tower.", "audio_tower.", *_EMBED)),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper(("vision_embedder.", *_EMBED)),
     "InternVLForConditionalGeneration": Wrapper(_TOWER),
     "Lfm2VlForConditionalGeneration": Wrapper(_TOWER),
     "Mistral3ForConditionalGeneration": Wrapper(_TOWER),

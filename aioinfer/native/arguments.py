@@ -12,11 +12,12 @@ from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 __all__ = [
     "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
-    "DequantiseArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments", "LayerArguments",
-    "LinearArguments", "LogprobsArguments", "MappedExpertsArguments", "MappedWeightsArguments",
-    "MasksArguments", "MixArguments", "PenaliseArguments", "QuantisedWeightsArguments", "RouteArguments",
-    "RouterArguments", "SampleArguments", "SelfAttentionArguments", "SetExpertArguments",
-    "ShortConvArguments", "WeightsArguments", "describe",
+    "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
+    "LayerArguments", "LinearArguments", "LogprobsArguments", "MappedExpertsArguments",
+    "MappedWeightsArguments", "MasksArguments", "MixArguments", "PenaliseArguments", "PerLayerArguments",
+    "PerLayerInputsArguments", "QuantisedWeightsArguments", "RouteArguments", "RouterArguments",
+    "SampleArguments", "SelfAttentionArguments", "SetExpertArguments", "ShortConvArguments",
+    "WeightsArguments", "describe",
 ]  # fmt: skip
 
 #: of memory, or of an object that the library made; None is null
@@ -149,6 +150,7 @@ class RouterArguments(Arguments):
 
     weight: Address
     bias: Address
+    scales: Address
     top_k: int
     groups: int
     top_groups: int
@@ -260,6 +262,8 @@ class AttendArguments(Arguments):
     kv_heads: int
     head_dim: int
     norm: Address
+    value_norm: bool
+    shared: bool
     cos: Address
     sin: Address
     rotary_dim: int
@@ -283,6 +287,46 @@ class AttendArguments(Arguments):
 
 
 @_structure
+class PerLayerInputsArguments(Arguments):
+    """The inputs of layers that every token has of its own."""
+
+    __slots__ = ()
+
+    table: Address
+    projection: Address
+    norm: Address
+    layers: int
+    size: int
+    table_scale: float
+    projection_scale: float
+    sum_scale: float
+
+
+@_structure
+class PerLayerArguments(Arguments):
+    """What a layer does with its inputs."""
+
+    __slots__ = ()
+
+    gate: Address
+    out: Address
+    function: int
+    post_norm: Address
+
+
+@_structure
+class DualArguments(Arguments):
+    """Experts beside a dense part."""
+
+    __slots__ = ()
+
+    router_norm: Address
+    experts_norm: Address
+    dense_post_norm: Address
+    experts_post_norm: Address
+
+
+@_structure
 class DecoderArguments(Arguments):
     """Make a decoder without layers."""
 
@@ -299,6 +343,7 @@ class DecoderArguments(Arguments):
     positions: int
     hidden: int
     norm_eps: float
+    per_layer: Address
 
 
 @_structure
@@ -314,6 +359,8 @@ class SelfAttentionArguments(Arguments):
     into: Address
     gated: bool
     head_norm: Address
+    value_norm: bool
+    shared: bool
     whole_norm: bool
     head_norm_eps: float
     cos: Address
@@ -385,6 +432,9 @@ class LayerArguments(Arguments):
     gate: int
     shared_gate: Address
     mlp_post_norm: Address
+    dual: Address
+    per_layer: Address
+    residual_scale: float
 
 
 @_structure

@@ -398,17 +398,20 @@ class PackedRouter:
         top_groups: int,
         normalize: bool,
         scale: float,
+        scales: Address = None,
     ) -> None:
         """
         Args:
             weight: float32, one output per expert.
             bias: address of one float32 per expert, or None.
             groups: number of groups of experts; a token goes to ``top_groups`` of them.
+            scales: address of one float32 per expert, the factors of its weights, or None.
         """
         self.number, self.top_k, self.weight = number, top_k, weight
         arguments = RouterArguments(
             weight=weight.handle,
             bias=bias,
+            scales=scales,
             top_k=top_k,
             groups=groups,
             top_groups=top_groups,

@@ -36,6 +36,18 @@ _LLAMA3 = {
 }
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 _EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size": 64,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    },
+}
 
 #: name -> (model class prefix, config)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -208,6 +220,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # As E2B: shared keys and values, inputs by layer, double-wide parts, a cap of logits.
+    "gemma4-shared": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
+    # As 31B: keys that are values, too.
+    "gemma4-keys": ("Gemma4", {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    # As 26B: experts beside the dense part.
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    # Sizes that native kernels do not compute, biases, and a part of each of the above.
+    "gemma4-odd": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "head_dim": 12,
+            "global_head_dim": 20,
+            "hidden_size": 48,
+            "num_hidden_layers": 5,
+            "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
+            "num_kv_shared_layers": 2,
+            "attention_bias": True,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 10,
+            "vocab_size_per_layer_input": VOCAB + 5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "smollm3": ("SmolLM3", {"head_dim": 16, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "smollm3-window": (
         "SmolLM3",
@@ -338,7 +398,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _OWN = {
-    *("Gemma", "Gemma2", "Gemma3", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
+    *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
     *("GPT2", "GptOss", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
 }
 OWN = [
@@ -381,7 +441,7 @@ def make_model(
     """As :func:`make_checkpoint`, of a prefix and changes as :data:`FAMILIES` has them."""
     config_class = getattr(transformers, f"{prefix}Config")
     model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
-    if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"):
+    if prefix in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe"):
         config_class = getattr(transformers, f"{prefix}TextConfig")
     shape = {"vocab_size": VOCAB, "eos_token_id": None} if prefix == "GPT2" else dict(_SHAPE)
     shape = {
@@ -397,8 +457,16 @@ def make_model(
             if parameter_name.endswith("A_log"):
                 # States that remember for about twenty tokens.
                 parameter.copy_(noise - 3)
+        scale_layers(model, generator)
     model.to(dtype).save_pretrained(path, **save)
     return model
+
+
+def scale_layers(model: Any, generator: torch.Generator) -> None:
+    """Random factors of the residual, which are no parameters, where a model has them."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 
 
 @torch.no_grad()

@@ -71,6 +71,9 @@ class Mixture:
                     both = both + first
                 gate, up = both.chunk(2)
                 inner = gate * torch.sigmoid(gate) * up
+                if self.stack.gate == "gelu_tanh":
+                    steep = 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+                    inner = gate * torch.sigmoid(steep) * up
                 if self.stack.gate == "clamped_silu":
                     gate, up = gate.minimum(torch.tensor(7.0)), up.maximum(torch.tensor(-7.0))
                     up = up.minimum(torch.tensor(7.0))

@@ -226,6 +226,30 @@ def test_what_a_projection_holds_is_normed_rotated_and_stored() -> None:
         assert torch.equal(got, SDPAAttention(bench.pool)(0, q, k, v, batch, CAUSAL))
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_shared_keys_and_values_are_read_and_not_written(window: int | None) -> None:
+    """Queries alone, normed and rotated, attend to what another layer has written in the same step."""
+    bench, rows = Bench(8, LENGTHS), [*MIXED, (4, 0, 30)][1:]
+    params = AttentionParams(0.3, window)
+    wanted = torch.cat(bench.attend(rows, 2, params))
+    batch = build_batch(
+        [([0] * (stop - start), start, bench.tables[at]) for at, start, stop in rows], 8, num_decodes=2
+    )
+    before = bench.pool.keys[0].clone(), bench.pool.values[0].clone()
+    batch.slot_mapping.fill_(0)
+    q = torch.cat([bench.q[at][start:stop] for at, start, stop in rows])
+    shared = params._replace(shared=True)
+    got = SDPAAttention(bench.pool).fused(0, q, None, None, batch, shared)
+    torch.testing.assert_close(got, wanted)
+    assert torch.equal(bench.pool.keys[0], before[0])
+    assert torch.equal(bench.pool.values[0], before[1])
+    size = torch.full((HEADS, HEAD_DIM), 0.5)
+    normed = SDPAAttention(bench.pool).fused(0, q, HeadNorm(size, 1e-6), None, batch, shared)
+    again = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 1e-6) * 0.5
+    plain = SDPAAttention(bench.pool).fused(0, again, None, None, batch, shared)
+    torch.testing.assert_close(normed, plain)
+
+
 def test_grouping_covers_each_row_once_and_bounds_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", 1000)
     contexts = [random.Random(3).randint(1, 200) for _ in range(40)]

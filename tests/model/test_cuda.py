@@ -35,6 +35,8 @@ def config(path: Path, **changes: Any) -> EngineConfig:
         "gpt2",
         "gemma2",
         "gemma3",
+        "gemma4-shared",
+        "gemma4-experts",
         "olmo3",
         "glm4",
         "smollm3",

@@ -86,7 +86,9 @@ def changed(value: Any, path: tuple[str, ...], new: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", grid(["qwen3"], ["qwen3-moe", "gpt2", "gemma3", "opt", "llada2"]))
+@pytest.mark.parametrize(
+    "name", grid(["qwen3", "gemma4-shared"], ["qwen3-moe", "gpt2", "gemma3", "opt", "llada2"])
+)
 def test_a_field_that_makes_no_sense_is_a_config_error(
     name: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

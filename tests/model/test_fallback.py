@@ -61,11 +61,15 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
         assert isinstance(model, own if family in OWN and not force else TransformersLM)
         spec, config = model.spec, oracle.config
         assert spec.num_layers == config.num_hidden_layers
-        assert len(spec.kv_layers) == config.num_hidden_layers
+        # transformers' code hands over the keys that layers share in every one of them.
+        shared = 0 if force else getattr(config, "num_kv_shared_layers", 0)
+        assert len(spec.kv_layers) == config.num_hidden_layers - shared
         assert spec.hidden_size == config.hidden_size
         assert spec.vocab_size == config.vocab_size
         assert spec.max_model_len == (128 if "longrope" in family else 256)
-        assert spec.num_parameters == sum(parameter.numel() for parameter in oracle.parameters())
+        # transformers has the factors of Gemma 4's layers in buffers.
+        scales = 0 if force else sum("layer_scalar" in name for name, _ in oracle.named_buffers())
+        assert spec.num_parameters == sum(parameter.numel() for parameter in oracle.parameters()) + scales
 
 
 def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:

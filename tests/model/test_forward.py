@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 NEW = 10
 KERNELS: list[AttentionBackend] = ["sdpa", "native"]
 ROUNDED = ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2-wide", "opt"]
-ROUNDED += ["gemma2", "gemma3", "olmo2", "olmo3", "glm4", "smollm3"]
+ROUNDED += ["gemma2", "gemma3", "gemma4-shared", "gemma4-keys", "olmo2", "olmo3", "glm4", "smollm3"]
 #: of those with experts, rounding changes the choice
 ROUNDED += [name for name in RECURRENT if "moe" not in name and name != "qwen3-next"]
 

@@ -20,6 +20,7 @@ from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
 FAMILIES = ["qwen3", "qwen3-moe", "mistral-window", "gemma2", "olmo3", "gpt2-wide", "gpt-oss", "opt"]
 FAMILIES += RECURRENT_IN_ENGINES
+FAMILIES += ["gemma4-shared", "gemma4-experts"]
 
 
 @pytest.mark.parametrize(("family", "kernels"), [pair for pair in IN_ENGINES if pair[0] in FAMILIES])

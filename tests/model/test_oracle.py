@@ -104,6 +104,8 @@ def test_any_kernels_for_experts(checkpoint: Checkpoint, experts: str) -> None:
         "opt",
         "gemma2",
         "gemma3",
+        "gemma4-shared",
+        "gemma4-experts",
         "smollm3",
         "olmo2",
         "olmo3",
@@ -127,7 +129,7 @@ def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str)
 @pytest.mark.parametrize(
     "family",
     grid(
-        ["qwen3", "opt", "gemma3"],
+        ["qwen3", "opt", "gemma3", "gemma4-shared"],
         [
             "llama-gqa-tied",
             "mistral",

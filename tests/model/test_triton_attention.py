@@ -245,7 +245,8 @@ def test_a_captured_decode_follows_lengths_and_pages_on_the_device(device: str) 
 
 @battery(SLOW_MODEL)
 @pytest.mark.parametrize(
-    "family", ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3", "gpt-oss"]
+    "family",
+    ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3", "gpt-oss", "gemma4-shared"],
 )
 def test_greedy_ids_equal_transformers(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str, monkeypatch: pytest.MonkeyPatch
@@ -259,7 +260,7 @@ def test_greedy_ids_equal_transformers(
 
     def watch(owner: Any, name: str) -> None:
         plain = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: (calls.add(name), plain(*args))[1])
+        monkeypatch.setattr(owner, name, lambda *args, **named: (calls.add(name), plain(*args, **named))[1])
 
     names = {
         "rotate_and_store": triton_attention,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,13 @@ def test_numbers_of_tokens_and_experts(device: str, tokens: int, top_k: int, num
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clamped_gates_and_biases(device: str, dtype: torch.dtype) -> None:
     task = Mixture.make(9, top_k=3, num_experts=4, dtype=dtype, device=device, clamped=True)
+    task.check(compute(task))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_of_gelu(device: str, dtype: torch.dtype) -> None:
+    task = Mixture.make(9, top_k=3, num_experts=4, dtype=dtype, device=device)
+    task.stack = replace(task.stack, gate="gelu_tanh")
     task.check(compute(task))
 
 
@@ -183,7 +191,7 @@ def test_blocks_suffice_for_the_worst_spread(device: str) -> None:
     assert block_expert.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "gemma4-experts"])
 def test_a_model_on_these_kernels_generates_what_transformers_does(
     checkpoint: Callable[[str], tuple[Path, Any]], device: str, family: str
 ) -> None:

@@ -136,6 +136,40 @@ def test_normed_heads_differ_in_last_bits_only(
         assert (q != wanted_q).sum() <= max(1, q.numel() // 500)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_normed_without_a_weight_of_their_own(device: str, dtype: torch.dtype) -> None:
+    """As Gemma 4's: the weight is float32."""
+    from aioinfer.model.attention.triton_heads import rotate_and_store
+
+    qkv, _, rotary = projection(3, 4, 2, 32, normal)
+    weight = torch.cat((1 + 0.3 * normal(6, 32, seed=11), torch.ones(2, 32)))
+    qkv, cos, sin = (each.to(dtype) for each in (qkv, rotary.cos, rotary.sin))
+    wanted = split_heads(qkv, 2, HeadNorm(weight, 1e-6), Rotary(cos, sin))
+    keys, values = (torch.zeros(1, 16, 2, 32, dtype=dtype, device=device) for _ in range(2))
+    qkv, weight, cos, sin, slots = (t.to(device) for t in (qkv, weight, cos, sin, torch.arange(3)))
+    q = rotate_and_store(qkv, HeadNorm(weight, 1e-6), Rotary(cos, sin), keys, values, slots)
+    for got, expected in zip((q, keys[0, :3], values[0, :3]), wanted, strict=True):
+        torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+    assert not torch.allclose(values[0, :3], qkv[:, 6:])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_of_shared_keys_and_values_nothing_is_written(device: str, norm: bool) -> None:
+    from aioinfer.model.attention.triton_heads import rotate_and_store
+
+    qkv, given, rotary = projection(3, 4, 2, 32, normal)
+    head_norm = HeadNorm(given.weight[:4], 1e-6) if norm else None
+    (wanted, _, _) = split_heads(qkv[:, :4], 0, head_norm, rotary)
+    keys, values = (torch.full((1, 16, 2, 32), math.nan, device=device) for _ in range(2))
+    on_device = None if head_norm is None else HeadNorm(head_norm.weight.to(device), 1e-6)
+    turned = Rotary(rotary.cos.to(device), rotary.sin.to(device))
+    slots = torch.arange(3, device=device)
+    q = rotate_and_store(qkv[:, :4].to(device), on_device, turned, keys, values, slots, shared=True)
+    torch.testing.assert_close(q.cpu(), wanted, rtol=0, atol=1e-5)
+    assert keys.isnan().all()
+    assert values.isnan().all()
+
+
 def test_projections_that_do_not_fit_are_refused_and_others_copied(device: str) -> None:
     from aioinfer.model.attention.triton_heads import rotate_and_store
 

@@ -120,7 +120,9 @@ def test_who_runs_what(tmp_path: Path, name: str) -> None:
     if name not in BY_TRANSFORMERS:
         assert not isinstance(model, TransformersLM)
     head = 0 if oracle.config.tie_word_embeddings else oracle.lm_head.weight.numel()
-    text = sum(parameter.numel() for parameter in oracle.model.language_model.parameters())
+    inner = oracle.model.language_model
+    text = sum(parameter.numel() for parameter in inner.parameters())
+    text += sum("layer_scalar" in buffer for buffer, _ in inner.named_buffers())
     assert model.spec.num_parameters == text + head
     assert model.spec.max_model_len == TEXT["max_position_embeddings"]
     assert model.spec.architecture.endswith("ForCausalLM")

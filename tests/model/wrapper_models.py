@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.model.checkpoints import VOCAB
+from tests.model.checkpoints import VOCAB, scale_layers
 
 #: a token that stands for an image where there is one
 IMAGE = 200
@@ -45,6 +45,15 @@ _VISION = {
     "intermediate_size": 48,
     "image_size": 16,
     "patch_size": 4,
+}
+_AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_GEMMA4 = {
+    **_HEADS,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+    # The whole model takes this for the tokens of images, even where there is none: these have other ids.
+    "pad_token_id": 0,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _IMAGE_ID = {"image_token_id": IMAGE}
@@ -114,6 +123,26 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         _VISION,
         {**_IMAGE_INDEX, "mm_tokens_per_image": 4},
     ),
+    # Of text, images and sounds.
+    "gemma4": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+        {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16, "patch_size": 4},
+        {"audio_config": {**_AUDIO, "output_proj_dims": 64}},
+    ),
+    "gemma4-unified": (
+        "Gemma4Unified",
+        {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 64},
+        {"audio_config": {"audio_embed_dim": 16}},
+    ),
 }
 _DELTA = {
     **_HEADS,
@@ -169,6 +198,7 @@ def make_wrapper(name: str, path: Path, **fields: Any) -> Any:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.25 if parameter.dim() > 1 else 1 + 0.3 * noise)
+        scale_layers(model, generator)
     model.save_pretrained(path)
     return model
 
@@ -190,7 +220,8 @@ def edit_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def is_vision(name: str) -> bool:
     """Whether a tensor belongs to another part than the text model."""
-    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector."))
+    parts = "visual.", "vision_", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio."
+    return any(part in name for part in parts)
 
 
 def renamed(tensors: dict[str, torch.Tensor], naming: str) -> dict[str, torch.Tensor]:

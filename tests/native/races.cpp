@@ -17,17 +17,17 @@ using T = NUMBER;
 namespace {
 
 constexpr int64_t HIDDEN = 48, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 16, MIDDLE = 80, VOCABULARY = 101;
-constexpr int64_t EXPERTS = 4, LAYERS = 5, PAGE = 16, PAGES = 12, POSITIONS = 64;
+constexpr int64_t EXPERTS = 4, LAYERS = 7, PAGE = 16, PAGES = 12, POSITIONS = 64, INPUT = 16;
 
-// Between the first and the last layer: attention, a convolution, and the delta rule.
-constexpr int CONV = 2, DELTA = 3;
+// Behind the first layer and one with attention.
+constexpr int CONV = 2, DELTA = 3, SPARSE = 4, DUAL = 5, SHARING = 6;
 constexpr int64_t SIZE = 3, CELLS = 5;
 constexpr DeltaShape DELTA_SHAPE{2, 4, 16, 48};
 
 constexpr Format FORMAT{WEIGHT_BITS, WEIGHT_BITS ? 32 : 0};
 
-// The last layer has larger heads than the others.
-constexpr int64_t head_dim(int layer) { return layer + 1 == LAYERS ? 2 * HEAD_DIM : HEAD_DIM; }
+// One layer has larger heads than the others.
+constexpr int64_t head_dim(int layer) { return layer == SPARSE ? 2 * HEAD_DIM : HEAD_DIM; }
 
 std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
   std::mt19937 generator(seed);
@@ -48,6 +48,7 @@ struct Model {
   explicit Model(ThreadPool& pool)
       : scores(pool, routes.data(), nullptr, EXPERTS, HIDDEN, false),
         router(&scores, nullptr, Rule{false, EXPERTS, 2, 1, 1, true, 1.0f}),
+        scaled(&scores, nullptr, Rule{false, EXPERTS, 3, 1, 1, true, 1.0f}, norm.data()),
         experts(EXPERTS, HIDDEN, MIDDLE, FORMAT, FORMAT) {
     auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
       const auto rows = noise((gated ? 2 : 1) * outputs * inner, seed);
@@ -57,15 +58,18 @@ struct Model {
     };
     const Embedding<T> words{embedding.data(), nullptr, 2.0f, learned.data()};
     decoder = std::make_unique<Decoder<T>>(words, Norm{norm.data(), norm.data()}, pack(VOCABULARY, HIDDEN, false, 9),
-                                           POSITIONS, HIDDEN, 1e-6f, 30.0f);
+                                           POSITIONS, HIDDEN, 1e-6f, 30.0f,
+                                           PerLayerSource<T>{table.data(), pack(LAYERS * INPUT, HIDDEN, false, 90),
+                                                             {norm.data(), nullptr}, LAYERS, INPUT, 4.0f, 0.2f, 0.7f});
     for (int64_t expert = 0; expert < EXPERTS; expert++)
       experts.set(pool, expert, noise(2 * MIDDLE * HIDDEN, 50 + expert).data(), noise(HIDDEN * MIDDLE, 60 + expert).data());
-    // The first layer has norms behind its parts, of all queries and keys, and no gates; the last one has sinks, gated
-    // results, and experts with biases besides a shared one, which has a gate.
+    // The first layer has norms behind its parts, of all queries and keys, and no gates; one has sinks, gated results,
+    // and experts with biases besides a shared one, which has a gate; one has normed values, and experts beside a dense
+    // part; the last one has queries only. These two have inputs of their own, and scale the residual.
     const auto biases = noise(2 * MIDDLE, 70), out_biases = noise(HIDDEN, 71);
     for (int64_t expert = 0; expert < EXPERTS; expert++) experts.set_biases(expert, biases.data(), out_biases.data());
     for (int layer = 0; layer < LAYERS; layer++) {
-      const bool first = layer == 0, last = layer + 1 == LAYERS;
+      const bool first = layer == 0, sparse = layer == SPARSE, dual = layer == DUAL, late = dual || layer == SHARING;
       const Norm plain{norm.data(), nullptr}, none{nullptr, nullptr};
       decoder->add({
           .mixer_norm = first ? none : plain,
@@ -74,18 +78,23 @@ struct Model {
           .mlp_norm = plain,
           .gate_up = pack(MIDDLE, HIDDEN, !first, 30 + layer),
           .down = pack(HIDDEN, MIDDLE, false, 40 + layer),
-          .router = last ? &router : nullptr,
-          .experts = last ? &experts : nullptr,
-          .gate = first ? Gate::GELU_TANH : last ? Gate::CLAMPED_SILU : Gate::SILU,
-          .shared_gate = last ? norm.data() : nullptr,
-          .mlp_post_norm = first || last ? plain : none,
+          .router = sparse ? &router : dual ? &scaled : nullptr,
+          .experts = sparse || dual ? &experts : nullptr,
+          .gate = first || late ? Gate::GELU_TANH : sparse ? Gate::CLAMPED_SILU : Gate::SILU,
+          .shared_gate = sparse ? norm.data() : nullptr,
+          .mlp_post_norm = first || sparse || late ? plain : none,
+          .dual = dual ? Dual{plain, plain, plain, plain} : Dual{},
+          .per_layer = late ? PerLayerPart<T>{pack(INPUT, HIDDEN, false, 91 + layer),
+                                              pack(HIDDEN, INPUT, false, 98 + layer), Gate::GELU_TANH, plain}
+                            : PerLayerPart<T>{},
+          .scale = late ? 0.75f : 1.0f,
       });
     }
   }
 
   template <class Pack>
   decltype(Layer<T>::mixer) mixer(int layer, Pack&& pack) {
-    const bool first = layer == 0, last = layer + 1 == LAYERS;
+    const bool first = layer == 0;
     if (layer == CONV)
       return ShortConv<T>{
           .into = pack(3 * HIDDEN, HIDDEN, false, 10 + layer),
@@ -107,15 +116,16 @@ struct Model {
           .state = 1,
       };
     const int64_t size = head_dim(layer);
+    const bool sparse = layer == SPARSE, sharing = layer == SHARING;
     return SelfAttention<T>{
-        .shape = {HEADS, KV_HEADS, size, first ? nullptr : head_norm.data(), 1e-6f},
+        .shape = {HEADS, KV_HEADS, size, first ? nullptr : head_norm.data(), 1e-6f, layer == DUAL, sharing},
         .whole_norm = first ? head_norm.data() : nullptr,
-        .into = pack((HEADS + 2 * KV_HEADS + (last ? HEADS : 0)) * size, HIDDEN, false, 10 + layer),
-        .gated = last,
+        .into = pack((HEADS + (sharing ? 0 : 2 * KV_HEADS) + (sparse ? HEADS : 0)) * size, HIDDEN, false, 10 + layer),
+        .gated = sparse,
         .rotary = first ? Rotary<T>{} : Rotary<T>{cos.data(), sin.data(), HEAD_DIM},
         .out = pack(HIDDEN, HEADS * size, false, 20 + layer),
-        .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, last ? sinks.data() : nullptr},
-        .kv = layer,
+        .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, sparse ? sinks.data() : nullptr},
+        .kv = sharing ? DUAL : layer,
     };
   }
 
@@ -155,13 +165,14 @@ struct Model {
   }
 
   std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), learned = noise(POSITIONS * HIDDEN, 7);
-  std::vector<float> norm = floats(HIDDEN, 2), head_norm = floats((HEADS + KV_HEADS) * 2 * HEAD_DIM, 3);
+  std::vector<T> table = noise(VOCABULARY * LAYERS * INPUT, 89);
+  std::vector<float> norm = floats(HIDDEN, 2), head_norm = floats((HEADS + 2 * KV_HEADS) * 2 * HEAD_DIM, 3);
   std::vector<float> sinks = floats(HEADS, 8), taps = floats(SIZE * DELTA_SHAPE.channels(), 9);
   std::vector<float> rates = std::vector<float>(DELTA_SHAPE.value_heads, 0.05f);
   std::vector<T> cos = noise(POSITIONS * HEAD_DIM, 4), sin = noise(POSITIONS * HEAD_DIM, 5);
   std::vector<float> routes = floats(EXPERTS * HIDDEN, 6);
   Weights<float> scores;
-  Router<T> router;
+  Router<T> router, scaled;
   Experts<T> experts;
   std::vector<std::unique_ptr<Linear<T>>> weights;
   std::unique_ptr<Decoder<T>> decoder;

@@ -29,15 +29,18 @@ class AttentionParams(NamedTuple):
     #: length of a diffusion block in positions: a query attends to every position up to the end of its own
     #: block, as far as its row goes (block diffusion, arXiv 2503.09573). 1 is causal attention.
     block: int = 1
+    #: whether keys and values are those that another layer of the same step has written: there are queries
+    #: only, and nothing is written
+    shared: bool = False
 
 
 class Attention(Protocol):
-    """Attention of packed rows over paged KV: writes the keys and values of all rows of the step, then lets
-    every token attend to its own sequence.
+    """Attention of packed rows over paged KV: writes the keys and values of all rows of the step, unless they
+    are shared, then lets every token attend to its own sequence.
 
     A row's result depends on its own sequence alone: values of other requests in the pool, NaN included, do
-    not affect it. Both calls return [T, num_heads, head_dim] in q's dtype; ``layer`` is the index of the
-    layer, which has its own KV.
+    not affect it. Both calls return [T, num_heads, head_dim] in q's dtype; ``layer`` is the index of the KV
+    that is written, or, if that is shared, read.
     """
 
     def __call__(
@@ -50,7 +53,7 @@ class Attention(Protocol):
         params: AttentionParams,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention over heads that the model has normed and rotated itself.
+        """Attention over heads that the model has normed and rotated itself; not of shared KV.
 
         Args:
             q: [T, num_heads, head_dim], rotated.
@@ -75,9 +78,10 @@ class Attention(Protocol):
         Rounds where :func:`~aioinfer.model.heads.split_heads` rounds.
 
         Args:
-            qkv: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values as projected.
-            norm: norm of each head's query and key, applied before the rotation; None for none. One of all
-                heads as one vector is the caller's.
+            qkv: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys and values as projected; with
+                shared KV [T, num_heads, head_dim].
+            norm: norm of each head's query and key, and value, applied before the rotation; None for none.
+                One of all heads as one vector is the caller's.
             rotary: rotary factors at the tokens' positions; None: nothing is rotated.
             sinks: as above.
         """

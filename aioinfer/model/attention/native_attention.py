@@ -104,7 +104,7 @@ class NativeAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         qkv, tokens, (kv_heads, size) = qkv.contiguous(), len(qkv), self._layers[layer]
-        heads, stride = qkv.shape[1] - 2 * kv_heads, qkv.shape[1] * size
+        heads, stride = qkv.shape[1] - (0 if params.shared else 2 * kv_heads), qkv.shape[1] * size
         queries = address(qkv, self._dtype, tokens * stride)
         keys = queries + heads * size * qkv.element_size()
         values = keys + kv_heads * size * qkv.element_size()
@@ -126,6 +126,8 @@ class NativeAttention:
         """The caller keeps what ``projected`` refers to."""
         (kv_heads, size), dtype, int64 = self._layers[layer], self._dtype, torch.int64
         rows, table_width = len(batch.q_lens), batch.block_table.shape[1]
+        value_norm = norm is not None and len(norm.weight) == heads + 2 * kv_heads
+        normed = heads + (0 if params.shared else kv_heads * (1 + value_norm))
         weight = None if norm is None else norm.weight.float().contiguous()
         sinks = None if sinks is None else sinks.float().contiguous()
         cos, sin = (None, None) if rotary is None else (rotary.cos.contiguous(), rotary.sin.contiguous())
@@ -141,7 +143,9 @@ class NativeAttention:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=size,
-            norm=None if weight is None else address(weight, torch.float32, (heads + kv_heads) * size),
+            norm=None if weight is None else address(weight, torch.float32, normed * size),
+            value_norm=value_norm,
+            shared=params.shared,
             cos=None if cos is None else address(cos, dtype, tokens * rotary_dim),
             sin=None if sin is None else address(sin, dtype, tokens * rotary_dim),
             rotary_dim=rotary_dim,

@@ -81,7 +81,7 @@ class _Chunk:
     """A row whose tokens attend to different positions."""
 
     tokens: slice
-    #: None if the chunk is its whole context
+    #: None if the chunk is its whole context, whose keys and values are at hand
     context: _Context | None
     #: bool [q_len, context], True where a query attends to a key; None if causal or without any mask
     mask: torch.Tensor | None
@@ -90,7 +90,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Plan:
-    """The work of one step, for all layers with the same params."""
+    """The work of one step, for all layers with the same params and shape of keys."""
 
     groups: list[_Group]
     chunks: list[_Chunk]
@@ -99,12 +99,11 @@ class _Plan:
 class SDPAAttention:
     """See :class:`~aioinfer.model.attention.base.Attention`. One forward at a time."""
 
-    __slots__ = ("_kv_heads", "_pool", "_scratch")
+    __slots__ = ("_pool", "_scratch")
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         keys = pool.keys[0]
-        self._kv_heads = keys.shape[2]
         on_cpu = keys.device.type == "cpu"
         # On a CPU, memory that no gather reaches is never touched and costs nothing.
         self._scratch = [keys.new_empty(_SCRATCH_LIMIT if on_cpu else 0) for _ in range(2)]
@@ -119,13 +118,15 @@ class SDPAAttention:
         params: AttentionParams,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._pool.write(layer, batch.slot_mapping, k, v)
+        if not params.shared:
+            self._pool.write(layer, batch.slot_mapping, k, v)
         plans = batch.attention_plan
         if not isinstance(plans, dict):
             plans = batch.attention_plan = {}
-        plan = plans.get(params)
+        shape = self._pool.key_cells[layer].shape[1:]
+        plan = plans.get((params, shape))
         if plan is None:
-            plan = plans[params] = self._plan(batch, params)
+            plan = plans[params, shape] = self._plan(batch, params, shape)
         if len(plan.groups) == 1 and not plan.chunks:
             return self._together(layer, q, plan.groups[0], params, sinks)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -146,7 +147,8 @@ class SDPAAttention:
         params: AttentionParams,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q, k, v = split_heads(qkv, self._kv_heads, norm, rotary)
+        kv_heads = 0 if params.shared else self._pool.keys[layer].shape[2]
+        q, k, v = split_heads(qkv, kv_heads, norm, rotary)
         return self(layer, q, k, v, batch, params, sinks)
 
     def _together(
@@ -190,7 +192,8 @@ class SDPAAttention:
         mixed = _mix(queries, keys, values, chunk.mask, params, sink, causal=chunk.causal)
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
-    def _plan(self, batch: Batch, params: AttentionParams) -> _Plan:
+    def _plan(self, batch: Batch, params: AttentionParams, shape: torch.Size) -> _Plan:
+        """``shape``: of the keys of a position."""
         window, block = params.window, params.block
         # Rows by their length, and the rows whose tokens attend to different positions.
         alike: dict[int, list[int]] = {1: list(range(batch.num_decodes))}
@@ -202,7 +205,7 @@ class SDPAAttention:
                 alike.setdefault(q_len, []).append(row)
             else:
                 mixed.append(row)
-        width = self._pool.key_cells[0][0].numel()
+        width = shape.numel()
         device_type = self._pool.keys[0].device.type
         groups = []
         for q_len, rows in alike.items():
@@ -222,9 +225,14 @@ class SDPAAttention:
             buffers = [buffer.new_empty(needed * width) for buffer in buffers]
         starts = list(itertools.accumulate(batch.q_lens, initial=0))
         return _Plan(
-            [self._plan_group(batch, rows, starts, context, window, buffers) for rows, context in groups],
             [
-                self._plan_chunk(batch, row, slice(starts[row], starts[row + 1]), reach, params, buffers)
+                self._plan_group(batch, rows, starts, context, window, shape, buffers)
+                for rows, context in groups
+            ],
+            [
+                self._plan_chunk(
+                    batch, row, slice(starts[row], starts[row + 1]), reach, params, shape, buffers
+                )
                 for row, reach in zip(mixed, reaches, strict=True)
             ],
         )
@@ -236,6 +244,7 @@ class SDPAAttention:
         starts: list[int],
         context: int,
         window: int | None,
+        shape: torch.Size,
         buffers: list[torch.Tensor],
     ) -> _Group:
         device, count, q_len = batch.kv_len.device, len(rows), batch.q_lens[rows[0]]
@@ -253,7 +262,7 @@ class SDPAAttention:
         mask = torch.zeros(positions.shape, dtype=buffers[0].dtype, device=device)
         mask.masked_fill_(positions >= kv_len, float("-inf"))
         # Padding repeats the row's own last cell, which this step has written.
-        found = self._context(batch.block_table[chosen], torch.minimum(positions, kv_len - 1), buffers)
+        found = self._context(batch.block_table[chosen], torch.minimum(positions, kv_len - 1), shape, buffers)
         keys, values = (
             buffer.view(*positions.shape, *buffer.shape[1:]).transpose(1, 2)
             for buffer in (found.keys, found.values)
@@ -267,15 +276,16 @@ class SDPAAttention:
         tokens: slice,
         reach: int,
         params: AttentionParams,
+        shape: torch.Size,
         buffers: list[torch.Tensor],
     ) -> _Chunk:
         """``reach`` is the number of positions that any of the chunk's queries attends to."""
         q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
         first, whole = kv_len - reach, q_len == kv_len
         context, device = None, batch.block_table.device
-        if not whole:
+        if not whole or params.shared:
             positions = torch.arange(first, kv_len, device=device).unsqueeze(0)
-            context = self._context(batch.block_table[row : row + 1], positions, buffers)
+            context = self._context(batch.block_table[row : row + 1], positions, shape, buffers)
         if params.window is None or params.window >= kv_len:
             if (kv_len - q_len) // params.block == (kv_len - 1) // params.block:
                 return _Chunk(tokens, context, None)
@@ -284,14 +294,14 @@ class SDPAAttention:
         return _Chunk(tokens, context, visible(q_len, first, kv_len, params, device))
 
     def _context(
-        self, tables: torch.Tensor, positions: torch.Tensor, buffers: list[torch.Tensor]
+        self, tables: torch.Tensor, positions: torch.Tensor, shape: torch.Size, buffers: list[torch.Tensor]
     ) -> _Context:
         """The KV cells of positions [rows, n], from page tables [rows, P]."""
         size = self._pool.page_size
         pages = tables.gather(1, torch.div(positions, size, rounding_mode="floor"))
         cells = (pages * size + positions % size).flatten()
-        shape = (len(cells), *self._pool.key_cells[0].shape[1:])
-        keys, values = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+        every = (len(cells), *shape)
+        keys, values = (buffer[: math.prod(every)].view(every) for buffer in buffers)
         return _Context(cells, keys, values)
 
 

@@ -35,10 +35,11 @@ class TritonAttention:
     def __init__(
         self, pool: KVPool, *, decode: DecodeTuning | None = None, prefill: PrefillTuning | None = None
     ) -> None:
-        head_dim, dtype = pool.keys[0].shape[-1], pool.keys[0].dtype
+        dtype = pool.keys[0].dtype
         self._pool = pool
-        self._decode = decode or DecodeTuning.of(head_dim, dtype)
-        self._prefill = prefill or PrefillTuning.of(head_dim, dtype)
+        #: of each layer
+        self._decode = [decode or DecodeTuning.of(keys.shape[-1], dtype) for keys in pool.keys]
+        self._prefill = [prefill or PrefillTuning.of(keys.shape[-1], dtype) for keys in pool.keys]
 
     def __call__(
         self,
@@ -64,7 +65,7 @@ class TritonAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        q = rotate_and_store(qkv, norm, rotary, keys, values, batch.slot_mapping)
+        q = rotate_and_store(qkv, norm, rotary, keys, values, batch.slot_mapping, shared=params.shared)
         return self._attend(layer, q, batch, params, sinks)
 
     def _attend(
@@ -80,13 +81,13 @@ class TritonAttention:
             paged_decode(
                 q[:decodes], keys, values, table[:decodes], kv_len[:decodes],
                 scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out[:decodes],
-                tuning=self._decode,
+                tuning=self._decode[layer],
             )  # fmt: skip
         if decodes < len(kv_len):
             paged_prefill(
                 q, keys, values, table[decodes:], batch.cu_q[decodes:], kv_len[decodes:],
                 num_tokens=len(q) - decodes, scale=scale, window=window, soft_cap=soft_cap,
-                block=params.block, sinks=sinks, out=out, tuning=self._prefill,
+                block=params.block, sinks=sinks, out=out, tuning=self._prefill[layer],
             )  # fmt: skip
         return out
 

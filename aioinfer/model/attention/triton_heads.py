@@ -43,10 +43,10 @@ def _rotate_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, eps: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     HALF: tl.constexpr, ROTATED: tl.constexpr, BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr, ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
+    NORM: tl.constexpr, VALUES: tl.constexpr, ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK_H heads of one token; if ONCE, a norm is rounded only behind its weight. Grid (tokens, blocks of
-    heads)."""
+    """BLOCK_H heads of one token; with VALUES the norm is that of values, too; if ONCE, it is rounded only
+    behind its weight. Grid (tokens, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
     cell = tl.load(slot_mapping + token).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -69,8 +69,11 @@ def _rotate_kernel(
     if NORM:
         factor = inverse_rms(tl.sum(a * a + b * b, 1), 2 * HALF, eps)[:, None]
         at = head * (2 * HALF)
-        weight_a = tl.load(weight + at + a_dim, mask=is_query | is_key, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight + at + b_dim, mask=is_query | is_key, other=0.0).to(tl.float32)
+        normed = is_query | is_key
+        if VALUES:
+            normed = normed | is_value
+        weight_a = tl.load(weight + at + a_dim, mask=normed, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight + at + b_dim, mask=normed, other=0.0).to(tl.float32)
         a *= factor
         b *= factor
         if not ONCE:
@@ -78,6 +81,11 @@ def _rotate_kernel(
             b = rounded(b, raw_b, INTERPRETED)
         a = rounded(a * weight_a, raw_a, INTERPRETED)
         b = rounded(b * weight_b, raw_b, INTERPRETED)
+    value_a = raw_a
+    value_b = raw_b
+    if VALUES:
+        value_a = a.to(raw_a.dtype)
+        value_b = b.to(raw_b.dtype)
     at = token * ROTATED + lane
     cos_a = tl.load(cos + at, mask=turns, other=0.0).to(tl.float32)
     cos_b = tl.load(cos + at + ROTATED // 2, mask=turns, other=0.0).to(tl.float32)
@@ -97,8 +105,8 @@ def _rotate_kernel(
     tl.store(keys + at + a_dim, turned_a, mask=is_key)
     tl.store(keys + at + b_dim, turned_b, mask=is_key)
     at -= KV_HEADS * (2 * HALF)
-    tl.store(values + at + a_dim, raw_a, mask=is_value)
-    tl.store(values + at + b_dim, raw_b, mask=is_value)
+    tl.store(values + at + a_dim, value_a, mask=is_value)
+    tl.store(values + at + b_dim, value_b, mask=is_value)
 
 
 def rotate_and_store(
@@ -108,6 +116,8 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    shared: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate the queries and keys of ``qkv``; write keys and values to the pool.
 
@@ -117,17 +127,18 @@ def rotate_and_store(
 
     Args:
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim], float32, float16 or bfloat16, as all tensors here.
-        norm: norm of each head's query and key, or None.
+        norm: norm of each head's query and key, and value if it has weights for it; or None.
         rotary: rotary factors at the tokens' positions, for the whole head or its first part; None: nothing
             is rotated.
         keys, values: [pages, page_size, num_kv_heads, head_dim], contiguous.
         slot_mapping: [T] cells, any integer type.
+        shared: ``qkv`` has queries only, [T, num_heads, head_dim]; nothing is written.
 
     Returns:
         The queries, [T, num_heads, head_dim].
     """
     tokens, total, head_dim = qkv.shape
-    kv_heads = keys.shape[2]
+    kv_heads = 0 if shared else keys.shape[2]
     heads = total - 2 * kv_heads
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("the pool must be contiguous")
@@ -140,13 +151,15 @@ def rotate_and_store(
     if rotated % 2 or not (rotary is None or 2 <= rotated <= head_dim):
         raise ValueError(f"{rotated} dimensions of heads of {head_dim} cannot be rotated")
     weight = qkv if norm is None else norm.weight.contiguous()
+    values_too = norm is not None and kv_heads > 0 and len(weight) == total
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_d = triton.next_power_of_2(head_dim // 2)
     block_h = min(max(1, _TILE // (2 * block_d)), triton.next_power_of_2(total))
     _rotate_kernel[(tokens, triton.cdiv(total, block_h))](
         qkv, weight, cos, sin, slot_mapping, q, keys, values, 0.0 if norm is None else norm.eps,
         HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=block_h, HALF=head_dim // 2, ROTATED=rotated,
-        BLOCK_D=block_d, NORM=norm is not None, ONCE=weight.dtype != qkv.dtype, INTERPRETED=INTERPRETED,
+        BLOCK_D=block_d, NORM=norm is not None, VALUES=values_too, ONCE=weight.dtype != qkv.dtype,
+        INTERPRETED=INTERPRETED,
         # With fusion the compiler replaces torch's two operations by one multiply-add, which is rounded once.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -153,11 +153,12 @@ class Source:
         weight = self.weights.take(f"{name}.weight", (size,), dtype=dtype)
         return weight + 1 if stored == "offset" else weight
 
-    def rope(self, index: int) -> Rope:
-        """The rotary factors of layer ``index``."""
+    def rope(self, index: int, size: int | None = None) -> Rope:
+        """The rotary factors of layer ``index``; ``size``: of its heads, where they differ between types of
+        layers."""
         config, kind = self.config, rope.layer_type(self.config, index)
         if kind not in self._ropes:
-            sizes = head_dim(config), self.max_model_len
+            sizes = size or head_dim(config), self.max_model_len
             self._ropes[kind] = Rope(config, *sizes, self.weights.dtype, self.device, kind)
         return self._ropes[kind]
 
@@ -177,6 +178,10 @@ class Family(Protocol):
         """The keys and values of a position, in the order of the layers that write them."""
         layers: int = config.num_hidden_layers
         return (KVShape(kv_heads(config), head_dim(config)),) * layers
+
+    def tables(self, config: Any) -> frozenset[str]:
+        """Names of the tensors of which rows are read only: on a CPU they take no memory."""
+        return frozenset()
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
         """Indices of the layers with experts. Raises ConfigError."""

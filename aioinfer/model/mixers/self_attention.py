@@ -23,10 +23,10 @@ class SelfAttention:
     #: heads of queries
     num_heads: int
     kv: KVShape
-    #: which of the model's ``kv_layers`` has them
+    #: which of the model's ``kv_layers`` has them; of shared ones, that of an earlier layer
     kv_layer: int
-    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]; gated, and to the
-    #: gates of the results behind them: num_heads * head_dim more
+    #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]; if keys and values
+    #: are shared, to queries only. Gated, to the gates of the results behind them, too: num_heads * head_dim
     qkv: Linear
     qk_norm: HeadNorm | None = None
     #: None: queries and keys are not rotated
@@ -41,10 +41,11 @@ class SelfAttention:
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
         """See :class:`~aioinfer.model.mixers.base.Mixer`."""
         (kv_heads, size), norm = self.kv, self.qk_norm
+        heads = self.num_heads + (0 if self.params.shared else 2 * kv_heads)
         qkv, gates = self.qkv(normed), None
         if self.gated:
-            qkv, gates = qkv.split(((self.num_heads + 2 * kv_heads) * size, self.num_heads * size), dim=-1)
-        qkv = qkv.reshape(len(normed), self.num_heads + 2 * kv_heads, size)
+            qkv, gates = qkv.split((heads * size, self.num_heads * size), dim=-1)
+        qkv = qkv.reshape(len(normed), heads, size)
         if norm is not None and norm.whole:
             qkv, norm = norm_projection(qkv, kv_heads, norm), None
         rotary = None if self.rope is None else step.rotaries[id(self.rope)]

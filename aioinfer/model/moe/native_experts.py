@@ -34,6 +34,8 @@ class NativeRouter:
         weight = rule.weight.float().contiguous()
         experts, hidden = weight.shape
         softmax_bias = rule.bias if isinstance(rule, SoftmaxRouter) else None
+        scales = rule.scales if isinstance(rule, SoftmaxRouter) else None
+        scales = None if scales is None else scales.float().contiguous()
         if softmax_bias is not None:
             softmax_bias = softmax_bias.float().contiguous()
         arguments = WeightsArguments(
@@ -62,6 +64,7 @@ class NativeRouter:
             top_groups=top_groups,
             normalize=rule.normalize,
             scale=scale,
+            scales=None if scales is None else address(scales, torch.float32, experts),
         )
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,13 +35,18 @@ class SoftmaxRouter:
     normalize: bool
     #: [num_experts], added to the scores before the softmax, or None
     bias: torch.Tensor | None = None
+    #: [num_experts] float32, factors of the weights of the chosen experts, or None (Gemma 4)
+    scales: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Router`. Weights are rounded to the dtype of ``hidden``, as in transformers."""
+        """See :class:`Router`. Weights are rounded to the dtype of ``hidden``, as in transformers; those with
+        scales are float32."""
         shares = F.linear(hidden, self.weight, self.bias).softmax(-1, dtype=torch.float32)
         weights, experts = shares.topk(self.top_k, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.scales is not None:
+            return weights * self.scales[experts], experts
         return weights.to(hidden.dtype), experts
 
 

@@ -77,17 +77,17 @@ class StoredExperts:
         has another shape."""
         weights, prefix, middle = self.weights, self.prefix, self.middle
         if self._together:
-            return ExpertWeights(*self._take_together())
+            return ExpertWeights(*self._take_together(), self.gate)
         gate_up = weights.empty(self.num_experts, 2 * middle, self.hidden)
         down = weights.empty(self.num_experts, self.hidden, middle)
         if self._apart:
             weights.take_into(gate_up[:, :middle], f"{prefix}.gate_proj")
             weights.take_into(gate_up[:, middle:], f"{prefix}.up_proj")
             weights.take_into(down, f"{prefix}.down_proj")
-            return ExpertWeights(gate_up, down)
+            return ExpertWeights(gate_up, down, self.gate)
         for expert in range(self.num_experts):
             self._take_one(expert, gate_up[expert], down[expert])
-        return ExpertWeights(gate_up, down)
+        return ExpertWeights(gate_up, down, self.gate)
 
     def declare(self) -> None:
         """Count their tensors as taken, without reading them. Raises ConfigError as :meth:`stacked`."""

@@ -148,7 +148,7 @@ def _product_kernel(
     x: tl.tensor, w: tl.tensor, bias: tl.tensor, out: tl.tensor,
     block_expert: tl.tensor, block_pairs: tl.tensor, pairs: tl.tensor, stride_x: tl.tensor,
     SHARED_BY: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N columns of one block of pairs. Grid (blocks, column blocks): blocks of an expert that read the
@@ -156,7 +156,7 @@ def _product_kernel(
 
     x is [pairs / SHARED_BY, SIZE], one row for SHARED_BY consecutive pairs; out is [pairs, COLUMNS]; w is
     [experts, COLUMNS, SIZE], or with GATED [experts, 2 * COLUMNS, SIZE], gate and up, and out is
-    silu(gate) * up, or with CLAMPED the clamped gate's. With BIAS bias is the last but without SIZE.
+    silu(gate) * up, or with GELU or CLAMPED another gate's. With BIAS bias is the last but without SIZE.
     """
     block = tl.program_id(0)
     expert = tl.load(block_expert + block)
@@ -195,6 +195,9 @@ def _product_kernel(
             up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
             up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
             steep = 1.702 * acc
+        if GELU:
+            # (1 + tanh(u)) / 2 is the sigmoid of 2u
+            steep = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
         # the sigmoid from an exponential that cannot overflow
         shrunk = tl.exp(-tl.abs(steep))
         acc = acc * tl.where(steep < 0.0, shrunk, 1.0) / (1.0 + shrunk) * up
@@ -260,8 +263,6 @@ def fused_experts(
     Raises ValueError if shapes do not fit or the experts are not contiguous.
     """
     gate_up, down = stack.gate_up, stack.down
-    if stack.gate not in ("silu", "clamped_silu"):
-        raise ValueError(f"the gate {stack.gate} of experts")
     biases = (gate_up, down) if stack.biases is None else stack.biases
     (tokens, size), top_k = hidden.shape, experts.shape[1]
     num_experts, _, middle = down.shape
@@ -285,12 +286,13 @@ def fused_experts(
     half = tuning.block_n // 2
     _product_kernel[(blocks, -(-middle // half))](
         hidden, gate_up, biases[0], act, block_expert, block_pairs, pairs, hidden.stride(0),
-        SHARED_BY=top_k, SIZE=size, COLUMNS=middle, GATED=True, CLAMPED=stack.gate == "clamped_silu",
+        SHARED_BY=top_k, SIZE=size, COLUMNS=middle,
+        GATED=True, CLAMPED=stack.gate == "clamped_silu", GELU=stack.gate == "gelu_tanh",
         BIAS=stack.biases is not None, BLOCK_N=half, **tiles, **launch,
     )  # fmt: skip
     _product_kernel[(blocks, -(-size // tuning.block_n))](
         act, down, biases[1], partial, block_expert, block_pairs, pairs, middle,
-        SHARED_BY=1, SIZE=middle, COLUMNS=size, GATED=False, CLAMPED=False,
+        SHARED_BY=1, SIZE=middle, COLUMNS=size, GATED=False, CLAMPED=False, GELU=False,
         BIAS=stack.biases is not None, BLOCK_N=tuning.block_n, **tiles, **launch,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(size))

@@ -141,6 +141,8 @@ class TritonRouter:
     def unsupported_reason(rule: SoftmaxRouter | GroupedSigmoidRouter) -> str | None:
         """Why the kernels cannot follow a rule; None if they can."""
         if isinstance(rule, SoftmaxRouter):
+            if rule.scales is not None:
+                return "scales of the weights"
             return None if rule.bias is None else "a bias of the scores"
         if rule.top_groups == rule.num_groups:
             return None

@@ -4,31 +4,29 @@
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
 // Instead of attention a layer may have another mixer, which keeps a state: a short convolution or a delta rule. A part
-// may lack its norm, and it may have another one behind it, before the sum. The second half of a layer with
-// experts is described in experts.hpp.
+// may lack its norm, and it may have another one behind it, before the sum. The second half of a layer with experts is
+// described in experts.hpp and dual.hpp, what may follow it in per_layer.hpp. In the end the residual may be scaled.
 //
 // Each arrow is a phase: the pool divides it, and it ends with a barrier. Values stored between phases have the
 // type of the model; a phase computes in float.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <variant>
 #include <vector>
 
 #include "delta_rule.hpp"
+#include "dual.hpp"
 #include "experts.hpp"
 #include "gates.hpp"
+#include "norms.hpp"
+#include "per_layer.hpp"
 #include "self_attention.hpp"
 #include "short_conv.hpp"
 
 namespace aioinfer {
-
-// The norm of vectors of the residual's size; none if ``weight`` is null.
-struct Norm {
-  const float* weight;  // [hidden]
-  const float* bias;    // [hidden] of a layer norm (Ba et al., arXiv 1607.06450); null: a root mean square norm
-};
 
 template <class T>
 struct Layer {
@@ -45,8 +43,26 @@ struct Layer {
   Gate gate;
   const float* shared_gate;  // [hidden], of the output of the shared expert as a whole; or null
   Norm mlp_post_norm;
+  // With experts beside the dense part, whose norm in front is ``mlp_norm``.
+  Dual dual{};
+  PerLayerPart<T> per_layer{};
+  float scale = 1.0f;  // of the residual, behind all parts
 
-  Shared<T> shared(const float* shares = nullptr) const { return {gate_up, down, shares}; }
+  Shared<T> shared(const float* shares = nullptr) const {
+    return dual.any() ? Shared<T>{} : Shared<T>{gate_up, down, shares};
+  }
+  // Of the residual behind the feed-forward part.
+  float mlp_scale() const { return per_layer.gate == nullptr ? scale : 1.0f; }
+
+  // Throws InvalidArguments unless a part can do what follows it.
+  void check_end() const {
+    require(mlp_scale() == 1.0f || mlp_post_norm.weight != nullptr,
+            "a residual is scaled behind a part without a norm");
+    if (!dual.any()) return;
+    dual.check();
+    require(gate_up != nullptr && experts != nullptr, "a dense part or experts lack what is beside them");
+    require(mlp_norm.weight != nullptr && mlp_post_norm.weight != nullptr, "parts side by side lack their norms");
+  }
 };
 
 // The vectors of tokens: one of the first two is null.
@@ -111,9 +127,9 @@ class Decoder {
  public:
   // ``positions``: rows of every table by position; ``logit_cap``: logits become cap * tanh(logit / cap); 0: none.
   Decoder(const Embedding<T>& embedding, Norm norm, const Linear<T>* head, int64_t positions, int64_t hidden, float eps,
-          float logit_cap)
+          float logit_cap, const PerLayerSource<T>& by_layer = {})
       : embedding_(embedding), norm_(norm), head_(head), positions_(positions), hidden_(hidden), eps_(eps),
-        logit_cap_(logit_cap) {
+        logit_cap_(logit_cap), per_layer_(by_layer) {
     require(norm.weight != nullptr, "a decoder has a norm");
     require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
     require_size(*head, head->outputs, hidden);
@@ -121,12 +137,14 @@ class Decoder {
     require((embedding.vectors == nullptr) != (words == nullptr), "a decoder has an embedding or words");
     require(words == nullptr || words->quantised(), "words are not quantised");
     if (words != nullptr) require_size(*words, head->outputs, hidden);
+    if (per_layer_.any()) by_layer.check(hidden);
   }
 
   // Throws InvalidArguments unless the layer's parts fit each other.
   void add(const Layer<T>& layer) {
     aioinfer::check(layer.gate, layer.gate_up == nullptr || layer.gate_up->gated);
     std::visit([&](const auto& mixer) { mixer.check(hidden_); }, layer.mixer);
+    if (const auto* attention = std::get_if<SelfAttention<T>>(&layer.mixer)) check_shared(*attention);
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
       require(layer.down != nullptr, "a feed-forward part without down");
@@ -141,11 +159,13 @@ class Decoder {
     if (layer.experts != nullptr) {
       require(layer.experts->hidden == hidden_ && layer.router->weight->inner == hidden_, "experts of another size");
       require(layer.router->rule.experts == layer.experts->count, "the router chooses among other experts");
-      require(layer.gate_up == nullptr || layer.gate_up->shares_inputs_with(layer.experts->gate_up(0)),
+      require(layer.shared().gate_up == nullptr || layer.gate_up->shares_inputs_with(layer.experts->gate_up(0)),
               "experts and the shared one have weights of other formats");
     }
     require(layer.shared_gate == nullptr || (layer.experts != nullptr && layer.gate_up != nullptr),
             "a gate of a shared expert, and no such expert");
+    layer.check_end();
+    layer.per_layer.check(per_layer_.source(), layers_.size(), hidden_);
     layers_.push_back(layer);
     Layer<T>& added = layers_.back();
     if (auto* attention = std::get_if<SelfAttention<T>>(&added.mixer)) {
@@ -170,18 +190,32 @@ class Decoder {
       worker.parallel_in_runs(tokens, [&](int64_t t) {
         embedding_.read(step.ids[t], step.attention.positions[t], hidden_, residual(t));
       });
+      if (per_layer_.any()) per_layer_.compute(worker, narrow_, step.ids, residual_.data(), tokens, eps_);
       for (size_t index = 0; index < layers_.size(); index++) {
-        mixer_part(worker, layers_[index], step, watch);
-        if (layers_[index].experts == nullptr)
-          dense_part(worker, layers_[index], tokens, watch);
+        const Layer<T>& layer = layers_[index];
+        mixer_part(worker, layer, step, watch);
+        if (layer.experts == nullptr)
+          dense_part(worker, layer, tokens, watch);
+        else if (layer.dual.any())
+          dual_part(worker, layer, tokens, watch);
         else
-          sparse_part(worker, layers_[index], tokens, watch);
+          sparse_part(worker, layer, tokens, watch);
+        if (layer.per_layer.gate != nullptr) per_layer_part(worker, index, tokens, watch);
       }
       logits(worker, step, watch);
     });
   }
 
  private:
+  void check_shared(const SelfAttention<T>& attention) const {
+    require(!attention.shape.shared || std::any_of(layers_.begin(), layers_.end(),
+                                                   [&](const Layer<T>& other) {
+                                                     const auto* stores = std::get_if<SelfAttention<T>>(&other.mixer);
+                                                     return stores != nullptr && stores->stores_for(attention);
+                                                   }),
+            "no layer before it stores the keys and values that a layer shares");
+  }
+
   void check(const StepInput<T>& step) const {
     const AttentionInput& input = step.attention;
     require(step.num_kv_pools >= kv_pools_, "a layer has no KV pool");
@@ -196,6 +230,7 @@ class Decoder {
 
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
   T* result(int64_t token) { return results_.data() + token * hidden_; }
+  T* mixed(int64_t token) { return mixed_.data() + token * hidden_; }
 
   void mixer_part(Worker& worker, const Layer<T>& layer, const StepInput<T>& step, Stopwatch& watch) {
     std::visit(
@@ -259,6 +294,11 @@ class Decoder {
   }
 
   void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+    dense_product(worker, layer, tokens, watch);
+    add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
+  }
+
+  void dense_product(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
     const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, *layer.gate_up, tokens, nullptr);
     watch.add(REST);
     const Inputs<T> rows = wide_.inputs(*layer.down, tokens);
@@ -276,7 +316,41 @@ class Decoder {
     rows.finish(worker);
     multiply(worker, rows, *layer.down, put_result(layer.mlp_post_norm));
     watch.add(LINEAR);
-    add_result(worker, layer.mlp_post_norm, tokens, watch);
+  }
+
+  // See dual.hpp.
+  void dual_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+    const Activations<float> floats = routing_.floats(tokens, hidden_);
+    const Inputs<T> inputs = narrow_.inputs(layer.experts->gate_up(0), tokens);
+    worker.parallel_in_runs(tokens, [&](int64_t token) {
+      const T* from = residual(token);
+      const auto read = floats.row(token);
+      norm(layer.dual.router, from, [&](int64_t i, Floats value) { floats.put(read, i, rounded<T>(value)); });
+      const auto to = inputs.row(token);
+      norm(layer.dual.experts, from, [&](int64_t i, Floats value) { inputs.put(to, i, value); });
+      inputs.finish(token);
+    });
+    watch.add(REST);
+    routing_.route(worker, *layer.router, floats);
+    mixing_.mix(worker, *layer.experts, layer.shared(), layer.gate, inputs, layer.router->rule.top_k,
+                routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
+                  Number<T>::store_lanes(mixed(token) + at, values);
+                });
+    watch.add(LINEAR);
+    dense_product(worker, layer, tokens, watch);
+    worker.parallel_in_runs(tokens, [&](int64_t token) {
+      layer.dual.add(result(token), mixed(token), hidden_, eps_);
+      add_normed(layer.mlp_post_norm, token, layer.mlp_scale());
+    });
+    watch.add(REST);
+  }
+
+  void per_layer_part(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
+    const Layer<T>& layer = layers_[index];
+    const Norm& post_norm = layer.per_layer.post_norm;
+    per_layer_.apply(worker, narrow_, wide_, layer.per_layer, index, residual_.data(), tokens, put_result(post_norm));
+    watch.add(LINEAR);
+    add_result(worker, post_norm, tokens, watch, layer.scale);
   }
 
   void sparse_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
@@ -294,7 +368,7 @@ class Decoder {
                   Number<T>::store_lanes(to, Number<T>::load_lanes(to) + values);
                 });
     watch.add(LINEAR);
-    add_result(worker, layer.mlp_post_norm, tokens, watch);
+    add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
   }
 
   void logits(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {
@@ -314,19 +388,7 @@ class Decoder {
   // put(index, LANES values): a vector of the residual's size, normed.
   template <class Put>
   AIOINFER_INLINE void norm(const Norm& norm, const T* from, Put&& put) const {
-    if (norm.weight == nullptr) {
-      for (int64_t i = 0; i < hidden_; i += LANES) put(i, Number<T>::load_lanes(from + i));
-    } else if (norm.bias == nullptr) {
-      const float factor = inverse_rms(from, hidden_, eps_);
-      for (int64_t i = 0; i < hidden_; i += LANES)
-        put(i, Number<T>::load_lanes(from + i) * factor * load<Floats>(norm.weight + i));
-    } else {
-      const float mean = mean_of(from, hidden_), factor = inverse_deviation(from, hidden_, mean, eps_);
-      for (int64_t i = 0; i < hidden_; i += LANES) {
-        const Floats value = (Number<T>::load_lanes(from + i) - mean) * factor;
-        put(i, value * load<Floats>(norm.weight + i) + load<Floats>(norm.bias + i));
-      }
-    }
+    normed(norm, from, hidden_, eps_, put);
   }
 
   // The normed residual of all tokens, or of the tokens ``chosen``, as inputs of a layer. The result is also written to
@@ -358,14 +420,18 @@ class Decoder {
     };
   }
 
-  void add_result(Worker& worker, const Norm& post_norm, int64_t tokens, Stopwatch& watch) {
+  // ``scale``: of the residual, then.
+  void add_result(Worker& worker, const Norm& post_norm, int64_t tokens, Stopwatch& watch, float scale = 1.0f) {
     if (post_norm.weight == nullptr) return;
-    worker.parallel_in_runs(tokens, [&](int64_t token) {
-      norm(post_norm, result(token), [to = residual(token)](int64_t i, Floats value) {
-        Number<T>::store_lanes(to + i, Number<T>::load_lanes(to + i) + rounded<T>(value));
-      });
-    });
+    worker.parallel_in_runs(tokens, [&](int64_t token) { add_normed(post_norm, token, scale); });
     watch.add(REST);
+  }
+
+  void add_normed(const Norm& post_norm, int64_t token, float scale) {
+    norm(post_norm, result(token), [to = residual(token), scale](int64_t i, Floats value) {
+      const Floats sum = Number<T>::load_lanes(to + i) + rounded<T>(value);
+      Number<T>::store_lanes(to + i, scale == 1.0f ? sum : rounded<T>(sum) * scale);
+    });
   }
 
   void reserve(const StepInput<T>& step, int workers) {
@@ -375,13 +441,19 @@ class Decoder {
     grow(shares_, tokens);
     grow(projected_, tokens * width_);
     narrow_.reserve(*head_, step.num_logits);
+    per_layer_.reserve(tokens, narrow_);
     for (const Layer<T>& layer : layers_) {
       std::visit([&](const auto& mixer) { reserve(mixer, tokens, workers); }, layer.mixer);
-      if (layer.experts == nullptr) {
+      if (layer.per_layer.gate != nullptr) {
+        narrow_.reserve(*layer.per_layer.gate, tokens);
+        wide_.reserve(*layer.per_layer.out, tokens);
+      }
+      if (layer.experts == nullptr || layer.dual.any()) {
         narrow_.reserve(*layer.gate_up, tokens);
         wide_.reserve(*layer.down, tokens);
-        continue;
       }
+      if (layer.experts == nullptr) continue;
+      if (layer.dual.any()) grow(mixed_, tokens * hidden_);
       narrow_.reserve(layer.experts->gate_up(0), tokens);
       routing_.reserve(workers, tokens, *layer.router);
       mixing_.reserve(workers, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
@@ -413,9 +485,11 @@ class Decoder {
   std::vector<T> gates_;                           // of a delta rule
   std::vector<float> shares_;                      // of the shared expert, by token
   std::vector<DeltaScratch> delta_scratch_;        // of each worker
+  std::vector<T> mixed_;                           // of experts beside a dense part
   InputBuffer<T> narrow_, wide_;
   Routing<T> routing_;
   Mixing<T> mixing_;
+  PerLayerInputs<T> per_layer_;
 };
 
 }  // namespace aioinfer

@@ -25,6 +25,13 @@ AIOINFER_INLINE float inverse_rms(const T* from, int64_t size, float eps) {
 }
 
 template <class T>
+void norm_in_place(T* row, int64_t size, const float* weight, float eps) {
+  const float factor = inverse_rms(row, size, eps);
+  for (int64_t i = 0; i < size; i += LANES)
+    Number<T>::store_lanes(row + i, Number<T>::load_lanes(row + i) * factor * load<Floats>(weight + i));
+}
+
+template <class T>
 AIOINFER_INLINE float mean_of(const T* from, int64_t size) {
   Floats total{};
   for (int64_t i = 0; i < size; i += LANES) total += Number<T>::load_lanes(from + i);
@@ -52,11 +59,13 @@ struct Rotary {
 template <class T>
 struct HeadShape {
   int64_t heads, kv_heads, head_dim;
-  const float* norm;  // of each head by itself, [heads + kv_heads, head_dim], or null
+  const float* norm;  // of each head by itself, [heads + kv_heads, head_dim], or null; of shared keys without them
   float eps;
+  bool value_norm = false;  // values are normed as well: [heads + 2 * kv_heads, head_dim]
+  bool shared = false;      // keys and values are another layer's, which has stored them: there are queries only
 
   int64_t group() const { return heads / kv_heads; }
-  int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
+  int64_t width() const { return (heads + (shared ? 0 : 2 * kv_heads)) * head_dim; }
   bool same_heads(const HeadShape& other) const {
     return heads == other.heads && kv_heads == other.kv_heads && head_dim == other.head_dim;
   }
@@ -66,6 +75,7 @@ struct HeadShape {
     require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads is no multiple of kv_heads");
     require(head_dim > 0 && head_dim % LANES == 0, "head_dim is no multiple of a vector");
     require(rotary_dim >= 0 && rotary_dim <= head_dim && rotary_dim % 2 == 0, "rotary_dim is not within a head");
+    require(!value_norm || (norm != nullptr && !shared), "a norm of values without weights, or without values");
   }
 };
 
@@ -75,7 +85,8 @@ struct Projected {
   T *queries, *keys, *values;
   int64_t query_stride, kv_stride;
 
-  // Of one matrix whose rows, ``stride`` apart, begin with [heads + 2 * kv_heads, head_dim].
+  // Of one matrix whose rows, ``stride`` apart, begin with [heads + 2 * kv_heads, head_dim]; of shared keys and values,
+  // without them.
   static Projected of(T* all, const HeadShape<T>& shape, int64_t stride) {
     T* keys = all + shape.heads * shape.head_dim;
     return {all, keys, keys + shape.kv_heads * shape.head_dim, stride, stride};
@@ -107,21 +118,24 @@ void prepare_head(T* head, int64_t size, const float* norm, float eps, const Rot
   for (int64_t d = rotary.size; d < size; d++) head[d] = Number<T>::make(scratch[d]);
 }
 
-// One token's heads that share a KV head: prepare the queries in place, store key and value. Heads that are
-// prepared already have no norm and a rotary of size 0.
+// One token's heads that share a KV head: prepare the queries in place, store key and value unless these are shared.
+// Heads that are prepared already have no norm and a rotary of size 0.
 template <class T>
 void prepare_token(const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, int64_t token,
                    int64_t at, int64_t kv_head, int64_t cell, const KVPool<T>& kv, float* scratch) {
   const int64_t size = shape.head_dim, group = shape.group();
   T* queries = projected.queries + token * projected.query_stride + kv_head * group * size;
+  const auto norm = [&](int64_t head) { return shape.norm == nullptr ? nullptr : shape.norm + head * size; };
+  const bool prepare = shape.norm != nullptr || rotary.size != 0;
+  for (int64_t i = 0; prepare && i < group; i++)
+    prepare_head(queries + i * size, size, norm(kv_head * group + i), shape.eps, rotary, at, scratch);
+  if (shape.shared) return;
   T* key = projected.keys + token * projected.kv_stride + kv_head * size;
-  if (shape.norm != nullptr || rotary.size != 0) {
-    auto norm = [&](int64_t head) { return shape.norm == nullptr ? nullptr : shape.norm + head * size; };
-    for (int64_t i = 0; i < group; i++)
-      prepare_head(queries + i * size, size, norm(kv_head * group + i), shape.eps, rotary, at, scratch);
-    prepare_head(key, size, norm(shape.heads + kv_head), shape.eps, rotary, at, scratch);
-  }
-  kv.write(cell, kv_head, key, projected.values + token * projected.kv_stride + kv_head * size);
+  T* value = projected.values + token * projected.kv_stride + kv_head * size;
+  if (prepare) prepare_head(key, size, norm(shape.heads + kv_head), shape.eps, rotary, at, scratch);
+  if (shape.value_norm)
+    norm_in_place(value, size, norm(shape.heads + shape.kv_heads + kv_head), shape.eps);
+  kv.write(cell, kv_head, key, value);
 }
 
 }  // namespace aioinfer

@@ -90,6 +90,7 @@ struct LinearArguments {
 struct RouterArguments {
   const Linear<float>* weight;  // one output per expert, not rounded; kept
   const float* bias;             // [experts], or null
+  const float* scales;           // [experts], factors of the weights of the chosen, or null
   int64_t top_k, groups, top_groups;
   float scale;
   bool sigmoid;  // the score of each expert by itself; else a softmax over all of them
@@ -156,7 +157,7 @@ struct MixArguments {
 // -- attention and decoders -----------------------------------------------------------------------------------------
 
 // Attention of one layer. Queries and keys are normed and rotated in place, unless ``norm`` is null and ``rotary_dim``
-// is 0; keys and values are stored in the KV pool.
+// is 0; keys and values are normed and stored in the KV pool, unless they are shared.
 template <class T>
 struct AttendArguments {
   ThreadPool* pool;
@@ -165,7 +166,9 @@ struct AttendArguments {
   T* values;   // like the keys
   int64_t query_stride, kv_stride;
   int64_t heads, kv_heads, head_dim;
-  const float* norm;  // [heads + kv_heads, head_dim], or null
+  const float* norm;  // [heads + kv_heads, head_dim], or null; below, what it is with other flags
+  bool value_norm;    // [heads + 2 * kv_heads, head_dim]: values are normed as well
+  bool shared;        // [heads, head_dim]: another layer has stored keys and values; keys, values may be null
   const T* cos;       // [tokens, rotary_dim]
   const T* sin;       // [tokens, rotary_dim], the first half negated
   int64_t rotary_dim;
@@ -186,7 +189,34 @@ struct AttendArguments {
   T* out;  // [tokens, heads, head_dim]
 };
 
-// Make a decoder without layers. All pointers are kept.
+// The inputs of layers that every token has of its own; see per_layer.hpp. All pointers are kept.
+template <class T>
+struct PerLayerInputsArguments {
+  const T* table;               // [vocabulary, layers * size]
+  const Linear<T>* projection;  // hidden to layers * size
+  const float* norm;            // [size]
+  int64_t layers, size;
+  float table_scale, projection_scale, sum_scale;
+};
+
+// What a layer does with its inputs. All pointers are kept.
+template <class T>
+struct PerLayerArguments {
+  const Linear<T>* gate;   // hidden to size
+  const Linear<T>* out;    // size to hidden
+  int64_t function;        // of gates, see gates.hpp
+  const float* post_norm;  // [hidden]
+};
+
+// Experts beside a dense part; see dual.hpp. All pointers, [hidden] each, are kept.
+struct DualArguments {
+  const float* router_norm;
+  const float* experts_norm;
+  const float* dense_post_norm;
+  const float* experts_post_norm;
+};
+
+// Make a decoder without layers. All pointers are kept, but for that to arguments.
 template <class T>
 struct DecoderArguments {
   const T* embedding;      // [vocabulary, hidden], or null
@@ -200,16 +230,19 @@ struct DecoderArguments {
   int64_t positions;            // of the longest sequence
   int64_t hidden;
   float norm_eps;
+  const PerLayerInputsArguments<T>* per_layer;  // or null
 };
 
-// Attention, the first half of a layer. All pointers are kept; so below.
+// Attention, the first half of a layer. All pointers are kept, but for those to arguments; so below.
 template <class T>
 struct SelfAttentionArguments {
   int64_t heads, kv_heads, head_dim;
   int64_t kv;  // which pool has its keys and values
   const Linear<T>* into;   // hidden to queries, keys and values; gated, and to the gates of the results
   bool gated;              // results are multiplied by the sigmoids of their gates
-  const float* head_norm;  // [heads + kv_heads, head_dim], or null
+  const float* head_norm;  // [heads + kv_heads, head_dim], or null; with flags as of AttendArguments
+  bool value_norm;
+  bool shared;             // ``kv`` is the pool of a layer before it; ``into`` makes no keys and values
   bool whole_norm;         // it norms all queries as one vector, and all keys; else each head
   float head_norm_eps;
   const T* cos;            // [positions, rotary_dim]
@@ -271,6 +304,9 @@ struct LayerArguments {
   int64_t gate;               // see gates.hpp
   const float* shared_gate;    // [hidden], of the output of the shared expert as a whole; or null
   const float* mlp_post_norm;  // [hidden], or null
+  const DualArguments* dual;              // of a layer with a dense part and experts side by side, or null
+  const PerLayerArguments<T>* per_layer;  // or null
+  float residual_scale;                   // of the residual behind the layer
 };
 
 // Compute one step.

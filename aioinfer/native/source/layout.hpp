@@ -53,7 +53,7 @@ inline std::string layout() {
   AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, bits, group, gated)
   AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)
   AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, gate, out)
-  AIOINFER_PLAIN(RouterArguments, weight, bias, top_k, groups, top_groups, scale, sigmoid, normalize)
+  AIOINFER_PLAIN(RouterArguments, weight, bias, scales, top_k, groups, top_groups, scale, sigmoid, normalize)
   AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
   AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, bits, hidden_group, middle_group)
   AIOINFER_PLAIN(MappedExpertsArguments, packed, size, count, hidden, middle, bits, hidden_group, middle_group)
@@ -61,17 +61,23 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(ExpertBiasesArguments, experts, index, gate_up, down)
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, gate, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
-                    norm, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows, slot_mapping, cu_q,
-                    kv_len, block_table, table_width, window, block, scale, soft_cap, sinks, norm_eps, out)
+                    norm, value_norm, shared, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows,
+                    slot_mapping, cu_q, kv_len, block_table, table_width, window, block, scale, soft_cap, sinks,
+                    norm_eps, out)
+  AIOINFER_TEMPLATE(PerLayerInputsArguments, table, projection, norm, layers, size, table_scale, projection_scale,
+                    sum_scale)
+  AIOINFER_TEMPLATE(PerLayerArguments, gate, out, function, post_norm)
+  AIOINFER_PLAIN(DualArguments, router_norm, experts_norm, dense_post_norm, experts_post_norm)
   AIOINFER_TEMPLATE(DecoderArguments, embedding, words, embedding_scale, position_embedding, norm, norm_bias, head,
-                    logit_cap, positions, hidden, norm_eps)
-  AIOINFER_TEMPLATE(SelfAttentionArguments, heads, kv_heads, head_dim, kv, into, gated, head_norm, whole_norm,
-                    head_norm_eps, cos, sin, rotary_dim, out, window, block, scale, soft_cap, sinks)
+                    logit_cap, positions, hidden, norm_eps, per_layer)
+  AIOINFER_TEMPLATE(SelfAttentionArguments, heads, kv_heads, head_dim, kv, into, gated, head_norm, value_norm, shared,
+                    whole_norm, head_norm_eps, cos, sin, rotary_dim, out, window, block, scale, soft_cap, sinks)
   AIOINFER_TEMPLATE(ShortConvArguments, into, weight, bias, size, out, state)
   AIOINFER_TEMPLATE(DeltaRuleArguments, key_heads, value_heads, key_dim, value_dim, into, gates, conv, size, rate, bias,
                     norm, eps, out, state)
   AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, attention, conv, delta_rule, mixer_post_norm,
-                    mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate, mlp_post_norm)
+                    mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate, mlp_post_norm, dual,
+                    per_layer, residual_scale)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width,
                     state_pools, num_states, num_cells, read, write, logits_rows,

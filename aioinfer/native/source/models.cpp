@@ -51,7 +51,8 @@ Experts<T>* experts_of(const Arguments& a, const char* packed) {
 SelfAttention<T> mixer_of(const SelfAttentionArguments<T>& a) {
   require(!a.whole_norm || a.head_norm != nullptr, "a norm of all queries without weights");
   return {
-      .shape = {a.heads, a.kv_heads, a.head_dim, a.whole_norm ? nullptr : a.head_norm, a.head_norm_eps},
+      .shape = {a.heads, a.kv_heads, a.head_dim, a.whole_norm ? nullptr : a.head_norm, a.head_norm_eps,
+                a.value_norm, a.shared},
       .whole_norm = a.whole_norm ? a.head_norm : nullptr,
       .into = a.into,
       .gated = a.gated,
@@ -155,7 +156,7 @@ bool NAMED(attend)(const AttendArguments<T>* a) {
   return guarded(false, [&] {
     const AttentionInput input{
         a->tokens, a->slot_mapping, nullptr, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
-    const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, a->norm, a->norm_eps};
+    const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, a->norm, a->norm_eps, a->value_norm, a->shared};
     const Projected<T> projected{a->queries, a->keys, a->values, a->query_stride, a->kv_stride};
     const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim};
     const KVPool<T> kv{a->kv_pool, a->page_size, a->kv_heads, a->head_dim};
@@ -185,7 +186,7 @@ void* NAMED(router)(const RouterArguments* a) {
     require(a->top_groups > 0 && a->top_groups <= a->groups, "top_groups is not in [1, groups]");
     require(a->top_k > 0 && a->top_k <= experts / a->groups * a->top_groups, "top_k is not in [1, experts of top_groups]");
     require(a->weight->packed() && !a->weight->gated, "the weights of a router are rounded, or gated");
-    return new Router<T>(a->weight->packed(), a->bias, rule);
+    return new Router<T>(a->weight->packed(), a->bias, rule, a->scales);
   });
 }
 
@@ -271,7 +272,12 @@ bool NAMED(mix)(const MixArguments<T>* a) {
 void* NAMED(decoder)(const DecoderArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
     const Embedding<T> embedding{a->embedding, a->words, a->embedding_scale, a->position_embedding};
-    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps, a->logit_cap);
+    PerLayerSource<T> by_layer{};
+    if (const auto* b = a->per_layer)
+      by_layer = {b->table, b->projection, {b->norm, nullptr}, b->layers, b->size, b->table_scale, b->projection_scale,
+                  b->sum_scale};
+    return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps,
+                          a->logit_cap, by_layer);
   });
 }
 
@@ -279,6 +285,13 @@ void NAMED(free_decoder)(void* decoder) { delete static_cast<Decoder<T>*>(decode
 
 bool NAMED(add_layer)(const LayerArguments<T>* a) {
   return guarded(false, [&] {
+    Dual dual{};
+    if (const auto* b = a->dual)
+      dual = {{b->router_norm, nullptr}, {b->experts_norm, nullptr}, {b->dense_post_norm, nullptr},
+              {b->experts_post_norm, nullptr}};
+    PerLayerPart<T> by_layer{};
+    if (const auto* b = a->per_layer)
+      by_layer = {b->gate, b->out, static_cast<Gate>(b->function), {b->post_norm, nullptr}};
     a->decoder->add({
         .mixer_norm = {a->mixer_norm, a->mixer_norm_bias},
         .mixer = mixer_of(*a),
@@ -291,6 +304,9 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
         .gate = static_cast<Gate>(a->gate),
         .shared_gate = a->shared_gate,
         .mlp_post_norm = {a->mlp_post_norm, nullptr},
+        .dual = dual,
+        .per_layer = by_layer,
+        .scale = a->residual_scale,
     });
     return true;
   });

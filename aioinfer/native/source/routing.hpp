@@ -58,9 +58,12 @@ struct RoutingScratch {
 template <class T>
 class Router {
  public:
-  // ``bias`` [experts] or null affects the choice, not the weights.
-  Router(const Weights<float>* weight, const float* bias, const Rule& rule) : weight(weight), rule(rule) {
+  // ``bias`` [experts] or null affects the choice, not the weights; ``scales`` [experts] or null are factors of the
+  // weights, which are not rounded then (Gemma 4).
+  Router(const Weights<float>* weight, const float* bias, const Rule& rule, const float* scales = nullptr)
+      : weight(weight), rule(rule) {
     if (bias != nullptr) bias_.assign(bias, bias + rule.experts);
+    if (scales != nullptr) scales_.assign(scales, scales + rule.experts);
   }
 
   // Floats from the scores of one token to those of the next.
@@ -95,7 +98,10 @@ class Router {
     }
     for (int64_t j = 0; j < rule.top_k; j++) {
       const float weight = (rule.normalize ? weights[j] / total : weights[j]) * rule.scale;
-      weights[j] = rule.sigmoid ? weight : Number<T>::read(Number<T>::make(weight));
+      if (scales_.empty())
+        weights[j] = rule.sigmoid ? weight : Number<T>::read(Number<T>::make(weight));
+      else
+        weights[j] = weight * scales_[experts[j]];
     }
   }
 
@@ -144,7 +150,7 @@ class Router {
         for (int64_t e = group * size; e < (group + 1) * size; e++) scratch.best.offer(wanted[e], e);
   }
 
-  std::vector<float> bias_;
+  std::vector<float> bias_, scales_;
 };
 
 // Chooses the experts of a step's tokens. Holds the results of one layer at a time.

@@ -21,7 +21,7 @@ struct SelfAttention {
   Rotary<T> rotary;
   const Linear<T>* out;
   AttentionParams params;
-  int64_t kv;             // which pool has its keys and values
+  int64_t kv;             // which pool has its keys and values, or those that it shares
   int64_t division = -1;  // of the decoder's; it knows
 
   // Throws InvalidArguments unless the parts fit each other and a residual of size ``hidden``.
@@ -30,6 +30,7 @@ struct SelfAttention {
     shape.check(rotary.size);
     require(kv >= 0, "the index of a KV pool is negative");
     require(whole_norm == nullptr || shape.norm == nullptr, "queries are normed by head and as a whole");
+    require(whole_norm == nullptr || !shape.shared, "shared keys are normed");
     require_size(*into, width(), hidden);
     require_size(*out, hidden, results());
   }
@@ -38,18 +39,17 @@ struct SelfAttention {
   int64_t results() const { return shape.heads * shape.head_dim; }
   int64_t width() const { return shape.width() + (gated ? results() : 0); }
 
+  // Whether this layer stores what another one with heads of a shape shares.
+  bool stores_for(const SelfAttention& other) const {
+    return kv == other.kv && !shape.shared && shape.kv_heads == other.shape.kv_heads &&
+           shape.head_dim == other.shape.head_dim;
+  }
+
   // Norm all queries of a token as one vector, and all keys as another.
   void norm_whole(T* token) const {
     const int64_t queries = shape.heads * shape.head_dim;
-    norm_in_place(token, queries, whole_norm);
-    norm_in_place(token + queries, shape.kv_heads * shape.head_dim, whole_norm + queries);
-  }
-
- private:
-  void norm_in_place(T* row, int64_t size, const float* weight) const {
-    const float factor = inverse_rms(row, size, shape.eps);
-    for (int64_t i = 0; i < size; i += LANES)
-      Number<T>::store_lanes(row + i, Number<T>::load_lanes(row + i) * factor * load<Floats>(weight + i));
+    norm_in_place(token, queries, whole_norm, shape.eps);
+    norm_in_place(token + queries, shape.kv_heads * shape.head_dim, whole_norm + queries, shape.eps);
   }
 };
 

@@ -1,0 +1,70 @@
+"""Inputs by layer: of each token a small vector for every layer, added to the residual behind it (Gemma 4).
+
+They depend on the token alone: a row of a table, and a projection of the token's vector. The table is larger
+than the rest of a small model; on a CPU it stays in the mapped file, and only rows of tokens that come up are
+read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.model.gates import Gate, activated
+from aioinfer.model.linear import Linear
+from aioinfer.model.norm import Norm
+from aioinfer.model.operations.base import Operations
+
+__all__ = ["PerLayerInputs", "PerLayerPart"]
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputs:
+    """Where the vectors of a model come from."""
+
+    #: [vocab_size, layers * size]; a tensor of the model's dtype is the checkpoint's own
+    table: torch.Tensor
+    #: hidden to [T, layers * size], of the vectors of tokens
+    projection: Linear
+    #: of each layer's part of the projection, [size]
+    norm: Norm
+    #: factors of the table's rows, of the projection, and of the sum of both
+    table_scale: float
+    projection_scale: float
+    sum_scale: float
+
+    @property
+    def size(self) -> int:
+        """Elements of one layer's vector."""
+        return self.norm.weight.numel()
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.table.shape[1] // self.size
+
+    def __call__(self, ids: torch.Tensor, vectors: torch.Tensor, operations: Operations) -> torch.Tensor:
+        """[T, layers, size] of tokens [T] and their vectors [T, hidden], scaled as the residual has them."""
+        words = F.embedding(ids, self.table) * self.table_scale
+        projected = self.projection(vectors) * self.projection_scale
+        _, normed = operations.add_norm(projected.view(-1, self.size), None, self.norm)
+        return (normed.view(len(ids), self.layers, self.size) + words.view(-1, self.layers, self.size)) * (
+            self.sum_scale
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerPart:
+    """What a layer does with its vectors: ``norm(out(gate(residual) * vector))`` is added to the residual."""
+
+    #: hidden to size, through ``function``
+    gate: Linear
+    function: Gate
+    out: Linear
+    post_norm: Norm
+
+    def __call__(self, residual: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+        """From [T, hidden] and the layer's vectors [T, size] to [T, hidden], not yet normed."""
+        return self.out(activated(self.function, self.gate(residual)) * vectors)

@@ -1,0 +1,214 @@
+"""Gemma 4: which layers have keys and values, what stays in the file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
+from aioinfer.llm import LLM
+from aioinfer.model.attention.pool import KVPool, KVShape
+from aioinfer.model.decoder import Decoder
+from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.native import NativeDecoder
+from aioinfer.params import SamplingParams
+from tests.model.checkpoints import FAMILIES, greedy, make_checkpoint, make_model
+from tests.model.harness import Driver, require
+from tests.model.test_forward import oracle_logits
+from tests.model.wrapper_models import edit_config, edit_tensors
+
+CPU = torch.device("cpu")
+PROMPT = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+TABLE = "model.embed_tokens_per_layer.weight"
+
+
+def load(path: Path, kernels: Any = "sdpa", **options: Any) -> Any:
+    return load_model(path, dtype="float32", device=CPU, kernels=kernels, **options)
+
+
+def ids(path: Path, kernels: str) -> list[int]:
+    config = EngineConfig(
+        model=str(path), dtype="float32", num_pages=64, page_size=8, threads=1, chunk_size=7,
+        attention_backend=kernels,  # type: ignore[arg-type]
+    )  # fmt: skip
+    with LLM(config) as llm:
+        (result,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=12))
+    return list(result.token_ids)
+
+
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+def test_only_layers_that_write_have_keys_and_values(tmp_path: Path, kernels: str) -> None:
+    require(kernels)
+    make_checkpoint("gemma4-shared", tmp_path)
+    model = load(tmp_path, kernels)
+    assert isinstance(model, NativeDecoder if kernels == "native" else Decoder)
+    assert model.spec.num_layers == 6
+    assert model.spec.kv_layers == (KVShape(1, 16), KVShape(1, 32), KVShape(1, 16))
+    assert KVPool.bytes_per_page(model.spec.kv_layers, 8, torch.float32) == 2 * 8 * 4 * (16 + 32 + 16)
+    assert inspect_model(tmp_path, dtype="auto", device=CPU).head_dims == {16, 32}
+
+
+def test_layers_share_those_of_the_last_of_their_type(tmp_path: Path) -> None:
+    make_checkpoint("gemma4-shared", tmp_path)
+    attentions = [layer.mixer for layer in load(tmp_path)._layers]
+    assert [attention.kv_layer for attention in attentions] == [0, 1, 2, 1, 2, 1]
+    assert [attention.params.shared for attention in attentions] == [False] * 3 + [True] * 3
+    assert [attention.params.window for attention in attentions] == [9, None] * 3
+
+
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+def test_what_a_checkpoint_has_for_layers_that_share_is_not_read(tmp_path: Path, kernels: str) -> None:
+    """Releases have tensors of keys and values for all layers."""
+    require(kernels)
+    oracle = make_checkpoint("gemma4-shared", tmp_path)
+    extra = {
+        f"model.layers.{index}.self_attn.{name}.weight": torch.full((3,), float("nan"))
+        for index in (3, 4, 5)
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    }
+    edit_tensors(tmp_path, lambda tensors: tensors | extra)
+    assert ids(tmp_path, kernels) == greedy(oracle, PROMPT, 12)
+    name = "model.layers.2.self_attn.v_norm.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors | {name: torch.ones(16)})
+    with pytest.raises(ConfigError, match="unexpected tensors, first " + name):
+        load(tmp_path)
+
+
+@pytest.mark.native
+def test_the_table_of_inputs_stays_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither copied, nor counted as memory that is needed."""
+    from aioinfer.model.families import base
+    from aioinfer.model.native import NativeDecoder as Native
+
+    require("native")
+    make_checkpoint("gemma4-shared", tmp_path)
+    read: list[int] = []
+    used: list[int] = []
+    take = base.Weights.take
+    inputs = Native._per_layer_inputs
+
+    def watched(self: Any, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = take(self, name, *args, **kwargs)
+        if name == TABLE:
+            read.append(tensor.data_ptr())
+        return tensor
+
+    def watched_inputs(self: Any, given: Any) -> int:
+        used.append(given.table.data_ptr())
+        return inputs(self, given)
+
+    monkeypatch.setattr(base.Weights, "take", watched)
+    monkeypatch.setattr(Native, "_per_layer_inputs", watched_inputs)
+    sizes: list[int] = []
+    model = load(tmp_path, "native", check_size=sizes.append)
+    assert len(read) == 1
+    assert read == used
+    table = model.spec.vocab_size * 6 * 16
+    # Factors of layers are stored and are no parameters, and a tied head is stored once.
+    every = 4 * model.spec.num_parameters
+    assert sizes == [every - 4 * table]
+    # In another type it is a copy.
+    load_model(tmp_path, dtype="bfloat16", device=CPU, kernels="native", check_size=sizes.append)
+    assert sizes[1:] == [every // 2]
+
+
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+def test_experts_in_bfloat16_are_as_close_as_rounding_allows(tmp_path: Path, kernels: Any) -> None:
+    """With all of them chosen: rounding changes a choice of some, and with it everything."""
+    require(kernels)
+    prefix, changes = FAMILIES["gemma4-experts"]
+    oracle = make_model(prefix, {**changes, "top_k_experts": changes["num_experts"]}, tmp_path, seed=1)
+    model = load_model(tmp_path, dtype="bfloat16", device=CPU, kernels=kernels)
+    half = type(oracle).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    ours = theirs = 0.0
+    for prompt in (PROMPT, PROMPT[::-1], PROMPT[3:] + PROMPT):
+        (sequence,) = Driver(model, chunk=7, kernels=kernels).run([prompt], 1, all_logits=True)
+        got = torch.stack([sequence.logits[position] for position in range(len(prompt))])
+        exact = oracle_logits(oracle, prompt)
+        ours += float((got - exact).pow(2).sum())
+        theirs += float((oracle_logits(half, prompt) - exact).pow(2).sum())
+    assert ours < 1.15 * theirs
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["gemma4-shared", "gemma4-experts"])
+def test_rounded_weights_stay_close(tmp_path: Path, family: str, quantization: Any) -> None:
+    require("native")
+    make_checkpoint(family, tmp_path)
+    rounded, exact = load(tmp_path, "native", quantization=quantization), load(tmp_path, "native")
+    first, second = (
+        Driver(model, chunk=5, kernels="native").run([PROMPT], 1, all_logits=True)[0].logits
+        for model in (rounded, exact)
+    )
+    got, wanted = (torch.stack(list(logits.values())) for logits in (first, second))
+    distance = float((got - wanted).norm() / wanted.norm())
+    assert 0 < distance < (0.15 if quantization == "int8" else 0.9)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gemma4-keys", {"use_bidirectional_attention": "all"}, "bidirectional attention is not supported"),
+        ("gemma4-shared", {"num_kv_shared_layers": 6}, "6 of 6 layers share keys and values"),
+        ("gemma4-shared", {"num_kv_shared_layers": 5}, "no layer of full_attention has the keys"),
+        ("gemma4-shared", {"num_kv_shared_layers": -1}, "num_kv_shared_layers in config.json must be"),
+        ("gemma4-shared", {"vocab_size_per_layer_input": 90}, "inputs by layer of 90 tokens for 211"),
+        ("gemma4-shared", {"hidden_size_per_layer_input": 32}, "is shaped"),
+        ("gemma4-experts", {"top_k_experts": 9}, "9 of 8 experts"),
+        ("gemma4-experts", {"num_experts": None}, "3 of 0 experts"),
+        ("gemma4-experts", {"moe_intermediate_size": 48}, "is shaped"),
+        ("gemma4-keys", {"attention_k_eq_v": False}, "no tensor model.layers.1.self_attn.v_proj.weight"),
+        ("gemma4-keys", {"attention_bias": True}, "no tensor model.layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused_in_words(
+    tmp_path: Path, family: str, change: dict[str, Any], message: str
+) -> None:
+    make_checkpoint(family, tmp_path)
+    edit_config(tmp_path, lambda stated: stated.update(change))
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma4-shared", TABLE),
+        ("gemma4-shared", "model.per_layer_model_projection.weight"),
+        ("gemma4-shared", "model.layers.4.per_layer_input_gate.weight"),
+        ("gemma4-shared", "model.layers.3.layer_scalar"),
+        ("gemma4-keys", "model.layers.0.self_attn.k_norm.weight"),
+        ("gemma4-experts", "model.layers.1.router.per_expert_scale"),
+        ("gemma4-experts", "model.layers.2.experts.down_proj"),
+        ("gemma4-experts", "model.layers.2.post_feedforward_layernorm_1.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path, family: str, name: str) -> None:
+    make_checkpoint(family, tmp_path)
+    edit_tensors(tmp_path, lambda tensors: {key: each for key, each in tensors.items() if key != name})
+    with pytest.raises(ConfigError, match="no tensor " + name):
+        load(tmp_path)
+
+
+def test_images_may_attend_both_ways_where_there_are_none(tmp_path: Path) -> None:
+    oracle = make_checkpoint("gemma4-keys", tmp_path)
+    edit_config(tmp_path, lambda stated: stated.update(use_bidirectional_attention="vision"))
+    assert ids(tmp_path, "sdpa") == greedy(oracle, PROMPT, 12)
+
+
+def test_a_release_states_the_heads_of_its_global_layers_by_themselves(tmp_path: Path) -> None:
+    oracle = make_checkpoint("gemma4-keys", tmp_path)
+
+    def as_released(stated: dict[str, Any]) -> None:
+        (heads,) = {json.dumps(each) for each in stated.pop("per_layer_config").values()}
+        assert json.loads(heads) == {"head_dim": 32, "num_key_value_heads": 1}
+        stated |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+
+    edit_config(tmp_path, as_released)
+    assert ids(tmp_path, "sdpa") == greedy(oracle, PROMPT, 12)
