@@ -134,7 +134,12 @@ class Engine:
         info = await launcher.start(progress)
         tokenizer = await intake.run(self._load_tokenizer, config)
         defaults = await intake.run(factory.default_params, config, info)
-        config = factory.decide(config, info.block_size, asynchronous=launcher.asynchronous)
+        config = factory.decide(
+            config,
+            info.block_size,
+            asynchronous=launcher.asynchronous,
+            max_running=info.max_running_requests,
+        )
         info = factory.completed(info, tokenizer, config)
         core = Core(config, info, tokenizer, clock_of(intake.loop))
         self.default_params = defaults

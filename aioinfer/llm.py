@@ -81,7 +81,12 @@ class LLM:
         loaded = tokenizer(located)
         info = factory.with_end_tokens(self._device.open(), loaded)
         self.default_params = factory.default_params(located, info)
-        decided = factory.decide(located, info.block_size, asynchronous=not self._device.synchronous)
+        decided = factory.decide(
+            located,
+            info.block_size,
+            asynchronous=not self._device.synchronous,
+            max_running=info.max_running_requests,
+        )
         self._overlap_steps = decided.overlap_steps or 0
         self._core = Core(decided, info, loaded, time.monotonic)
         self._flights: deque[tuple[Step, Flight]] = deque()

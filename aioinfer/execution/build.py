@@ -17,16 +17,16 @@ from aioinfer.execution.memory import give_back, memory_available
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
-from aioinfer.execution.sizing import PoolSize, check_pool, cpu_budget, cuda_budget, size_pool
+from aioinfer.execution.sizing import PoolSize, check_pool, cpu_budget, cuda_budget, fit_states, size_pool
 from aioinfer.execution.warmup import measure
 from aioinfer.model.attention.backend import make_attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend as ModelBackend
-from aioinfer.model.spec import CausalLM, Progress
+from aioinfer.model.spec import CausalLM, ModelSpec, Progress
 from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import DeviceLane
 
-__all__ = ["Parts", "build"]
+__all__ = ["Parts", "build", "fitted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,20 @@ class Parts:
         if graphs_unsupported(self.device, kernels, self.model.capturable, experts) is not None:
             return []
         return self.kind.graph_sizes(self.config)
+
+
+def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
+    """The config as the recurrent states of a loaded model need it, see
+    :func:`~aioinfer.execution.sizing.fit_states`. Raises OutOfMemory."""
+    if not spec.states:
+        return config
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        utilization = config.gpu_memory_utilization
+        return fit_states(
+            config, spec, cuda_budget(total=total, free=free, wanted=0, utilization=utilization)
+        )
+    return fit_states(config, spec, cpu_budget(config))
 
 
 def build(

@@ -77,6 +77,8 @@ class DeviceInfo:
     num_snapshots: int | None = None
     #: bytes of all recurrent states
     state_bytes: int = 0
+    #: requests that can hold a slot, if memory has states for fewer than the config asks for
+    max_running_requests: int | None = None
     #: positions that the model knows
     model_positions: int | None = None
     #: why ``max_model_len`` is less than these, and which setting changes that; empty if it is not
@@ -104,6 +106,8 @@ class DeviceInfo:
         if self.num_snapshots is not None:
             size = f", {self.state_bytes / 2**30:.2f} GiB" if self.state_bytes else ""
             parts.append(f"{self.num_snapshots} snapshots of recurrent state{size} with those of the slots")
+        if self.max_running_requests is not None:
+            parts.append(f"max_running_requests {self.max_running_requests} (memory has states for no more)")
         why = f" ({self.length_reason})" if self.length_reason else ""
         parts.append(f"max_model_len {self.max_model_len}{why}")
         parts.append(f"overlap_steps {self.overlap_steps}")

@@ -11,6 +11,7 @@ recurrent states of a model that has any, of all slots and of cached prefixes, c
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from aioinfer.config import EngineConfig
@@ -18,7 +19,10 @@ from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.memory import Available
 from aioinfer.model.spec import ModelSpec
 
-__all__ = ["PoolSize", "check_pool", "check_weights", "cpu_budget", "cuda_budget", "size_pool"]
+__all__ = [
+    *("PoolSize", "check_pool", "check_weights", "cpu_budget", "cuda_budget"),
+    *("fewer_requests", "fit_states", "size_pool"),
+]
 
 _GIB = 1 << 30
 
@@ -127,6 +131,33 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
     if min(wanted_len, capacity) < max(2, block):
         raise ConfigError("max_model_len and num_pages leave no room for a prompt and an output token")
     return PoolSize(num_pages, min(wanted_len, capacity), num_snapshots, state_bytes)
+
+
+def fit_states(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineConfig:
+    """The config with as many running requests as there are recurrent states for, which a model may have,
+    in half of ``budget`` bytes: the others wait, as they would for KV pages.
+
+    Raises OutOfMemory if there is not one. A config that says how many pages there are is not changed.
+    """
+    if not spec.states or config.num_pages is not None:
+        return config
+    each = config.num_slots // config.max_running_requests * spec.state_bytes
+    most = (budget // 2 - spec.state_bytes) // each
+    if most < 1:
+        raise OutOfMemory(
+            f"model: the recurrent state of one request takes {each / _GIB:.2f} GiB, and half of the memory "
+            f"budget has {max(0, budget) / 2 / _GIB:.2f} GiB: more memory (gpu_memory_utilization, "
+            "kv_memory_gib) is needed"
+        )
+    if most >= config.max_running_requests:
+        return config
+    return dataclasses.replace(config, max_running_requests=most)
+
+
+def fewer_requests(wanted: EngineConfig, fitted: EngineConfig) -> int | None:
+    """Requests that can run, if :func:`fit_states` has left fewer than were ``wanted``."""
+    fewer = fitted.max_running_requests < wanted.max_running_requests
+    return fitted.max_running_requests if fewer else None
 
 
 def _snapshots(config: EngineConfig, spec: ModelSpec, budget: int) -> int:

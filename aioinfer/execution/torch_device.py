@@ -16,7 +16,7 @@ from aioinfer.execution.memory import memory_available
 from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.sizing import check_weights
+from aioinfer.execution.sizing import check_weights, fewer_requests
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
@@ -53,7 +53,7 @@ class TorchDevice:
         import torch
 
         from aioinfer.execution.backends import lacks_memory
-        from aioinfer.execution.build import Parts, build
+        from aioinfer.execution.build import Parts, build, fitted
         from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
         from aioinfer.execution.decoding import kind
         from aioinfer.model.attention.backend import choose_attention
@@ -74,7 +74,7 @@ class TorchDevice:
             model = self._load(device, progress)
             spec = model.spec
             decoding = kind(spec)
-            config = decoding.fit(config)
+            config = fitted(decoding.fit(config), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
             if config.deterministic and not model.invariant:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
@@ -109,6 +109,7 @@ class TorchDevice:
             kv_bytes=size.num_pages * parts.page_bytes,
             num_snapshots=size.num_snapshots,
             state_bytes=size.state_bytes,
+            max_running_requests=fewer_requests(self._config, config),
             model_positions=spec.max_model_len,
             length_reason=_length_reason(config, spec, size, device),
         )

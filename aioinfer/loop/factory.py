@@ -124,11 +124,13 @@ def completed(info: DeviceInfo, tokenizer: Tokenizer | None, config: EngineConfi
     )
 
 
-def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) -> EngineConfig:
+def decide(
+    config: EngineConfig, block_size: int | None, *, asynchronous: bool, max_running: int | None = None
+) -> EngineConfig:
     """The config with the values filled in that depend on model and device.
 
     ``block_size`` is that of a diffusion model, None for others; an ``asynchronous`` device computes while
-    Python does something else.
+    Python does something else. ``max_running``: requests that the device has memory for, if that bounds them.
     """
     from aioinfer.loop.generation import generation  # imports numpy
 
@@ -136,6 +138,8 @@ def decide(config: EngineConfig, block_size: int | None, *, asynchronous: bool) 
     if not asynchronous:
         settings |= generation(block_size).synchronous_settings
     left_open = {name: value for name, value in settings.items() if getattr(config, name) is None}
+    if max_running is not None:
+        left_open["max_running_requests"] = max_running
     config = dataclasses.replace(config, **left_open)
     if config.max_rounds is None:
         config = dataclasses.replace(config, max_rounds=1 if config.overlap_steps else 4)

@@ -20,8 +20,9 @@ from aioinfer.execution.decoding.tokens import TokenPacker
 from aioinfer.execution.device import Progress
 from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.sizing import PoolSize, size_pool
+from aioinfer.execution.sizing import PoolSize, fewer_requests, fit_states, size_pool
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import ModelSpec
 from aioinfer.model.state import StateShape
@@ -35,9 +36,7 @@ VOCAB, ODD = 61, 1_000_003
 SPEC = ModelSpec(
     architecture="Running",
     num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
+    kv_layers=(KVShape(1, 8),),
     hidden_size=8,
     vocab_size=VOCAB,
     max_model_len=256,
@@ -201,6 +200,22 @@ def test_states_that_do_not_fit_name_the_setting() -> None:
         sized(30_000, state_snapshots=30)
     with pytest.raises(OutOfMemory, match="not one KV page"):
         sized(9_500)
+
+
+def test_as_many_requests_run_as_half_of_the_memory_has_states_for() -> None:
+    """A state is 20 bytes, the null cell's included."""
+    config = EngineConfig(max_running_requests=10, overlap_steps=1)
+    assert fit_states(config, SPEC, 2 * 21 * 20) is config
+    fitted = fit_states(config, SPEC, 2 * 20 * 20)
+    assert (fitted.max_running_requests, fewer_requests(config, fitted)) == (9, 9)
+    assert fewer_requests(config, config) is None
+    assert fit_states(config, SPEC, 2 * 3 * 20).max_running_requests == 1
+    with pytest.raises(OutOfMemory, match="recurrent state of one request"):
+        fit_states(config, SPEC, 2 * 3 * 20 - 1)
+    fixed = replace(config, num_pages=1)
+    assert fit_states(fixed, SPEC, 0) is fixed
+    stateless = replace(SPEC, states=())
+    assert fit_states(config, stateless, 0) is config
 
 
 def test_a_diffusion_model_with_state_is_refused() -> None:
