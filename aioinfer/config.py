@@ -179,6 +179,12 @@ class EngineConfig:
         "recurrent states kept for cached prefixes; 0: no prefix is reused; default: by the memory budget",
         _NOT_NEGATIVE,
     )
+    state_snapshot_tokens: int = _option(
+        64,
+        "memory",
+        "tokens of a prompt that a recurrent state must save to be kept: it costs a further prefill step",
+        _AT_LEAST_ONE,
+    )
     share_prefix_tokens: int = _option(
         64,
         "memory",

@@ -98,6 +98,7 @@ class Core:
             SlotPool(config.num_slots),
             prefix_cache=config.prefix_cache,
             snapshots=info.num_snapshots,
+            snapshot_tokens=config.state_snapshot_tokens,
         )
         return Scheduler(memory, config, self._generation.batch(memory, config))
 

@@ -36,9 +36,10 @@ class Memory:
         *,
         prefix_cache: bool = True,
         snapshots: int | None = None,
+        snapshot_tokens: int = 1,
     ) -> None:
         """``snapshots``: of a model with recurrent state, how many can be kept; without any, no prefix is
-        ever used again. None: the model has no such state."""
+        ever used again. None: the model has no such state. ``snapshot_tokens``: that each must save."""
         self.pages = pages
         self.slots = slots
         self.tree: RadixTree | None = None
@@ -51,7 +52,7 @@ class Memory:
             if prefix_cache and snapshots:
                 tree = SnapshotTree(pages.page_size, SnapshotPool(snapshots))
             self.tree = tree
-            self.states = StateCells(slots.total, pages.page_size, tree)
+            self.states = StateCells(slots.total, pages.page_size, tree, snapshot_tokens)
         #: tokens of admitted requests, and how many of them were in the cache
         self.queried_tokens = 0
         self.hit_tokens = 0

@@ -56,12 +56,14 @@ class StateCells:
     """The cells of a model with recurrent state. A part of :class:`~aioinfer.scheduling.memory.Memory`, which
     holds the pages of the same positions."""
 
-    __slots__ = ("_page_size", "_slots", "hits", "pool", "tree")
+    __slots__ = ("_least", "_page_size", "_slots", "hits", "pool", "tree")
 
-    def __init__(self, num_slots: int, page_size: int, tree: SnapshotTree | None) -> None:
-        """``tree``: None if no snapshots are taken."""
+    def __init__(self, num_slots: int, page_size: int, tree: SnapshotTree | None, least: int = 1) -> None:
+        """``tree``: None if no snapshots are taken. ``least``: tokens that a snapshot must save, for it costs
+        a further prefill step."""
         self._slots = num_slots
         self._page_size = page_size
+        self._least = max(1, least)
         self.tree = tree
         self.pool: SnapshotPool | None = None if tree is None else tree.pool
         #: times a request started from a snapshot, at its admission or when it was rewound
@@ -183,12 +185,16 @@ class StateCells:
             self.hits += 1
 
     def _want(self, request: Request, start: int, *positions: int) -> None:
-        """Snapshots at these positions and at the last page boundary with a token behind it, as far as they
-        are ahead of ``start``."""
+        """Snapshots at these positions and at the last page boundary with a token behind it, as far as each
+        saves enough behind ``start`` and the one before it."""
         states = request.kv.states
         assert states is not None
         last = (request.known - 1) // self._page_size * self._page_size
-        states.wanted = {position for position in (*positions, last) if start < position <= last}
+        before = start
+        for position in sorted({*positions, last}):
+            if before + self._least <= position <= last:
+                states.wanted.add(position)
+                before = position
 
     def _leave_source(self, request: Request) -> None:
         states = request.kv.states

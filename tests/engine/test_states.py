@@ -50,7 +50,7 @@ async def test_toy_ids_do_not_depend_on_snapshots(
     for number, changes in enumerate(
         (
             {"overlap_steps": 2},
-            {"overlap_steps": 0, "chunk_size": 3},
+            {"overlap_steps": 0, "chunk_size": 3, "state_snapshot_tokens": 7},
             {"page_size": 1, "share_prefix_tokens": 4},
             {"num_pages": 16, "max_prefill_tokens": 8},
             {"prefix_cache": False, "overlap_steps": 1},
@@ -62,6 +62,7 @@ async def test_toy_ids_do_not_depend_on_snapshots(
         def defer(row: Row, dice: random.Random = dice) -> int | None:
             return dice.choice([0, 1, 9]) if dice.random() < 0.1 else None
 
+        changes = {"state_snapshot_tokens": 1, **changes}
         async with make_engine(device=toy(changes, snapshots, defer), **changes) as engine:
             retract_every(engine, every)
             results = await asyncio.gather(*[engine.generate(*request) for request in requests])
@@ -71,7 +72,7 @@ async def test_toy_ids_do_not_depend_on_snapshots(
 
 
 def test_the_synchronous_twin_has_states_too() -> None:
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=4)
+    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, state_snapshot_tokens=1)
     device = ToyDevice(num_slots=config.num_slots, snapshots=2)
     with LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer()) as llm:
         for _ in range(2):
@@ -82,7 +83,7 @@ def test_the_synchronous_twin_has_states_too() -> None:
 
 
 async def test_requests_that_arrive_together_compute_a_common_prefix_once(make_engine: MakeEngine) -> None:
-    settings: dict[str, Any] = {"page_size": 4, "share_prefix_tokens": 8}
+    settings: dict[str, Any] = {"page_size": 4, "share_prefix_tokens": 8, "state_snapshot_tokens": 1}
     async with make_engine(device=toy(settings, 8), **settings) as engine:
         answers = [engine.generate([*SYSTEM, 40 + number], SHORT) for number in range(6)]
         cached = [(await answer).usage.cached_tokens for answer in answers]

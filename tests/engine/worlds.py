@@ -124,6 +124,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         max_running_requests=max_running,
         max_step_tokens=max_running + rng.choice([0, 3, 30]),
         chunk_size=rng.choice([1, 3, 8, 64]),
+        state_snapshot_tokens=random.Random(seed + 4).choice([1, 1, 5, 64]),
         seed=seed,
         max_prefill_tokens=rng.choice([None, None, 4, 16]),
         mixed=mixed,

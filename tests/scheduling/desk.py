@@ -29,6 +29,7 @@ class Desk:
         running: int = 4,
         prefix_cache: bool = True,
         snapshots: int | None = None,
+        snapshot_tokens: int = 1,
         **limits: Any,
     ) -> None:
         options: dict[str, Any] = {
@@ -45,6 +46,7 @@ class Desk:
             SlotPool(3 * running),
             prefix_cache=prefix_cache,
             snapshots=snapshots,
+            snapshot_tokens=snapshot_tokens,
         )
         self.scheduler = Scheduler(self.memory, EngineConfig(policy=policy, **{**options, **limits}))
         self.flights: list[Step] = []

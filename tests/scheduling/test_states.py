@@ -56,6 +56,18 @@ def test_with_steps_in_flight_a_chunk_reads_what_the_one_before_it_will_write() 
     assert at.memory.snapshots_cached == 1
 
 
+def test_a_snapshot_that_saves_little_is_not_worth_a_step() -> None:
+    at = desk(snapshot_tokens=8)
+    common = list(range(100, 112))
+    assert course(at, at.submit(common[:8])) == [(0, 8, "empty", "slot")]
+    assert course(at, at.submit(common[:9])) == [(0, 8, "empty", "kept"), (8, 9, "kept", "slot")]
+    at.finish()
+    # Behind the snapshot that it starts from, four tokens are left up to its last boundary.
+    assert course(at, at.submit([*common, 7])) == [(8, 13, "kept", "slot")]
+    at.finish()
+    assert course(at, at.submit([*common, *range(9)])) == [(8, 20, "kept", "kept"), (20, 21, "kept", "slot")]
+
+
 def test_the_same_prompt_starts_from_the_snapshot() -> None:
     at = desk()
     ids = list(range(100, 111))
