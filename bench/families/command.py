@@ -2,18 +2,22 @@
 
 Every family's model has the same residual, heads and layers and random weights; what differs is what the
 family adds: norms, gates, windows, caps, experts. Decode of a batch is timed over steps in which all requests
-are running, by both implementations in turns, with the same scheduler, pages and threads. ``per_mib_us`` is
-the time of an own step for each MiB of weights: that of the first family is to be expected of the others, and
-less where a step does not read all experts.
+are running, by both implementations in turns, with the same scheduler, pages and threads. A family that
+transformers' code cannot compute over pages (its layers have a state) is compared with its own ``generate``,
+for which all requests begin and end together. ``per_mib_us`` is the time of an own step for each MiB of
+weights: that of the first family is to be expected of the others, and less where a step does not read all
+experts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +73,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("MixtralForCausalLM", _EXPERTS),
     "gpt_oss": ("GptOssForCausalLM", {**_WINDOWS, **_EXPERTS, "rope_parameters": _ROPE}),
+    "gemma4_text": (
+        "Gemma4ForCausalLM",
+        {
+            **_WINDOWS,
+            "global_head_dim": 128,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": 32_000,
+        },
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {"layer_types": ["conv", "full_attention"] * (_LAYERS // 2), "block_auto_adjust_ff_dim": False},
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5ForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * (_LAYERS // 2),
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
+        },
+    ),
 }
+#: over pages transformers' code cannot compute these
+STATEFUL = frozenset({"lfm2", "qwen3_5_text"})
 _PROMPT = 32
 
 
@@ -101,28 +130,30 @@ def measure(family: str, folder: str, options: argparse.Namespace, report: Repor
     if not info.own:
         report.error(f"{family}: {info.fallback_reason}")
         return
-    ways = {"own": False, "transformers": True}
-    engines = {way: LLM(_config(folder, options, fallback)) for way, fallback in ways.items()}
-    try:
+    with contextlib.ExitStack() as open_ones:
+        own = open_ones.enter_context(LLM(_config(folder, options, fallback=False)))
+        ways: dict[str, Callable[[int], float]] = {"own": lambda output: decode(own, options, output)}
+        if family in STATEFUL:
+            ways["transformers"] = Generate(folder, options)
+        else:
+            other = open_ones.enter_context(LLM(_config(folder, options, fallback=True)))
+            ways["transformers"] = lambda output: decode(other, options, output)
         rates: dict[str, list[float]] = {way: [] for way in ways}
-        for llm in engines.values():
-            decode(llm, options, 4)
+        for run_it in ways.values():
+            run_it(4)
         for at in range(options.rounds):
             for way in sorted(ways, reverse=at % 2 == 1):
-                rates[way].append(decode(engines[way], options, options.output))
-    finally:
-        for llm in engines.values():
-            llm.close()
+                rates[way].append(ways[way](options.output))
     ratios = [own / other for own, other in zip(rates["own"], rates["transformers"], strict=True)]
-    own, mib = statistics.median(rates["own"]), weights_mib(folder, info.dtype.itemsize)
+    median, mib = statistics.median(rates["own"]), weights_mib(folder, info.dtype.itemsize)
     report.row(
         family=family,
-        own=own,
+        own=median,
         transformers=statistics.median(rates["transformers"]),
         ratio=statistics.median(ratios),
         least=min(ratios),
         mib=mib,
-        per_mib_us=1e6 * options.batch / own / mib,
+        per_mib_us=1e6 * options.batch / median / mib,
         rounds=rates,
     )
 
@@ -139,7 +170,7 @@ def weights_mib(folder: str, itemsize: int) -> float:
 def decode(llm: LLM, options: argparse.Namespace, output: int) -> float:
     """Tokens per second of a batch, from the first token of the last request on."""
     params = SamplingParams(temperature=0, max_tokens=output + 1, ignore_eos=True)
-    prompts = [[(7 * at + 3 * row) % 1000 + 1 for at in range(_PROMPT)] for row in range(options.batch)]
+    prompts = _prompts(options)
     first = time.perf_counter()
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     prefill = time.perf_counter() - first
@@ -148,6 +179,33 @@ def decode(llm: LLM, options: argparse.Namespace, output: int) -> float:
     assert all(len(result.token_ids) == output + 1 for result in results)
     seconds = time.perf_counter() - start - prefill
     return float(options.batch * output / max(seconds, 1e-9))
+
+
+class Generate:
+    """Tokens per second of a batch by the ``generate`` of transformers' model, from the second token on."""
+
+    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.set_num_threads(options.threads or torch.get_num_threads())
+        dtype = getattr(torch, options.dtype)
+        config = AutoConfig.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        self._ids = torch.tensor(_prompts(options))
+
+    def __call__(self, output: int) -> float:
+        took = self._seconds(output + 1) - self._seconds(1)
+        return len(self._ids) * output / max(took, 1e-9)
+
+    def _seconds(self, tokens: int) -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            self._model.generate(self._ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        return time.perf_counter() - start
+
+
+def _prompts(options: argparse.Namespace) -> list[list[int]]:
+    return [[(7 * at + 3 * row) % 1000 + 1 for at in range(_PROMPT)] for row in range(options.batch)]
 
 
 def write_config(family: str, folder: Path, layers: int) -> None:

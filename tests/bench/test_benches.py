@@ -137,7 +137,7 @@ def test_a_table_has_a_head_for_every_kind_of_row(capsys: pytest.CaptureFixture[
     [
         ("scheduler", "--running 1 4 --waiting 0 8 --cached-pages 16 --steps 3 --rounds 1", 8),
         ("admission", "--requests 8 --rounds 1 --new-tokens 4 --ways", None),
-        ("families", "--families gemma2 gpt_oss --batch 2 --output 2 --rounds 1 --layers 2", 2),
+        ("families", "--families gemma2 gpt_oss lfm2 --batch 2 --output 2 --rounds 1 --layers 2", 3),
         ("prefix", "--requests 4 --rounds 1 --output 2 --system 16 --loads system none", 6),
     ],
 )
