@@ -33,6 +33,8 @@ from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 
 __all__ = ["Gemma4"]
 
+#: of inputs by layer
+_TABLE = "model.embed_tokens_per_layer.weight"
 _WINDOW, _GLOBAL = "sliding_attention", "full_attention"
 #: of keys and values: what checkpoints may have for layers that share them
 _KV_TENSORS = (
@@ -189,9 +191,6 @@ class Gemma4(Family):
             out=source.linear([f"{prefix}.per_layer_projection"], [hidden], size, bias=False),
             post_norm=_norm(source, f"{prefix}.post_per_layer_input_norm"),
         )
-
-
-_TABLE = "model.embed_tokens_per_layer.weight"
 
 
 def _experts(source: Source, prefix: str) -> SparseMLP:
