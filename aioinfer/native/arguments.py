@@ -1,4 +1,4 @@
-"""Arguments: the structures that the kernels' entry points take.
+"""Arguments: the structures that the kernels' entry points take; those of models.
 
 Names, fields and layout are those of ``source/interface.hpp``, which gives the meaning of every field;
 :class:`~aioinfer.native.bindings.Kernels` compares the two when it loads the library. A structure is filled
@@ -13,11 +13,11 @@ from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 __all__ = [
     "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
     "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
-    "LayerArguments", "LinearArguments", "LogprobsArguments", "MappedExpertsArguments",
-    "MappedWeightsArguments", "MasksArguments", "MixArguments", "PenaliseArguments", "PerLayerArguments",
+    "LayerArguments", "LinearArguments", "MappedExpertsArguments",
+    "MappedWeightsArguments", "MixArguments", "PerLayerArguments",
     "PerLayerInputsArguments", "QuantisedWeightsArguments", "RouteArguments", "RouterArguments",
-    "SampleArguments", "SelfAttentionArguments", "SetExpertArguments", "ShortConvArguments",
-    "WeightsArguments", "describe",
+    "SelfAttentionArguments", "SetExpertArguments", "ShortConvArguments",
+    "WeightsArguments", "describe", "structure",
 ]  # fmt: skip
 
 #: of memory, or of an object that the library made; None is null
@@ -50,7 +50,7 @@ _Structure = TypeVar("_Structure", bound=type[Arguments])
 
 
 @dataclass_transform(kw_only_default=True)
-def _structure(cls: _Structure) -> _Structure:
+def structure(cls: _Structure) -> _Structure:
     """Make the annotations of a class its fields."""
     cls._fields_ = [(name, _KINDS[kind]) for name, kind in cls.__annotations__.items()]
     STRUCTURES.append(cls)
@@ -66,7 +66,7 @@ def describe(structure: type[Arguments]) -> str:
     return " ".join([structure.__name__, *fields, f"size:{ctypes.sizeof(structure)}"])
 
 
-@_structure
+@structure
 class WeightsArguments(Arguments):
     """Make a layer: round its weights or not, and pack them."""
 
@@ -82,7 +82,7 @@ class WeightsArguments(Arguments):
     gated: bool
 
 
-@_structure
+@structure
 class MappedWeightsArguments(Arguments):
     """Make a layer of weights that are packed already."""
 
@@ -98,7 +98,7 @@ class MappedWeightsArguments(Arguments):
     gated: bool
 
 
-@_structure
+@structure
 class QuantisedWeightsArguments(Arguments):
     """Make a layer of weights that are quantised already."""
 
@@ -116,7 +116,7 @@ class QuantisedWeightsArguments(Arguments):
     gated: bool
 
 
-@_structure
+@structure
 class DequantiseArguments(Arguments):
     """The weights of a layer as they were rounded, or given."""
 
@@ -127,7 +127,7 @@ class DequantiseArguments(Arguments):
     out: Address
 
 
-@_structure
+@structure
 class LinearArguments(Arguments):
     """``out`` = ``values`` times the weights; gated: gate(gates) * up, else gate(outputs)."""
 
@@ -142,7 +142,7 @@ class LinearArguments(Arguments):
     out: Address
 
 
-@_structure
+@structure
 class RouterArguments(Arguments):
     """Make a router."""
 
@@ -159,7 +159,7 @@ class RouterArguments(Arguments):
     normalize: bool
 
 
-@_structure
+@structure
 class RouteArguments(Arguments):
     """Choose the experts of tokens."""
 
@@ -174,7 +174,7 @@ class RouteArguments(Arguments):
     experts: Address
 
 
-@_structure
+@structure
 class ExpertsArguments(Arguments):
     """Allocate the experts of a layer."""
 
@@ -188,7 +188,7 @@ class ExpertsArguments(Arguments):
     middle_group: int
 
 
-@_structure
+@structure
 class MappedExpertsArguments(Arguments):
     """Make the experts of a layer that are packed already."""
 
@@ -204,7 +204,7 @@ class MappedExpertsArguments(Arguments):
     middle_group: int
 
 
-@_structure
+@structure
 class SetExpertArguments(Arguments):
     """Pack one expert."""
 
@@ -217,7 +217,7 @@ class SetExpertArguments(Arguments):
     down: Address
 
 
-@_structure
+@structure
 class ExpertBiasesArguments(Arguments):
     """Give one expert biases."""
 
@@ -229,7 +229,7 @@ class ExpertBiasesArguments(Arguments):
     down: Address
 
 
-@_structure
+@structure
 class MixArguments(Arguments):
     """``out``: the weighted sum of each token's experts."""
 
@@ -246,7 +246,7 @@ class MixArguments(Arguments):
     out: Address
 
 
-@_structure
+@structure
 class AttendArguments(Arguments):
     """Attention of one layer."""
 
@@ -286,7 +286,7 @@ class AttendArguments(Arguments):
     out: Address
 
 
-@_structure
+@structure
 class PerLayerInputsArguments(Arguments):
     """The inputs of layers that every token has of its own."""
 
@@ -302,7 +302,7 @@ class PerLayerInputsArguments(Arguments):
     sum_scale: float
 
 
-@_structure
+@structure
 class PerLayerArguments(Arguments):
     """What a layer does with its inputs."""
 
@@ -314,7 +314,7 @@ class PerLayerArguments(Arguments):
     post_norm: Address
 
 
-@_structure
+@structure
 class DualArguments(Arguments):
     """Experts beside a dense part."""
 
@@ -326,7 +326,7 @@ class DualArguments(Arguments):
     experts_post_norm: Address
 
 
-@_structure
+@structure
 class DecoderArguments(Arguments):
     """Make a decoder without layers."""
 
@@ -346,7 +346,7 @@ class DecoderArguments(Arguments):
     per_layer: Address
 
 
-@_structure
+@structure
 class SelfAttentionArguments(Arguments):
     """Attention, the first half of a layer."""
 
@@ -374,7 +374,7 @@ class SelfAttentionArguments(Arguments):
     sinks: Address
 
 
-@_structure
+@structure
 class ShortConvArguments(Arguments):
     """A gated convolution of each channel by itself, the first half of a layer."""
 
@@ -388,7 +388,7 @@ class ShortConvArguments(Arguments):
     state: int
 
 
-@_structure
+@structure
 class DeltaRuleArguments(Arguments):
     """The gated delta rule, the first half of a layer."""
 
@@ -410,7 +410,7 @@ class DeltaRuleArguments(Arguments):
     state: int
 
 
-@_structure
+@structure
 class LayerArguments(Arguments):
     """Append a layer."""
 
@@ -437,7 +437,7 @@ class LayerArguments(Arguments):
     residual_scale: float
 
 
-@_structure
+@structure
 class ForwardArguments(Arguments):
     """Compute one step."""
 
@@ -467,84 +467,3 @@ class ForwardArguments(Arguments):
     logits_rows: Address
     logits: Address
     seconds: Address
-
-
-@_structure
-class SampleArguments(Arguments):
-    """Sample one token per row."""
-
-    __slots__ = ()
-
-    pool: Address
-    logits: Address
-    rows: int
-    vocab: int
-    stride: int
-    temperature: Address
-    top_p: Address
-    min_p: Address
-    top_k: Address
-    seeds: Address
-    positions: Address
-    bans: int
-    banned_rows: Address
-    banned_ids: Address
-    bad: int
-    tokens: Address
-
-
-@_structure
-class PenaliseArguments(Arguments):
-    """``out``: logits with penalties."""
-
-    __slots__ = ()
-
-    pool: Address
-    logits: Address
-    rows: int
-    vocab: int
-    stride: int
-    counts: Address
-    lines: int
-    row_of: Address
-    num_slots: int
-    slots: Address
-    repetition: Address
-    presence: Address
-    frequency: Address
-    in_prompt: int
-    out: Address
-
-
-@_structure
-class MasksArguments(Arguments):
-    """Set logits to -inf where the masks have no bit."""
-
-    __slots__ = ()
-
-    pool: Address
-    logits: Address
-    num_rows: int
-    vocab: int
-    stride: int
-    count: int
-    rows: Address
-    masks: Address
-    words: int
-
-
-@_structure
-class LogprobsArguments(Arguments):
-    """Logprobs of rows."""
-
-    __slots__ = ()
-
-    pool: Address
-    logits: Address
-    vocab: int
-    stride: int
-    count: int
-    top: int
-    totals: Address
-    top_values: Address
-    top_ids: Address

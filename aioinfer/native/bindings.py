@@ -28,22 +28,24 @@ from aioinfer.native.arguments import (
     ForwardArguments,
     LayerArguments,
     LinearArguments,
-    LogprobsArguments,
     MappedExpertsArguments,
     MappedWeightsArguments,
-    MasksArguments,
     MixArguments,
-    PenaliseArguments,
     QuantisedWeightsArguments,
     RouteArguments,
     RouterArguments,
-    SampleArguments,
     SetExpertArguments,
     WeightsArguments,
     describe,
 )
 from aioinfer.native.build import UNITS, BuildFailed, build
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
+from aioinfer.native.sampling_arguments import (
+    LogprobsArguments,
+    MasksArguments,
+    PenaliseArguments,
+    SampleArguments,
+)
 
 __all__ = [
     "GATES", "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from aioinfer.native.arguments import LogprobsArguments, MasksArguments, PenaliseArguments
 from aioinfer.native.bindings import ThreadPool
+from aioinfer.native.sampling_arguments import LogprobsArguments, MasksArguments, PenaliseArguments
 from aioinfer.native.tensors import address, rows_address
 from aioinfer.sampling import logits_processors
 

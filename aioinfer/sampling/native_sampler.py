@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from aioinfer.native.arguments import SampleArguments
 from aioinfer.native.bindings import ThreadPool
+from aioinfer.native.sampling_arguments import SampleArguments
 from aioinfer.native.tensors import address, rows_address
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.outcomes import BAD_LOGITS

@@ -417,10 +417,8 @@ NATIVE = [
 BY_KERNELS = [(name, "sdpa") for name in FAMILIES] + [(name, "native") for name in NATIVE]
 #: the same of those with recurrent state
 STATEFUL = [(name, kernels) for kernels in ("sdpa", "native") for name in RECURRENT]
-#: those that engines run; ``[*BY_KERNELS, *STATEFUL]`` once engines deal out cells of recurrent state
-IN_ENGINES = BY_KERNELS
-#: families with recurrent state among them
-RECURRENT_IN_ENGINES = [name for name in RECURRENT if (name, "sdpa") in IN_ENGINES]
+#: those that engines run
+IN_ENGINES = [*BY_KERNELS, *STATEFUL]
 
 
 def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:

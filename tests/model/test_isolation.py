@@ -1,4 +1,4 @@
-"""What one request leaves behind in the KV pool reaches no other, not even a NaN."""
+"""What one request leaves behind in the pools of KV and states reaches no other, not even a NaN."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
-from tests.model.checkpoints import IN_ENGINES, RECURRENT_IN_ENGINES, greedy
+from tests.model.checkpoints import IN_ENGINES, RECURRENT, greedy
 from tests.model.harness import fill, require
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
 FAMILIES = ["qwen3", "qwen3-moe", "mistral-window", "gemma2", "olmo3", "gpt2-wide", "gpt-oss", "opt"]
-FAMILIES += RECURRENT_IN_ENGINES
-FAMILIES += ["gemma4-shared", "gemma4-experts"]
+FAMILIES += ["gemma4-shared", "gemma4-experts", *RECURRENT]
 
 
 @pytest.mark.parametrize(("family", "kernels"), [pair for pair in IN_ENGINES if pair[0] in FAMILIES])
@@ -36,6 +35,9 @@ async def test_a_pool_full_of_nan_changes_no_token(
     device = TorchDevice(config)
     batch = prompts(2, 7)
     async with Engine(config, launcher=lambda _: ThreadLauncher(device)) as engine:
-        fill(device._backend._runner.attention, math.nan)  # type: ignore[union-attr]
+        runner = device._backend._runner  # type: ignore[union-attr]
+        fill(runner.attention, math.nan)
+        for states in [] if runner.states is None else runner.states.tensors:
+            states.fill_(math.nan)
         results = await asyncio.gather(*[engine.generate(prompt, GREEDY) for prompt in batch])
     assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]

@@ -15,7 +15,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from tests.model.checkpoints import IN_ENGINES, OWN, RECURRENT_IN_ENGINES, VOCAB, greedy
+from tests.model.checkpoints import IN_ENGINES, OWN, RECURRENT, VOCAB, greedy
 from tests.model.harness import require
 from tests.tiers import battery, grid, points
 
@@ -58,7 +58,7 @@ async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str
     batch = prompts(2, 7)
     wanted = [greedy(oracle, prompt, TOKENS) for prompt in batch]
     changes: dict[str, Any] = {"chunk_size": 6, "max_running_requests": 4, "max_step_tokens": 16}
-    changes |= {"attention_backend": kernels, "max_model_len": 64}
+    changes |= {"attention_backend": kernels, "max_model_len": 64, "state_snapshot_tokens": 1}
     small = EngineConfig(model=str(path), dtype="float32", page_size=8, num_pages=12, threads=1, **changes)
     async with Engine(small) as engine:
         streams = []
@@ -71,6 +71,24 @@ async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str
         results = await asyncio.gather(*streams)
         assert engine.stats().pages_private == 0
     assert [result.token_ids for result in results] == wanted
+
+
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_cached_prefix_is_used_up_to_a_state_that_was_kept(
+    checkpoint: Checkpoint, family: str, kernels: Any
+) -> None:
+    require(kernels)
+    path, oracle = checkpoint(family)
+    common = prompts(7, 1)[0][:1] + list(range(1, 22))
+    batch = [[*common, *range(30 + 5 * at, 33 + 6 * at)] for at in range(4)]
+    with LLM(config(path, attention_backend=kernels, state_snapshot_tokens=1)) as llm:
+        results = [llm.generate([prompt], GREEDY)[0] for prompt in [*batch, batch[0]]]
+        assert llm.stats().snapshot_hits == 3
+    # The second one leaves a state where it parts from the first.
+    assert [result.usage.cached_tokens for result in results] == [0, 0, 16, 16, 24]
+    wanted = [greedy(oracle, prompt, TOKENS) for prompt in batch]
+    assert [result.token_ids for result in results] == [*wanted, wanted[0]]
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -111,7 +129,7 @@ def test_any_kernels_for_experts(checkpoint: Checkpoint, experts: str) -> None:
         "olmo3",
         "glm4",
         "gpt-oss",
-        *RECURRENT_IN_ENGINES,
+        *RECURRENT,
     ],
 )
 def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str) -> None:
@@ -119,7 +137,8 @@ def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str)
     path, oracle = checkpoint(family)
     batch = [prompts(4, 1)[0][:1] + [7] * 15, [9] * 16]
     params = SamplingParams(temperature=0, max_tokens=40)
-    tight = EngineConfig(model=str(path), dtype="float32", page_size=8, num_pages=8, threads=1)
+    settings: dict[str, Any] = {"page_size": 8, "num_pages": 8, "state_snapshot_tokens": 1}
+    tight = EngineConfig(model=str(path), dtype="float32", threads=1, **settings)
     with LLM(tight) as llm:
         results = llm.generate(batch, params)
         assert llm._core.scheduler.queues.counters.retractions > 0
