@@ -121,7 +121,7 @@ def build(
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     give_back()
     pool_bytes = (size.num_pages + 1) * parts.page_bytes + size.state_bytes
-    check_pool(config, pool_bytes, memory_available(), spec.mapped_bytes)
+    check_pool(config, pool_bytes, memory_available(), spec.mapped_bytes, state_bytes=size.state_bytes)
     runner = parts.runner(size.num_pages, size.num_snapshots)
     backend = CpuBackend(runner)
     sizes = parts.kind.graph_sizes(config)

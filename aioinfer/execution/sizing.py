@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _GIB = 1 << 30
+_MIB = 1 << 20
 
 #: at most so much of what the slots' states leave of the memory budget goes to snapshots of states
 _SNAPSHOT_SHARE = 4
@@ -50,12 +51,18 @@ def cpu_budget(config: EngineConfig) -> int:
 
 
 def check_pool(
-    config: EngineConfig, pool_bytes: int, available: Available | None, mapped_bytes: int = 0
+    config: EngineConfig,
+    pool_bytes: int,
+    available: Available | None,
+    mapped_bytes: int = 0,
+    *,
+    state_bytes: int = 0,
 ) -> None:
     """Raise ConfigError if a pool on the CPU is larger than the memory there is.
 
-    ``mapped_bytes``: of weights in a mapped file. They count as available, and would be read again in every
-    step if the pool took their memory.
+    ``pool_bytes``: of KV pages and recurrent states; ``state_bytes``: of the latter alone. ``mapped_bytes``:
+    of weights in a mapped file. They count as available, and would be read again in every step if the pool
+    took their memory.
 
     Its memory is taken as it is used: a pool that is too large would start, and be the end of the process
     when it is full.
@@ -66,9 +73,16 @@ def check_pool(
     knob = f"num_pages is {config.num_pages}"
     if config.num_pages is None:
         knob = f"kv_memory_gib is {config.kv_memory_gib:g}"
+    takes = f"the KV pool takes {pool_bytes / _GIB:.2f} GiB"
+    if state_bytes and config.num_pages is not None:
+        # Their number does not follow from the pages'.
+        knob += f", max_running_requests {config.max_running_requests}"
+        takes = (
+            f"the KV pool takes {(pool_bytes - state_bytes) / _GIB:.2f} GiB, the recurrent states of slots "
+            f"and snapshots {state_bytes / _GIB:.2f} GiB"
+        )
     raise ConfigError(
-        f"{knob}: the KV pool takes {pool_bytes / _GIB:.2f} GiB, "
-        f"and the {available.source} has {left / _GIB:.2f} GiB left beside the model"
+        f"{knob}: {takes}, and the {available.source} has {left / _GIB:.2f} GiB left beside the model"
     )
 
 
@@ -145,8 +159,9 @@ def fit_states(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineConf
     most = (budget // 2 - spec.state_bytes) // each
     if most < 1:
         raise OutOfMemory(
-            f"model: the recurrent state of one request takes {each / _GIB:.2f} GiB, and half of the memory "
-            f"budget has {max(0, budget) / 2 / _GIB:.2f} GiB: more memory (gpu_memory_utilization, "
+            "model: the recurrent state of one request and an empty one take "
+            f"{(each + spec.state_bytes) / _MIB:.1f} MiB, and half of the memory budget has "
+            f"{max(0, budget) / 2 / _MIB:.1f} MiB: more memory (gpu_memory_utilization, "
             "kv_memory_gib) is needed"
         )
     if most >= config.max_running_requests:

@@ -108,6 +108,10 @@ def test_a_pool_beyond_the_memory_is_refused_with_the_setting_it_comes_from() ->
     with pytest.raises(ConfigError, match="num_pages is 77: "):
         check_pool(EngineConfig(num_pages=77), 2 * GIB, left)
     check_pool(EngineConfig(kv_memory_gib=2), 3 * GIB // 2, left)
+    fixed = EngineConfig(num_pages=77, max_running_requests=200)
+    told = r"num_pages is 77, max_running_requests 200: .* takes 0.50 GiB, .* states .* 1.50 GiB, .* has 1.50"
+    with pytest.raises(ConfigError, match=told):
+        check_pool(fixed, 2 * GIB, left, state_bytes=3 * GIB // 2)
 
 
 def test_a_device_does_not_open_with_a_pool_that_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:

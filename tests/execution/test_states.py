@@ -212,6 +212,9 @@ def test_as_many_requests_run_as_half_of_the_memory_has_states_for() -> None:
     assert fit_states(config, SPEC, 2 * 3 * 20).max_running_requests == 1
     with pytest.raises(OutOfMemory, match="recurrent state of one request"):
         fit_states(config, SPEC, 2 * 3 * 20 - 1)
+    large = replace(SPEC, states=(StateShape((1 << 20,), torch.uint8),))
+    with pytest.raises(OutOfMemory, match=r"take 3\.0 MiB, .* has 2\.5 MiB"):
+        fit_states(config, large, 5 << 20)
     fixed = replace(config, num_pages=1)
     assert fit_states(fixed, SPEC, 0) is fixed
     stateless = replace(SPEC, states=())
