@@ -122,6 +122,7 @@ async def test_a_stateful_model_gives_its_tokens(changes: dict[str, Any], graphe
         page_size=4,
         num_pages=40,
         max_running_requests=4,
+        state_snapshot_tokens=1,
         **changes,
     )
     rng, common = random.Random(5), list(range(1, 19))
