@@ -107,7 +107,9 @@ class DeviceInfo:
             size = f", {self.state_bytes / 2**30:.2f} GiB" if self.state_bytes else ""
             parts.append(f"{self.num_snapshots} snapshots of recurrent state{size} with those of the slots")
         if self.max_running_requests is not None:
-            parts.append(f"max_running_requests {self.max_running_requests} (memory has states for no more)")
+            knob = "gpu_memory_utilization" if self.device.startswith("cuda") else "kv_memory_gib"
+            why = f"half of what {knob} gives has recurrent states for no more"
+            parts.append(f"max_running_requests {self.max_running_requests} ({why})")
         why = f" ({self.length_reason})" if self.length_reason else ""
         parts.append(f"max_model_len {self.max_model_len}{why}")
         parts.append(f"overlap_steps {self.overlap_steps}")

@@ -222,6 +222,35 @@ def test_as_many_requests_run_as_half_of_the_memory_has_states_for() -> None:
     assert fit_states(config, stateless, 0) is config
 
 
+class HeavyDevice(TorchDevice):
+    def _load(self, device: torch.device, progress: Progress | None) -> Any:
+        model = Running()
+        model.spec = replace(SPEC, states=(StateShape((512,), torch.int64), SPEC.states[1]))
+        return model
+
+
+async def test_an_engine_runs_as_many_requests_as_it_has_states_for() -> None:
+    """A state is 4100 bytes, and a request has two slots: half of 64 KiB has those of three requests."""
+    settings = EngineConfig(
+        model="running", device="cpu", page_size=4, kv_memory_gib=2**-14, max_running_requests=10
+    )
+    device = HeavyDevice(settings)
+    engine = Engine(settings, launcher=lambda _: InlineLauncher(device), tokenizer=lambda _: None)
+    async with engine:
+        assert (engine.info.max_running_requests, engine.info.num_snapshots) == (3, 2)
+        assert "max_running_requests 3 (half of what kv_memory_gib gives" in engine.info.decisions
+        most = 0
+        streams = [
+            engine.generate([at, 1, 2], SamplingParams(temperature=0, max_tokens=9)) for at in range(8)
+        ]
+        while not all(stream.done for stream in streams):
+            most = max(most, engine.stats().running)
+            await asyncio.sleep(0)
+        assert most == 3
+        for at, stream in enumerate(streams):
+            assert (await stream).token_ids == generated([at, 1, 2], 9)
+
+
 def test_a_diffusion_model_with_state_is_refused() -> None:
     spec = replace(SPEC, block_size=4, mask_token_id=3)
     with pytest.raises(ConfigError, match="recurrent state"):
