@@ -179,12 +179,10 @@ class Core:
                 until=len(prompt_ids) + params.min_tokens,
             )
         # Forced tokens are not sampled, so they have no logprobs. They also void the steps in flight, so
-        # there must be more of them than those steps would have sampled.
-        least_forced = (
-            (self._config.overlap_steps or 0) + 2
-            if self._config.fast_forward and params.logprobs is None
-            else 0
-        )
+        # there must be more of them than those steps would have sampled. A recurrent state is void with these
+        # steps, too: without snapshots all would be computed again from the first token on.
+        forwards = self._config.fast_forward and params.logprobs is None and self.info.num_snapshots != 0
+        least_forced = (self._config.overlap_steps or 0) + 2 if forwards else 0
         refusal: InvalidRequest | None = None
         for _ in range(1 if params.structure is None else 2):
             backend, matcher = self._matcher(params)

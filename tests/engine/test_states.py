@@ -11,7 +11,7 @@ import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
-from aioinfer.params import SamplingParams
+from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.states import StateCells
@@ -90,6 +90,20 @@ async def test_requests_that_arrive_together_compute_a_common_prefix_once(make_e
         assert sorted(cached) == [0, 32, 32, 32, 32, 32]
         assert engine.stats().prefill_tokens == 33 + 5
         assert engine.stats().snapshot_hits == 5
+        await settle(engine)
+
+
+@pytest.mark.parametrize("snapshots", [0, 8])
+async def test_forced_tokens_are_sampled_where_a_rewind_would_begin_anew(
+    make_engine: MakeEngine, snapshots: int
+) -> None:
+    pytest.importorskip("llguidance")
+    settings: dict[str, Any] = {"page_size": 4, "state_snapshot_tokens": 1}
+    params = SamplingParams(temperature=0, grammar=Grammar("regex", "[d-h]vwxyzvwxyzvwxyz"), max_tokens=30)
+    async with make_engine(device=toy(settings, snapshots), tokenizer=ToyTokenizer, **settings) as engine:
+        result = await engine.generate(SYSTEM, params)
+        assert result.text[1:] == "vwxyzvwxyzvwxyz"
+        assert (engine.stats().forced_tokens > 0) == (snapshots > 0)
         await settle(engine)
 
 
