@@ -56,9 +56,11 @@ class LayerKernels(Protocol):
     def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
         """A linear layer from a weight [outputs, inner]; ``exact``: it is not to be rounded."""
 
-    def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+    def gated_mlp(
+        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool = False
+    ) -> FeedForward:
         """A dense feed-forward part, from ``gate_up`` [2 * middle, hidden], the rows of gate first, and
-        ``down`` [hidden, middle]."""
+        ``down`` [hidden, middle]; ``shared``: it is the shared expert of a mixture."""
 
     def plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         """A dense feed-forward part, from ``up`` [middle, hidden] and ``down`` [hidden, middle]."""
@@ -105,7 +107,9 @@ class TorchLayers:
     def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
         return self.make_linear(stored.load(), stored.bias())
 
-    def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+    def gated_mlp(
+        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool = False
+    ) -> FeedForward:
         return GatedMLP(self.linear(gate_up), self.linear(down), gate, self.operations)
 
     def plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:

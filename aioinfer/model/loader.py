@@ -181,8 +181,11 @@ def _check_fallback(
 
 def _kept(tensors: Tensors) -> frozenset[str]:
     """Names of the weights that native layers keep as they are quantised; experts are dequantised."""
+    experts = ".experts", ".shared_expert"
     return frozenset(
-        name for name in tensors.names if ".experts" not in name and tensors.rounding(name) is not None
+        name
+        for name in tensors.names
+        if not any(part in name for part in experts) and tensors.rounding(name) is not None
     )
 
 

@@ -291,9 +291,12 @@ class NativeLayers:
     def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
         return self._packed(stored, None if exact else self._rounding)
 
-    def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
-        both = self._packed(gate_up, self._rounding, gated=True)
-        return NativeMLP(both, self._packed(down, self._rounding), gate)
+    def gated_mlp(
+        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool = False
+    ) -> FeedForward:
+        # A shared expert reads the inputs of the others, whose weights are never as they are stored.
+        both = self._packed(gate_up, self._rounding, gated=True, as_stored=not shared)
+        return NativeMLP(both, self._packed(down, self._rounding, as_stored=not shared), gate)
 
     def plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         return NativeMLP(self._packed(up, self._rounding), self._packed(down, self._rounding), gate)
@@ -371,10 +374,11 @@ class NativeLayers:
         *,
         gated: bool = False,
         weight: torch.Tensor | None = None,
+        as_stored: bool = True,
     ) -> NativeLinear:
-        """``weight``: the matrix, if it has been read."""
+        """``weight``: the matrix, if it has been read; ``as_stored``: one that is quantised may stay so."""
         shape, pool, blobs = stored.shape, self._pool, self._blobs
-        if self._quantised(stored):
+        if as_stored and self._quantised(stored):
             return self._as_stored(stored, gated=gated)
         own = None if rounding is None else rounding.for_size(shape[1])
         found = None if blobs is None else blobs.find(stored.name)

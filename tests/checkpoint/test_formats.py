@@ -379,6 +379,33 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
     assert result.token_ids == greedy(oracle, prompt, 10)
 
 
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+def test_a_shared_expert_is_dequantised_as_the_others_are(tmp_path: Path, kernels: Any) -> None:
+    require(kernels)
+    oracle = make_checkpoint("qwen3.5-moe", tmp_path)
+    config, encode, _ = FORMATS["int8"]
+    tensors: Parts = {}
+    for key, tensor in load_file(tmp_path / "model.safetensors").items():
+        if "shared_expert." not in key:
+            tensors[key] = tensor
+            continue
+        parts, made = encode(tensor)
+        tensors |= {f"{key.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
+        with torch.no_grad():
+            oracle.get_parameter(key).copy_(made)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+    assert inspect_model(tmp_path, dtype="auto", device=torch.device("cpu")).stored_bits == []
+    prompt = [random.Random(3).randrange(200) for _ in range(9)]
+    settings = EngineConfig(
+        model=str(tmp_path), dtype="float32", num_pages=64, threads=1, attention_backend=kernels
+    )
+    with LLM(settings) as llm:
+        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
+    assert result.token_ids == greedy(oracle, prompt, 10)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

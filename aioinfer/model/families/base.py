@@ -102,17 +102,19 @@ class Source:
         *,
         bias: bool = False,
         fused: bool = False,
+        shared: bool = False,
         names: tuple[str, str, str] = GATE_UP_DOWN,
     ) -> FeedForward:
         """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions; ``fused``: gate and
-        up are one tensor; ``names``: of the tensors of gate, up and down."""
+        up are one tensor; ``shared``: it is the shared expert of a mixture; ``names``: of the tensors of
+        gate, up and down."""
         weights, hidden = self.weights, self.config.hidden_size
         both, rows = [f"{prefix}.{name}" for name in names[:2]], [middle, middle]
         if fused:
             both, rows = [f"{prefix}.gate_up_proj"], [2 * middle]
         gate_up = StoredMatrix(weights, both, rows, hidden, bias=bias)
         down = StoredMatrix(weights, [f"{prefix}.{names[2]}"], [hidden], middle, bias=bias)
-        return self.kernels.gated_mlp(gate_up, down, gate)
+        return self.kernels.gated_mlp(gate_up, down, gate, shared=shared)
 
     def sparse(
         self,

@@ -79,7 +79,9 @@ class LLaDA2(Family):
         if source.experts is None or index not in self.sparse_layers(config):
             return source.gated_mlp(prefix, config.intermediate_size)
         middle, count = config.moe_intermediate_size, config.num_shared_experts
-        shared = source.gated_mlp(f"{prefix}.shared_experts", middle * count) if count else None
+        shared = None
+        if count:
+            shared = source.gated_mlp(f"{prefix}.shared_experts", middle * count, shared=True)
         return source.sparse(_rule(source, prefix), f"{prefix}.experts", shared)
 
 

@@ -145,7 +145,8 @@ class Qwen3Next(LlamaLike):
         hidden, weights = config.hidden_size, source.weights
         gates = weights.take(f"{prefix}.gate.weight", (config.num_experts, hidden))
         rule = SoftmaxRouter(gates, config.num_experts_per_tok, getattr(config, "norm_topk_prob", True))
-        expert = source.gated_mlp(f"{prefix}.shared_expert", config.shared_expert_intermediate_size)
+        middle = config.shared_expert_intermediate_size
+        expert = source.gated_mlp(f"{prefix}.shared_expert", middle, shared=True)
         gate = weights.take(f"{prefix}.shared_expert_gate.weight", (1, hidden))
         return source.sparse(rule, f"{prefix}.experts", GatedExpert(expert, gate))
 
