@@ -18,6 +18,7 @@ _LARGEST = 2**31 - 1
 #: integers from 1 on
 _SIZES = frozenset(
     {
+        "block_ff_dim",
         "block_multiple_of",
         "conv_L_cache",
         "global_head_dim",

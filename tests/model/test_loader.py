@@ -165,6 +165,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path, family: str, name: s
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache in config.json must be an integer in"),
         ("lfm2", {"norm_eps": -1.0}, "norm_eps in config.json must be a positive number"),
         ("lfm2", {"block_multiple_of": 0}, "block_multiple_of in config.json must be an integer in"),
+        ("lfm2", {"block_ff_dim": 0}, "block_ff_dim in config.json must be an integer in"),
         ("qwen3.5", {"linear_num_key_heads": 0}, "linear_num_key_heads in config.json must be an integer in"),
         ("qwen3.5", {"linear_key_head_dim": 32}, "in_proj_qkv.weight is shaped"),
         ("qwen3.5", {"linear_num_key_heads": 3}, "4 heads of values are no multiple of 3"),

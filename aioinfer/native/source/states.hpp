@@ -12,7 +12,8 @@ struct RowStates {
 };
 
 inline void check(const RowStates& states, int64_t rows) {
-  require(states.read != nullptr && states.write != nullptr, "a step without cells for the states of its rows");
+  const bool given = states.read != nullptr && states.write != nullptr;
+  require(given || rows == 0, "a step without cells for the states of its rows");
   require_below("read", states.read, rows, states.cells);
   require_below("write", states.write, rows, states.cells);
 }
