@@ -176,13 +176,13 @@ class EngineConfig:
     state_snapshots: int | None = _option(
         None,
         "memory",
-        "recurrent states kept for cached prefixes; 0: no prefix is reused; default: by the memory budget",
+        "recurrent states kept for cached prefixes; default: by the budget",
         _NOT_NEGATIVE,
     )
     state_snapshot_tokens: int = _option(
         64,
         "memory",
-        "tokens of a prompt that a recurrent state must save to be kept: it costs a further prefill step",
+        "tokens that a recurrent state must save to be kept",
         _AT_LEAST_ONE,
     )
     share_prefix_tokens: int = _option(
