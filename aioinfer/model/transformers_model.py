@@ -158,8 +158,7 @@ def _refuse_unknown(architecture: str) -> None:
     if architecture not in known:
         more = ""
         if architecture.endswith("ForConditionalGeneration"):
-            loaded = (name for name, wrapper in WRAPPERS.items() if not wrapper.lacking)
-            more = f"; of models with more than text, the text part of {', '.join(loaded)} can be loaded"
+            more = f"; of models with more than text, the text part of {', '.join(WRAPPERS)} can be loaded"
         raise ConfigError(f"model: {architecture} is no causal language model of transformers{more}")
 
 

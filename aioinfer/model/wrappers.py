@@ -35,8 +35,6 @@ class Wrapper(NamedTuple):
     model_type: str | None = None
     #: fields of the text model's config that its class does not have, because they are always the same
     fields: Mapping[str, Any] = MappingProxyType({})
-    #: why the text model cannot be loaded; empty if it can
-    lacking: str = ""
 
 
 _VISUAL = ("visual.",)
@@ -81,10 +79,6 @@ def text_part(checkpoint: Checkpoint, config: Any, *, stored: bool) -> tuple[Che
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None or not isinstance(checkpoint, Directory):
         return checkpoint, config
-    if wrapper.lacking:
-        raise ConfigError(
-            f"model: the text model of {architecture} is not supported, not even alone: {wrapper.lacking}"
-        )
     text, stated = getattr(config, "text_config", None), checkpoint.config()
     if text is None:
         raise ConfigError(f"model: the config of {checkpoint.path.name} has no text_config")

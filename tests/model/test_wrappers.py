@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from aioinfer.checkpoint.tensors import SafetensorsTensors
 from aioinfer.cli.doctor import examine
@@ -22,7 +21,6 @@ from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import inspect_model, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
-from aioinfer.model.wrappers import WRAPPERS
 from aioinfer.params import SamplingParams
 from tests.checkpoint.test_formats import FORMATS
 from tests.model.checkpoints import VOCAB, greedy
@@ -320,17 +318,6 @@ def test_a_tensor_under_two_names_is_an_error(tmp_path: Path) -> None:
     edit_tensors(tmp_path, lambda tensors: {**tensors, "language_model.model.norm.weight": torch.ones(64)})
     with pytest.raises(ConfigError, match=r"norm\.weight is in the checkpoint as .*norm\.weight, too"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("architecture", [name for name, each in WRAPPERS.items() if each.lacking])
-def test_a_text_model_that_cannot_run_is_refused_with_the_reason(tmp_path: Path, architecture: str) -> None:
-    config_class = getattr(transformers, architecture).config_class
-    stated = config_class().to_dict() | {"architectures": [architecture]}
-    (tmp_path / "config.json").write_text(json.dumps(stated, default=str))
-    expected = f"text model of {architecture} is not supported, not even alone: it"
-    for read in (load, lambda path: inspect_model(path, dtype="auto", device=CPU)):
-        with pytest.raises(ConfigError, match=expected):
-            read(tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "gemma3", "no-such-type"])
