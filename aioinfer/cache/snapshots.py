@@ -74,8 +74,8 @@ class SnapshotPool(CachedPool):
 
     def uncache(self, snapshot: Snapshot) -> None:
         """It does not any more."""
-        del self._used[snapshot]
         self.drop([snapshot.item], snapshot.fence)
+        del self._used[snapshot]
 
     def check(self) -> None:
         super().check()
@@ -145,8 +145,8 @@ class SnapshotTree(RadixTree):
             return False
         if node.parent is None or node.detached or node.snapshot is not None:
             return False
-        node.snapshot, snapshot.node = snapshot, node
         self.pool.cache(snapshot)
+        node.snapshot, snapshot.node = snapshot, node
         self.version += 1
         return True
 
@@ -165,8 +165,9 @@ class SnapshotTree(RadixTree):
     def _lose_end(self, node: Node) -> None:
         snapshot = node.snapshot
         if snapshot is not None:
-            node.snapshot = snapshot.node = None
+            # First what may raise: a snapshot that the pool knows has a node.
             self.pool.uncache(snapshot)
+            node.snapshot = snapshot.node = None
 
     # -- checks ---------------------------------------------------------------------------------
 

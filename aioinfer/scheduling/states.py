@@ -145,10 +145,12 @@ class StateCells:
         assert self.tree is not None
         lock, committed = request.kv.lock, request.cursor.committed
         while states.taken and states.taken[0].position <= committed:
-            snapshot = states.taken.pop(0)
+            # Out of the list last: what raises before leaves it to be released with the request.
+            snapshot = states.taken[0]
             shared = lock is not None and request.kv.cacheable and self.tree.attach(snapshot, lock)
             if not shared and snapshot is not states.source:
                 self.tree.pool.give((snapshot.item,), snapshot.fence)
+            del states.taken[0]
 
     def release(self, request: Request) -> None:
         """The request gives up what is its own. Its lock must still be held."""
