@@ -209,7 +209,7 @@ class StateCells:
         if source.node is None and source not in states.taken:
             # It could not be shared when its chunk resolved.
             assert self.tree is not None
-            self.tree.pool.give((source.item,), source.fence)
+            self.tree.pool.give((source.item,), min(source.fence, request.kv.last_step))
 
     def _let_go(self, request: Request) -> None:
         states = request.kv.states
@@ -217,7 +217,8 @@ class StateCells:
         self._leave_source(request)
         for snapshot in states.taken:
             assert self.tree is not None
-            self.tree.pool.give((snapshot.item,), snapshot.fence)
+            # A chunk whose planning was abandoned is in no step.
+            self.tree.pool.give((snapshot.item,), min(snapshot.fence, request.kv.last_step))
         states.taken.clear()
 
     # -- checks ---------------------------------------------------------------------------------
