@@ -80,9 +80,10 @@ class Texts:
 
     def abort(self, request: Request, error: BaseException | None) -> bool:
         """End a request, whatever its state; False if it and its text had ended already."""
-        running = self._queues.finish(request, "abort", error)
-        if not running and not request.text_behind:
+        if request.finished_at is not None:
             return False
+        # A request that has finished, but for the text of its last tokens, ends without them.
+        self._queues.finish(request, "abort", error)
         request.finish_reason, request.error = "abort", error
         self._caught_up(request)
         request.finished_at = self._clock()
