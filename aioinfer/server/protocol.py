@@ -285,7 +285,7 @@ def _sampling(
         names["grammar"], values["grammar"] = grammar
     values["logprobs"] = logprobs
     if logprobs is not None and _flag(body, "echo"):
-        values["prompt_logprobs"] = logprobs
+        values["prompt_logprobs"], names["prompt_logprobs"] = logprobs, "echo"
     try:
         return SamplingParams(**values)
     except InvalidRequest as refused:

@@ -131,6 +131,9 @@ async def test_unsupported_diffusion_fields_are_a_400(serving: Serving) -> None:
         for field, value, param in REFUSED:
             error = await refusal(**{field: value, "logprobs": field == "top_logprobs"})
             assert (error["param"], "diffusion model" in error["message"]) == (param, True), error
+        with pytest.raises(openai.BadRequestError) as echoed:
+            await client.completions.create(**ASK, prompt="abc", echo=True, logprobs=0)
+        assert echoed.value.param == "echo"
         assert served.engine.stats().admitted == 0
         for nothing in (None, {}, {"threshold": None, "step_map": None}):
             body = {**EXTRA, "diffusion": nothing, "frequency_penalty": 0, "logit_bias": {}, "logprobs": True}
