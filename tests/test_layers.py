@@ -29,6 +29,8 @@ LAYERS: list[set[str]] = [
     {"server"},
     # what an application holds: the engine in its event loop, and the one without a loop
     {"engine", "llm"},
+    # messages, tools and response formats of chats, and the parts of answers
+    {"chat"},
     # the loop: admission of requests, driver of steps; the toy device, simulated launchers and clocks
     {"loop", "testing"},
     # everything that touches a device: launch thread, packing, graphs, runner

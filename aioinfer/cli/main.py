@@ -110,7 +110,7 @@ def _run(command: Coroutine[Any, Any, int]) -> int:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    from aioinfer.server.listening import bind, check_open_files
+    from aioinfer.server.http.listening import bind, check_open_files
 
     engine_config = read_settings(EngineConfig, options)
     config = read_settings(ServerConfig, options)

@@ -13,12 +13,12 @@ from aiohttp.typedefs import Handler, Middleware
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError
-from aioinfer.server.access import WebAccess
-from aioinfer.server.connections import Connections
-from aioinfer.server.failures import as_failure
-from aioinfer.server.limits import MOST_BODY_MIB
-from aioinfer.server.listening import bind, cannot_listen, connection_limit
-from aioinfer.server.logs import ACCESS, ACCESS_FORMAT, HTTP
+from aioinfer.server.http.access import WebAccess
+from aioinfer.server.http.connections import Connections
+from aioinfer.server.http.failures import as_failure
+from aioinfer.server.http.limits import MOST_BODY_MIB
+from aioinfer.server.http.listening import bind, cannot_listen, connection_limit
+from aioinfer.server.http.logs import ACCESS, ACCESS_FORMAT, HTTP
 from aioinfer.server.routes import Routes
 
 __all__ = ["create_app", "serve", "setup"]

@@ -22,7 +22,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
 from aioinfer.loop.tuning import frozen
 from aioinfer.server import serve
-from aioinfer.server.listening import bind
+from aioinfer.server.http.listening import bind
 from tests.server.test_mounting import make_engine
 from tests.tiers import PROGRAM
 

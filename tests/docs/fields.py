@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 
-from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Harmless, Honoured, Table, Unsupported
+from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
 from tests.docs.pages import ROOT
 
 __all__ = ["PAGE", "rewritten"]

@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Harmless, Honoured, Table, Unsupported
+from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
 
 __all__ = ["request"]
 

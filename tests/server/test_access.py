@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from aioinfer.config import ServerConfig, is_loopback
-from aioinfer.server.failures import Failure
+from aioinfer.server.http.failures import Failure
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import errors, request
 from tests.server.test_adversity import ENDLESS

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aioinfer.chat.answers import AnswerFormat, ChatFormat
+from aioinfer.chat.tools import parse_tools
 from aioinfer.params import SamplingParams
-from aioinfer.server.answers import AnswerFormat, ChatFormat
-from aioinfer.server.tools import parse_tools
 from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
 from aioinfer.text.tool_calls import PARSERS, Hermes, Qwen3Coder, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures

@@ -16,10 +16,10 @@ import pytest
 
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.step import Step
-from aioinfer.server.connections import Connections
-from aioinfer.server.disconnects import ClientGone, unless_gone, unless_raises
-from aioinfer.server.listening import connection_limit
-from aioinfer.server.logs import Throttle
+from aioinfer.server.http.connections import Connections
+from aioinfer.server.http.disconnects import ClientGone, unless_gone, unless_raises
+from aioinfer.server.http.listening import connection_limit
+from aioinfer.server.http.logs import Throttle
 from tests.engine.conftest import Gate
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import Raw, errors, request

@@ -12,7 +12,7 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.loop import factory
 from aioinfer.params import SamplingParams
-from aioinfer.server.protocol import Call, Served, parse_completion
+from aioinfer.server.openai.protocol import Call, Served, parse_completion
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from aioinfer.text.output import UNKNOWN

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from aioinfer.chat.answers import ChatFormat
+from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.chat.messages import parse_messages
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
-from aioinfer.server.answers import ChatFormat
-from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Harmless, Honoured, Table, Unsupported
-from aioinfer.server.messages import parse_messages
-from aioinfer.server.protocol import Call, Served, parse_chat, parse_completion
+from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
+from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_completion
 from aioinfer.text.template import names_read
 from aioinfer.text.tool_calls import Hermes
 
@@ -373,7 +374,7 @@ def test_what_clients_send_on_their_own_is_accepted(client: str) -> None:
 
 
 def test_the_tables_of_nested_objects_refuse_what_they_do_not_know() -> None:
-    from aioinfer.server.fields import check
+    from aioinfer.chat.fields import check
 
     for path, table in NESTED.items():
         with pytest.raises(InvalidRequest) as caught:
@@ -393,7 +394,7 @@ def test_neutral_values_are_compared_as_json() -> None:
 
 @pytest.mark.parametrize("model", ["", "gpt-4", 5, [], {}, "x" * 100_000])
 def test_only_the_served_name_is_a_model(model: Any) -> None:
-    from aioinfer.server.failures import Refused
+    from aioinfer.server.http.failures import Refused
 
     with pytest.raises(Refused) as caught:
         chat(model=model)

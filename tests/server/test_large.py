@@ -17,22 +17,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aioinfer.chat.answers import ChatFormat
 from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, TokenLogprob, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server import pace, parsing, pieces, protocol
-from aioinfer.server.answers import ChatFormat
-from aioinfer.server.failures import Refused
-from aioinfer.server.limits import Limits
-from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs, Speller, divided
-from aioinfer.server.pace import Pace
-from aioinfer.server.parsing import BodyParser, decompress
-from aioinfer.server.pieces import PiecesPayload
-from aioinfer.server.protocol import Call, parse_chat, parse_completion
-from aioinfer.server.protocol import Served as Offer
-from aioinfer.server.shapes import CHAT, COMPLETION, Shape
-from aioinfer.server.whole import whole_answer
+from aioinfer.server.http.failures import Refused
+from aioinfer.server.http.limits import Limits
+from aioinfer.server.http.pace import Pace
+from aioinfer.server.http.parsing import BodyParser, decompress
+from aioinfer.server.http.pieces import PiecesPayload
+from aioinfer.server.openai.cost import check_answer
+from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller, divided
+from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
+from aioinfer.server.openai.protocol import Served as Offer
+from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape
+from aioinfer.server.openai.whole import whole_answer
 from aioinfer.testing import ToyTokenizer
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import request
@@ -269,10 +270,10 @@ def test_the_number_of_messages_is_limited() -> None:
 def test_the_logprobs_of_an_answer_are_limited(body: dict[str, Any], refused: bool) -> None:
     call = parse_completion(json.dumps({"prompt": "x", **body}).encode(), OFFER)
     if not refused:
-        LIMITS.check_answer(call)
+        check_answer(call, LIMITS)
         return
     with pytest.raises(InvalidRequest, match="max_answer_logprobs") as error:
-        LIMITS.check_answer(call)
+        check_answer(call, LIMITS)
     assert error.value.field == "logprobs"
 
 
@@ -285,10 +286,10 @@ def test_the_prompts_that_an_answer_repeats_are_limited(stream: bool) -> None:
             body = {"prompt": asked, "n": n, "echo": echo, "stream": stream}
             call = parse_completion(json.dumps(body).encode(), OFFER)
             if not refused:
-                LIMITS.check_answer(call)
+                check_answer(call, LIMITS)
                 continue
             with pytest.raises(InvalidRequest, match="max_answer_logprobs") as error:
-                LIMITS.check_answer(call)
+                check_answer(call, LIMITS)
             assert error.value.field == "echo"
 
 

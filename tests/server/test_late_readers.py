@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.outputs import Chunk, TokenLogprob, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server import pace
-from aioinfer.server.answers import AnswerFormat, ChatFormat
-from aioinfer.server.pace import Pace
-from aioinfer.server.protocol import Served, parse_chat
-from aioinfer.server.shapes import CHAT
+from aioinfer.server.http.pace import Pace
+from aioinfer.server.openai.protocol import Served, parse_chat
+from aioinfer.server.openai.shapes import CHAT
 from aioinfer.text.reasoning import REASONING_PARSERS
 from aioinfer.text.tool_calls import Hermes, states
 from tests.server.chats import ROME

@@ -16,10 +16,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
-from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Harmless, Honoured, Table, Unsupported
+from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
 from tests.server.near_valid import request
 from tests.tiers import points
 

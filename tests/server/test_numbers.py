@@ -7,11 +7,12 @@ from dataclasses import fields
 
 import pytest
 
+from aioinfer.chat.answers import ChatFormat
+from aioinfer.chat.fields import Honoured
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
-from aioinfer.server.answers import ChatFormat
-from aioinfer.server.fields import COMPLETION, Honoured
-from aioinfer.server.protocol import Served, parse_completion
+from aioinfer.server.openai.fields import COMPLETION
+from aioinfer.server.openai.protocol import Served, parse_completion
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import errors, request
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from aioinfer.params import SamplingParams
-from aioinfer.server.protocol import Served, parse_completion
+from aioinfer.server.openai.protocol import Served, parse_completion
 from aioinfer.testing import ToyTokenizer, toy_generate
 from aioinfer.testing.toy import toy_logprob
 from tests.server.conftest import Serving

@@ -10,9 +10,9 @@ import aiohttp
 import openai
 import pytest
 
-from aioinfer.server.fields import CHAT as CHAT_FIELDS
-from aioinfer.server.fields import COMPLETION as COMPLETION_FIELDS
-from aioinfer.server.fields import Honoured
+from aioinfer.chat.fields import Honoured
+from aioinfer.server.openai.fields import CHAT as CHAT_FIELDS
+from aioinfer.server.openai.fields import COMPLETION as COMPLETION_FIELDS
 from aioinfer.testing import ToyDevice
 from tests.server.chats import tool
 from tests.server.conftest import Bundled, Serving

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioinfer.server.sse import ClientGone, EventStream
+from aioinfer.server.http.sse import ClientGone, EventStream
 
 
 class Stuck:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aioinfer.config import ServerConfig
-from aioinfer.server.answers import ChatFormat
+from aioinfer.chat.answers import ChatFormat
 from aioinfer.testing import ToyTokenizer
 from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
@@ -74,10 +73,10 @@ def test_reasoning_is_split_off_where_the_template_knows_it(
 
 def test_a_server_takes_the_formats_of_its_model_unless_told_otherwise() -> None:
     tokenizer = ToyTokenizer()
-    assert ChatFormat.of(ServerConfig(), tokenizer).tools is None
+    assert ChatFormat.of(tokenizer, "auto", "auto").tools is None
     tokenizer.chat_templates = (HERMES, THINKING)
-    found = ChatFormat.of(ServerConfig(), tokenizer)
+    found = ChatFormat.of(tokenizer, "auto", "auto")
     assert (found.tools, found.reasoning) == (Hermes, Qwen3)
-    told = ChatFormat.of(ServerConfig(tool_call_parser=None, reasoning_parser="deepseek-r1"), tokenizer)
+    told = ChatFormat.of(tokenizer, None, "deepseek-r1")
     assert (told.tools, told.reasoning) == (None, DeepSeekR1)
-    assert ChatFormat.of(ServerConfig(), None).tools is None
+    assert ChatFormat.of(None, "auto", "auto").tools is None

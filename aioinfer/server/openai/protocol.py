@@ -1,7 +1,8 @@
 """Protocol: the bytes of a request in OpenAI's protocol become one checked :class:`Call`.
 
 A body enters this package once, in :func:`parse_chat` or :func:`parse_completion`. No field is ignored: see
-:mod:`aioinfer.server.fields`. An error names the field of the body, and not the parameter that it stands for.
+:mod:`aioinfer.server.openai.fields`. An error names the field of the body, and not the parameter that it
+stands for.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from aioinfer.chat.answers import AnswerFormat, ChatFormat
+from aioinfer.chat.fields import Honoured, Table, check
+from aioinfer.chat.messages import UNREAD, parse_messages
+from aioinfer.chat.structured import parse_grammar
+from aioinfer.chat.tools import parse_tools
 from aioinfer.engine import Prompt
 from aioinfer.errors import ConstraintFailed, InvalidRequest, shown
 from aioinfer.params import SamplingParams
-from aioinfer.server.answers import AnswerFormat, ChatFormat
-from aioinfer.server.diffusion import parse_diffusion
-from aioinfer.server.failures import Failure, Refused
-from aioinfer.server.fields import CHAT, COMPLETION, NESTED, Honoured, Table, check
-from aioinfer.server.messages import UNREAD, parse_messages
-from aioinfer.server.structured import parse_grammar
-from aioinfer.server.tools import parse_tools
+from aioinfer.server.http.failures import Failure, Refused
+from aioinfer.server.openai.diffusion import parse_diffusion
+from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
 
 __all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"]
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from aioinfer.chat.fields import NESTED, check
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.server.fields import NESTED, check
 
 __all__ = ["UNREAD", "parse_messages"]
 

@@ -7,14 +7,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.outputs import Result
-from aioinfer.server.answers import AnswerReader
-from aioinfer.server.diffusion import step_map_field
-from aioinfer.server.logprobs import Speller
-from aioinfer.server.pace import Pace
-from aioinfer.server.pieces import PIECE, Pieces
-from aioinfer.server.protocol import Call
-from aioinfer.server.shapes import Shape, usage_body
+from aioinfer.server.http.pace import Pace
+from aioinfer.server.http.pieces import PIECE, Pieces
+from aioinfer.server.openai.diffusion import step_map_field
+from aioinfer.server.openai.logprobs import Speller
+from aioinfer.server.openai.protocol import Call
+from aioinfer.server.openai.shapes import Shape, usage_body
 
 __all__ = ["whole_answer"]
 

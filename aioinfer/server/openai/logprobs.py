@@ -10,7 +10,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 
 from aioinfer.outputs import Chunk, TokenLogprob
-from aioinfer.server.pace import Pace
+from aioinfer.server.http.pace import Pace
 
 __all__ = ["ChatLogprobs", "CompletionLogprobs", "Speller", "divided"]
 

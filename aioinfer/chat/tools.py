@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aioinfer.chat.fields import NESTED, check
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.server.fields import NESTED, check
 
 __all__ = ["Function", "Tools", "parse_tools"]
 

@@ -1,50 +1,18 @@
 """Fields: every field of a request body, and what the server does with it.
 
-There is one table per object of the protocol. A field is *honoured*; or *harmless*, which is accepted
-because it cannot change the answer; or *unsupported*, which is refused unless its value changes nothing. A
-field in no table is refused. Null is the same as an absent field, everywhere. ``docs/fields.md`` is generated
-from these tables.
+:mod:`aioinfer.chat.fields` has the rules and the objects within a chat. ``docs/fields.md`` is generated from
+all tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from aioinfer import plugins
-from aioinfer.errors import InvalidRequest
+from aioinfer.chat import fields as chat
+from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 
-__all__ = ["CHAT", "COMPLETION", "NESTED", "Harmless", "Honoured", "Table", "Unsupported", "check"]
-
-#: characters of an unknown field in an error
-_MAX_NAME = 80
-
-
-@dataclass(frozen=True, slots=True)
-class Honoured:
-    """What the field does; ``param`` is its name in SamplingParams, if it has one."""
-
-    meaning: str
-    param: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Harmless:
-    """Why the field cannot change the answer."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """The values that change nothing, and what to use instead of others."""
-
-    neutral: tuple[Any, ...] = ()
-    instead: str = ""
-
-
-Table = Mapping[str, Honoured | Harmless | Unsupported]
+__all__ = ["CHAT", "COMPLETION", "NESTED"]
 
 _OFF = Unsupported((False,))
 _NO = Unsupported()
@@ -239,8 +207,6 @@ COMPLETION: Table = {
     "suffix": Unsupported(("",)),
 }
 
-_FUNCTION_CHOICE: Table = {"name": Honoured("the function to call")}
-
 #: objects within a body, by their path
 NESTED: Mapping[str, Table] = {
     "stream_options": {
@@ -248,108 +214,5 @@ NESTED: Mapping[str, Table] = {
         "continuous_usage_stats": Honoured("every event has the token counts of its choice so far"),
         "include_obfuscation": Harmless("padding of events"),
     },
-    "response_format": {
-        "type": Honoured("`text`, `json_object` or `json_schema`"),
-        "json_schema": Honoured("of type `json_schema`"),
-        "schema": Honoured("of type `json_object`: its JSON schema"),
-    },
-    "response_format.json_schema": {
-        "schema": Honoured("the JSON schema"),
-        "name": Harmless("a label"),
-        "description": Harmless("a label"),
-        "strict": Harmless("every schema is enforced"),
-    },
-    "structured_outputs": {
-        "json": Honoured("as `guided_json`"),
-        "json_object": Honoured("as `guided_json_object`"),
-        "regex": Honoured("as `guided_regex`"),
-        "choice": Honoured("as `guided_choice`"),
-        "grammar": Honoured("as `guided_grammar`"),
-        "structural_tag": _NO,
-        "whitespace_pattern": _NO,
-        "disable_fallback": Harmless("there is no fallback"),
-        "disable_any_whitespace": _OFF,
-        "disable_additional_properties": _OFF,
-    },
-    "tools[]": {
-        "type": Honoured("`function`"),
-        "function": Honoured("a function"),
-        "cache_control": Harmless("how long a prefix stays cached"),
-    },
-    "tools[].function": {
-        "name": Honoured("1 to 64 letters, digits, `_`, `-`"),
-        "description": Honoured("goes to the chat template"),
-        "parameters": Honoured("the JSON schema of the arguments"),
-        "strict": Honoured("the arguments obey the schema"),
-    },
-    "tool_choice": {"type": Honoured("`function`"), "function": Honoured("the function to call")},
-    "tool_choice.function": _FUNCTION_CHOICE,
-    "messages[]": {
-        "role": Honoured("goes to the chat template"),
-        "content": Honoured("text or a list of parts of text"),
-        "name": Honoured("goes to the chat template, which may not read it"),
-        "tool_calls": Honoured("goes to the chat template"),
-        "tool_call_id": Honoured("goes to the chat template, which may not read it"),
-        "reasoning_content": Honoured("goes to the chat template, which may not read it; also as `thinking`"),
-        "reasoning": Honoured("goes to the chat template, which may not read it; also as `thinking`"),
-        "id": _BOOKKEEPING,
-        "parsed": Harmless("the client's reading of `content`"),
-        "cache_control": Harmless("how long a prefix stays cached"),
-        "provider_specific_fields": _BOOKKEEPING,
-        "type": Unsupported(("text", "message")),
-        "refusal": _NO,
-        "annotations": Unsupported(([],)),
-        "audio": _NO,
-        "images": Unsupported(([],)),
-        "function_call": Unsupported((), "use tool_calls"),
-        "prefix": Unsupported((False,), "use continue_final_message"),
-        "partial": Unsupported((False,), "use continue_final_message"),
-        "thinking_blocks": Unsupported(([],)),
-        "reasoning_details": Unsupported(([],)),
-    },
-    "messages[].content[]": {
-        "type": Honoured("`text`"),
-        "text": Honoured("text"),
-        "id": _BOOKKEEPING,
-        "index": _BOOKKEEPING,
-        "cache_control": Harmless("how long a prefix stays cached"),
-        "annotations": Unsupported(([],)),
-    },
-    "messages[].tool_calls[]": {
-        "id": Honoured("goes to the chat template"),
-        "type": Honoured("`function`"),
-        "function": Honoured("the call"),
-        "index": _BOOKKEEPING,
-        "provider_specific_fields": _BOOKKEEPING,
-    },
-    "messages[].tool_calls[].function": {
-        "name": Honoured("goes to the chat template"),
-        "arguments": Honoured("goes to the chat template"),
-        "parsed_arguments": Harmless("the client's reading of `arguments`"),
-    },
+    **chat.NESTED,
 }
-
-
-def check(given: Mapping[str, Any], table: Table, path: str = "", also: frozenset[str] = frozenset()) -> None:
-    """Raise InvalidRequest for a field that is not honoured and could change the answer.
-
-    ``path`` is where the object ``given`` is in the body; fields in ``also`` are honoured, too.
-    """
-    for name, value in given.items():
-        if value is None or name in also:
-            continue
-        rule = table.get(name)
-        if rule is None:
-            raise InvalidRequest(
-                f"{path}{name[:_MAX_NAME]}", "is not a field that this server knows", code="unknown_parameter"
-            )
-        if isinstance(rule, Unsupported) and not any(_same(value, each) for each in rule.neutral):
-            instead = f": {rule.instead}" if rule.instead else ""
-            raise InvalidRequest(
-                f"{path}{name}", f"is not supported by this server{instead}", code="unsupported_parameter"
-            )
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal as JSON: 1 is 1.0, and is not true."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -7,9 +7,9 @@ import asyncio
 from aiohttp import HttpVersion11, web
 from aiohttp.http import StreamWriter
 
-from aioinfer.server.disconnects import ClientGone, is_gone
-from aioinfer.server.failures import Failure, Refused
-from aioinfer.server.limits import too_large
+from aioinfer.server.http.disconnects import ClientGone, is_gone
+from aioinfer.server.http.failures import Failure, Refused
+from aioinfer.server.http.limits import too_large
 
 __all__ = ["encoding_of", "expected", "read_body"]
 

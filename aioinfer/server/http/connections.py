@@ -10,8 +10,8 @@ from typing import cast
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from aioinfer.server.failures import Failure
-from aioinfer.server.logs import Throttle
+from aioinfer.server.http.failures import Failure
+from aioinfer.server.http.logs import Throttle
 
 __all__ = ["Connections"]
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.server.bodies import encoding_of
-from aioinfer.server.limits import Limits, too_large
+from aioinfer.server.http.bodies import encoding_of
+from aioinfer.server.http.limits import Limits, too_large
 
 __all__ = ["BodyParser", "decompress", "plain", "refuse_large"]
 

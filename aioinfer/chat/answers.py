@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aioinfer.config import ServerConfig
+from aioinfer.chat.tools import Tools
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.server.tools import Tools
 from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
 from aioinfer.text.reasoning import ReasoningParser
@@ -58,10 +57,14 @@ class ChatFormat:
     template_names: frozenset[str] | None = None
 
     @classmethod
-    def of(cls, config: ServerConfig, tokenizer: Tokenizer | None) -> ChatFormat:
+    def of(
+        cls, tokenizer: Tokenizer | None, tool_call_parser: str | None, reasoning_parser: str | None
+    ) -> ChatFormat:
+        """``tool_call_parser``, ``reasoning_parser``: names of formats, "auto" for those of the model's chat
+        template, or None."""
         templates = () if tokenizer is None else tokenizer.chat_templates
-        tools = tool_calls.parser_of(config.tool_call_parser, templates)
-        parser = reasoning_formats.parser_of(config.reasoning_parser, templates)
+        tools = tool_calls.parser_of(tool_call_parser, templates)
+        parser = reasoning_formats.parser_of(reasoning_parser, templates)
         if tokenizer is None:
             return cls(tools, parser)
         return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names)

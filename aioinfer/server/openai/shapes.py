@@ -8,11 +8,11 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.outputs import Chunk, Usage
-from aioinfer.server.answers import AnswerReader
-from aioinfer.server.diffusion import chunk_fields
-from aioinfer.server.logprobs import ChatLogprobs, CompletionLogprobs, Speller
-from aioinfer.server.protocol import Call
+from aioinfer.server.openai.diffusion import chunk_fields
+from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller
+from aioinfer.server.openai.protocol import Call
 
 __all__ = ["CHAT", "COMPLETION", "Shape", "usage_body"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 
-from aioinfer.server.pace import Pace
+from aioinfer.server.http.pace import Pace
 
 __all__ = ["PIECE", "Pieces", "PiecesPayload", "cut"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from aioinfer.chat.fields import NESTED, check
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.params import Grammar
-from aioinfer.server.fields import NESTED, check
 
 __all__ = ["parse_grammar"]
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from aioinfer.server.disconnects import WATCH_INTERVAL, ClientGone, is_gone
+from aioinfer.server.http.disconnects import WATCH_INTERVAL, ClientGone, is_gone
 
 __all__ = ["EventStream"]
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.config import ServerConfig, is_loopback
-from aioinfer.server.failures import Failure, Refused
+from aioinfer.server.http.failures import Failure, Refused
 
 __all__ = ["ApiKey", "WebAccess"]
 

@@ -3,16 +3,13 @@ the config states them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
-from aioinfer.server.failures import Failure, Refused
-from aioinfer.server.protocol import Call
+from aioinfer.server.http.failures import Failure, Refused
 
-__all__ = ["MOST_BODY_MIB", "Limits", "too_large"]
+__all__ = ["CHARACTERS_PER_ENTRY", "MOST_BODY_MIB", "Limits", "too_large"]
 
 _MIB = 1 << 20
 #: the largest body whatever the context
@@ -24,9 +21,8 @@ _VALUES = 1 << 18
 #: entries of logprobs that take about 100 MB
 _ENTRIES = 1 << 18
 _MOST_TOP_LOGPROBS = 20
-#: characters of an echoed prompt that cost no more than an entry, and those of a token
-_CHARACTERS_PER_ENTRY = 64
-_CHARACTERS_PER_TOKEN = 8
+#: characters of an echoed prompt that cost no more than an entry
+CHARACTERS_PER_ENTRY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,42 +65,7 @@ class Limits:
     @property
     def echo(self) -> int:
         """Characters of prompts in an answer: choices x prompt. Far fewer bytes than so many logprobs."""
-        return _CHARACTERS_PER_ENTRY * self.logprobs
-
-    def check_answer(self, call: Call) -> None:
-        """Raise InvalidRequest for a call whose answer may have more logprobs or more of its prompts."""
-        echoed = call.n * sum(_characters(prompt) for prompt in call.prompts) if call.echo else 0
-        if echoed > self.echo:
-            raise InvalidRequest(
-                "echo",
-                f"{echoed} characters would be repeated (choices x prompt); this server repeats at most "
-                f"{self.echo} ({_CHARACTERS_PER_ENTRY} x max_answer_logprobs): ask for fewer choices",
-            )
-        params = call.params
-        if params.logprobs is None:
-            return
-        tokens = self.context if params.max_tokens is None else params.max_tokens
-        if params.prompt_logprobs is not None:
-            tokens += max(
-                len(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else self.context
-                for prompt in call.prompts
-            )
-        tokens = min(tokens, self.context)
-        entries = len(call.prompts) * call.n * tokens * (1 + params.logprobs)
-        if entries > self.logprobs:
-            raise InvalidRequest(
-                "logprobs",
-                f"{entries} of them may be in the answer (choices x tokens x alternatives); this server "
-                f"returns at most {self.logprobs} (max_answer_logprobs): ask for fewer choices or "
-                "alternatives, or a smaller max_tokens",
-            )
-
-
-def _characters(prompt: Prompt) -> int:
-    """About the length of a prompt as text."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return _CHARACTERS_PER_TOKEN * len(prompt) if isinstance(prompt, Sequence) else 0
+        return CHARACTERS_PER_ENTRY * self.logprobs
 
 
 def too_large(limit: int) -> Refused:

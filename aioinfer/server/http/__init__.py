@@ -1,0 +1,1 @@
+"""HTTP without models: connections, bodies, limits, access, events, failures."""

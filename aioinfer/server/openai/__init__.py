@@ -1,0 +1,1 @@
+"""OpenAI's chat and completion endpoints: bodies become calls, results become JSON."""

@@ -1,0 +1,51 @@
+"""Cost: refuses calls whose answers would be too large, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aioinfer.engine import Prompt
+from aioinfer.errors import InvalidRequest
+from aioinfer.server.http.limits import CHARACTERS_PER_ENTRY, Limits
+from aioinfer.server.openai.protocol import Call
+
+__all__ = ["check_answer"]
+
+#: characters of a token of an echoed prompt
+_CHARACTERS_PER_TOKEN = 8
+
+
+def check_answer(call: Call, limits: Limits) -> None:
+    """Raise InvalidRequest for a call whose answer may have more logprobs or more of its prompts."""
+    echoed = call.n * sum(_characters(prompt) for prompt in call.prompts) if call.echo else 0
+    if echoed > limits.echo:
+        raise InvalidRequest(
+            "echo",
+            f"{echoed} characters would be repeated (choices x prompt); this server repeats at most "
+            f"{limits.echo} ({CHARACTERS_PER_ENTRY} x max_answer_logprobs): ask for fewer choices",
+        )
+    params = call.params
+    if params.logprobs is None:
+        return
+    tokens = limits.context if params.max_tokens is None else params.max_tokens
+    if params.prompt_logprobs is not None:
+        tokens += max(
+            len(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else limits.context
+            for prompt in call.prompts
+        )
+    tokens = min(tokens, limits.context)
+    entries = len(call.prompts) * call.n * tokens * (1 + params.logprobs)
+    if entries > limits.logprobs:
+        raise InvalidRequest(
+            "logprobs",
+            f"{entries} of them may be in the answer (choices x tokens x alternatives); this server "
+            f"returns at most {limits.logprobs} (max_answer_logprobs): ask for fewer choices or "
+            "alternatives, or a smaller max_tokens",
+        )
+
+
+def _characters(prompt: Prompt) -> int:
+    """About the length of a prompt as text."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return _CHARACTERS_PER_TOKEN * len(prompt) if isinstance(prompt, Sequence) else 0
