@@ -21,8 +21,8 @@ _MAX_NAME = 80
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """What the field does; ``param`` is its name in SamplingParams, if it has one. ``schema``: the JSON schema
-    of its value, for the OpenAPI document."""
+    """What the field does; ``param`` is its name in SamplingParams, if it has one; ``schema`` is the JSON
+    schema of its value, for the OpenAPI document."""
 
     meaning: str
     param: str | None = None
