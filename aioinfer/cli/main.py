@@ -29,6 +29,8 @@ from aioinfer.errors import AioInferError, ConfigError
 
 __all__ = ["add_settings", "main", "read_settings"]
 
+#: seconds between log lines of throughput and load
+_STATS_INTERVAL = 10.0
 #: open files that any command needs
 _LEAST_FILES = 64
 
@@ -133,6 +135,11 @@ async def _serve_on(
 
     if config.access_log:
         logging.getLogger("aioinfer.access").setLevel(logging.INFO)
+    if engine_config.stats_interval is None:
+        engine_config = dataclasses.replace(engine_config, stats_interval=_STATS_INTERVAL)
+    if engine_config.stats_interval and logging.getLogger().level <= logging.WARNING:
+        # Asked for by the setting, where the command line shows no other line of this level.
+        logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
     engine = Engine(engine_config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

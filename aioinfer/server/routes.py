@@ -11,6 +11,7 @@ from aiohttp import web
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
+from aioinfer.observe.tracing import within
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.access import ApiKey, WebAccess
 from aioinfer.server.http.bodies import expected
@@ -18,6 +19,7 @@ from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.openai.protocol import model_not_found
 from aioinfer.server.openai.wires import CHAT_WIRE, COMPLETION_WIRE
+from aioinfer.server.operations.metrics import Metrics
 
 __all__ = ["Routes"]
 
@@ -33,7 +35,10 @@ class Routes:
         self._engine = engine
         self._config = config
         self._model = config.served_model_name or engine.config.model_name
-        self._generation = Generation(engine, config, self._model)
+        self._metrics: Metrics | None = None
+        if config.metrics:
+            self._metrics = Metrics(engine, self._model, vllm=config.vllm_metrics)
+        self._generation = Generation(engine, config, self._model, self._metrics)
         self._key = ApiKey(config.api_key)
         self._access = WebAccess(config)
 
@@ -47,7 +52,10 @@ class Routes:
         ]
         if health is not None:
             routes.append(("GET", health, self.health))
-            routes.append(("GET", health.rsplit("/", 1)[0] + "/debug/trace", self._guarded(self.trace)))
+            beside = health.rsplit("/", 1)[0]
+            routes.append(("GET", f"{beside}/debug/trace", self._guarded(self.trace)))
+            if self._metrics is not None:
+                routes.append(("GET", f"{beside}/metrics", self._guarded(self.metrics)))
         taken = {
             (method, route.resource.canonical)
             for route in app.router.routes()
@@ -56,8 +64,10 @@ class Routes:
         }
         for method, path, _ in routes:
             if (method, path) in taken:
+                without = ", or metrics=False" if path.endswith("/metrics") else ""
                 raise ConfigError(
                     f"the application already has the route {path}: choose another prefix or health path"
+                    + without
                 )
         for method, path, handler in routes:
             add = app.router.add_get if method == "GET" else app.router.add_post
@@ -94,6 +104,13 @@ class Routes:
         trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
         return web.Response(text=trace, content_type="application/json")
 
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """What Prometheus scrapes. Load and sizes are no content, but no business of web pages either."""
+        if not self._key.given:
+            self._access.check_local(request)
+        assert self._metrics is not None
+        return await self._metrics.scrape(request)
+
     def _model_body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"id": self._model, "object": "model", "created": 0, "owned_by": "aioinfer"}
         if self._engine.ready:
@@ -108,7 +125,10 @@ class Routes:
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
                 self._key.check(request)
-                return await handler(request)
+                if not self._engine.config.tracing:
+                    return await handler(request)
+                with within(request.headers):
+                    return await handler(request)
             except ClientGone:
                 return web.Response(status=_CLIENT_GONE)
             except Exception as error:
