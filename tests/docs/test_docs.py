@@ -27,7 +27,8 @@ from xml.etree import ElementTree
 import pytest
 
 from aioinfer.checkpoint.locate import PACKAGED
-from aioinfer.cli.main import _parser, read_settings
+from aioinfer.cli.flags import read_settings
+from aioinfer.cli.main import _parser
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
