@@ -132,6 +132,10 @@ def _aioinfer(arguments: list[str], *_: Any) -> None:
         _parser().parse_args(arguments)
     except Parsed as parsed:
         options = parsed.args[0]
+    except SystemExit as ended:  # help
+        if ended.code:
+            raise
+        return
     if "model_argument" in options:
         for cls in (EngineConfig, ServerConfig):
             read_settings(cls, options)
