@@ -12,7 +12,7 @@ from typing import cast
 
 from aiohttp import web
 
-from aioinfer.chat.answers import AnswerReader, ChatFormat
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import InvalidRequest, RequestError
@@ -34,7 +34,7 @@ from aioinfer.server.openai.protocol import Call, Served
 from aioinfer.server.openai.shapes import Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
 from aioinfer.stream import Stream
-from aioinfer.text.tokenizer import Tokenizer, end_of
+from aioinfer.text.tokenizer import end_of
 
 __all__ = ["Generation", "Parser"]
 
@@ -53,7 +53,6 @@ class Generation:
         self._model = model
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
-        self._chat: tuple[Tokenizer | None, ChatFormat] | None = None
 
     async def respond(self, request: web.Request, parse: Parser, shape: Shape) -> web.StreamResponse:
         """The answer to a body that ``parse`` understands, written as ``shape`` has it."""
@@ -63,7 +62,7 @@ class Generation:
         most = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, most)
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
-        chat = self._chat_format()
+        chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
         served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
         call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
@@ -212,16 +211,6 @@ class Generation:
             raise InvalidRequest("echo", "the model has no tokenizer")
         ids = cast("list[int]", prompt)
         return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-
-    def _chat_format(self) -> ChatFormat:
-        """Of the engine's tokenizer, found out once for each."""
-        tokenizer = self._engine.tokenizer
-        if self._chat is None or self._chat[0] is not tokenizer:
-            self._chat = (
-                tokenizer,
-                ChatFormat.of(tokenizer, self._config.tool_call_parser, self._config.reasoning_parser),
-            )
-        return self._chat[1]
 
 
 def _abort(request: web.Request) -> None:
