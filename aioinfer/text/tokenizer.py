@@ -136,11 +136,16 @@ class HFTokenizer:
         return tokenizer
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Self | None:
-        """The tokenizer of a checkpoint; None if it has none. Raises ConfigError."""
+    def of(cls, checkpoint: Checkpoint, chat_template: str | None = None) -> Self | None:
+        """The tokenizer of a checkpoint; None if it has none. ``chat_template``, a template or its file,
+        replaces the checkpoint's. Raises ConfigError."""
         try:
             found = checkpoint.tokenizer()
-            return None if found is None else cls(found)
+            if found is None:
+                return None
+            if chat_template is not None:
+                found.chat_template = template.read_template(chat_template)
+            return cls(found)
         except ConfigError:
             raise
         except Exception as error:
