@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 __all__ = [
     "ChatAnswer",
@@ -11,6 +11,7 @@ __all__ = [
     "CompletionChunk",
     "Model",
     "Models",
+    "Permission",
 ]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -186,6 +187,23 @@ class CompletionChunk(TypedDict):
     usage: NotRequired[Usage | None]
 
 
+class Permission(TypedDict):
+    """A relic that clients of old versions of OpenAI's API read."""
+
+    id: str
+    object: Literal["model_permission"]
+    created: int
+    allow_create_engine: bool
+    allow_sampling: bool
+    allow_logprobs: bool
+    allow_search_indices: bool
+    allow_view: bool
+    allow_fine_tuning: bool
+    organization: str
+    group: None
+    is_blocking: bool
+
+
 class Model(TypedDict):
     """The served model."""
 
@@ -196,7 +214,7 @@ class Model(TypedDict):
     root: str
     parent: None
     max_model_len: int | None
-    permission: list[dict[str, Any]]
+    permission: list[Permission]
 
 
 class Models(TypedDict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from aioinfer.server.openapi.bodies import body_schema
 from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
 from aioinfer.server.openapi.typed import schema_of
 
-__all__ = ["OPENAI_ERROR", "document", "statuses", "written"]
+__all__ = ["OPENAI_ERROR", "document", "statuses"]
 
 #: statuses with an error object, and when they occur
 STATUSES: Mapping[int, str] = {
@@ -92,11 +91,6 @@ def document(endpoints: Iterable[tuple[str, Endpoint]], *, keyed: bool) -> dict[
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
-
-
-def written(found: Mapping[str, Any], base: str) -> str:
-    """The document as JSON; its paths begin behind ``base``."""
-    return json.dumps({**found, "servers": [{"url": base or "/"}]})
 
 
 def _operation(path: str, endpoint: Endpoint, components: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from aiohttp import web
 
@@ -14,9 +14,9 @@ from aioinfer.chat.schemas import Schema
 __all__ = ["Body", "Endpoint", "ErrorBody", "Handler", "Place", "Route"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-#: where a path begins: "prefix", that of the engine; "here", the root of a server, and the prefix of an
-#: engine that is mounted in an application
-Place = str
+#: Where a path begins. "prefix": at that of the engine. "here": at the root of a server, and at the prefix of
+#: an engine that is mounted in an application. "root": at the root of a server; mounted, it is not there.
+Place = Literal["prefix", "here", "root"]
 
 
 class ErrorBody(NamedTuple):
