@@ -16,8 +16,8 @@ from aioinfer.server.http.access import ApiKey, WebAccess
 from aioinfer.server.http.bodies import expected
 from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
-from aioinfer.server.openai.protocol import model_not_found, parse_chat, parse_completion
-from aioinfer.server.openai.shapes import CHAT, COMPLETION
+from aioinfer.server.openai.protocol import model_not_found
+from aioinfer.server.openai.wires import CHAT_WIRE, COMPLETION_WIRE
 
 __all__ = ["Routes"]
 
@@ -66,10 +66,10 @@ class Routes:
     # -- endpoints ------------------------------------------------------------------------------
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generation.respond(request, parse_chat, CHAT)
+        return await self._generation.respond(request, CHAT_WIRE)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generation.respond(request, parse_completion, COMPLETION)
+        return await self._generation.respond(request, COMPLETION_WIRE)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [self._model_body()]})

@@ -9,7 +9,7 @@ import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.execution.device import DeviceInfo
-from aioinfer.server import fingerprint as module
+from aioinfer.server.openai import fingerprint as module
 from aioinfer.server.openai.fingerprint import fingerprint
 from tests.server.conftest import Serving
 
