@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import logging
 import signal
@@ -18,6 +19,9 @@ from aioinfer.cli.terminal import Progress, interrupted
 from aioinfer.config import EngineConfig, ServerConfig
 
 __all__ = ["serve_model"]
+
+#: seconds between log lines of throughput and load
+_STATS_INTERVAL = 10.0
 
 
 async def serve_model(options: argparse.Namespace) -> int:
@@ -44,6 +48,11 @@ async def _serve_on(
 
     if config.access_log:
         logging.getLogger("aioinfer.access").setLevel(logging.INFO)
+    if engine_config.stats_interval is None:
+        engine_config = dataclasses.replace(engine_config, stats_interval=_STATS_INTERVAL)
+    if engine_config.stats_interval and logging.getLogger().level <= logging.WARNING:
+        # Asked for by the setting, where the command line shows no other line of this level.
+        logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
     engine = Engine(engine_config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

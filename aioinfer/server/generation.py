@@ -27,6 +27,7 @@ from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.server.operations.metrics import Metrics
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
 from aioinfer.text.tokenizer import end_of
@@ -37,8 +38,11 @@ __all__ = ["Generation"]
 class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, model: str, metrics: Metrics | None = None
+    ) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._config = config
         self._model = model
         self._speller = Speller(self._spell)
@@ -57,6 +61,8 @@ class Generation:
         served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
         call = await self._parser.parse(lambda body: wire.parse(body, served), raw, limits)
         check_answer(call, limits)
+        if self._metrics is not None:
+            self._metrics.called(call.n)
         try:
             return await self._answer(request, call, wire)
         except RequestError as error:
