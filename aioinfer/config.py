@@ -85,10 +85,10 @@ GROUPS = {
     "overlap": "overlap and event loop",
     "sampling": "sampling and grammars",
     "diffusion": "diffusion models",
+    "chat": "chats: tool calls, reasoning, template",
     "limits": "limits and timeouts",
     "observing": "metrics, log lines and traces",
     "server": "HTTP server",
-    "chat": "tool calls and reasoning",
     "connections": "HTTP connections",
 }
 
@@ -290,6 +290,22 @@ class EngineConfig:
         None, "diffusion", "denoising rounds per step; default: 4 with overlap_steps 0, else 1", _AT_LEAST_ONE
     )
 
+    tool_call_parser: str | None = _option(
+        "auto",
+        "chat",
+        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3, harmony;"
+        " auto: the chat template's; none: tools are refused",
+    )
+    reasoning_parser: str | None = _option(
+        "auto",
+        "chat",
+        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
+        " auto: the chat template's",
+    )
+    chat_template: str | None = _option(
+        None, "chat", "chat template in place of the model's: a Jinja file, or the template itself"
+    )
+
     max_queued_requests: int = _option(
         4096, "limits", "waiting requests before new ones are rejected", _AT_LEAST_ONE
     )
@@ -329,6 +345,9 @@ class EngineConfig:
         _check_fields(self)
         if not self.model.strip() or "\0" in self.model:
             raise ConfigError(f"model must name a model, got {shown(self.model)}")
+        _known_parsers(self)
+        if self.chat_template is not None and not self.chat_template.strip():
+            raise ConfigError("chat_template must name a file or be a template, got an empty text")
         if self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.max_step_tokens < self.max_running_requests:
@@ -410,19 +429,6 @@ class ServerConfig:
         None, "server", "origins of web pages that may use the server, as in https://a.b,https://c.d; *: any"
     )
 
-    tool_call_parser: str | None = _option(
-        "auto",
-        "chat",
-        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3, harmony;"
-        " auto: the chat template's; none: tools are refused",
-    )
-    reasoning_parser: str | None = _option(
-        "auto",
-        "chat",
-        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
-        " auto: the chat template's",
-    )
-
     max_body_mib: float | None = _option(
         None,
         "connections",
@@ -473,7 +479,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        _known_parsers(self)
         if not is_loopback(self.host) and not (self.api_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
 
@@ -530,7 +535,7 @@ def policy_names() -> tuple[str, ...]:
     return tuple(name.replace("_", "-") for name in plugins.names(plugins.POLICIES))
 
 
-def _known_parsers(config: ServerConfig) -> None:
+def _known_parsers(config: EngineConfig) -> None:
     from aioinfer.text import AUTO
     from aioinfer.text.reasoning import REASONING_PARSERS
     from aioinfer.text.tool_calls import PARSERS

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer import __version__
+from aioinfer.chat.answers import ChatFormat
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
@@ -69,6 +70,7 @@ class Engine:
         is called on a worker thread."""
         self.config = config if config is not None else EngineConfig()
         self.default_params = SamplingParams()
+        self._chat_format = ChatFormat()
         self._make_launcher = launcher
         self._load_tokenizer = tokenizer
         #: the loop that start() is running on
@@ -152,7 +154,10 @@ class Engine:
         )
         info = factory.completed(info, tokenizer, config)
         core = Core(config, info, tokenizer, clock_of(intake.loop))
-        self.default_params = defaults
+        chat_format = await intake.run(
+            ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser
+        )
+        self.default_params, self._chat_format = defaults, chat_format
         runtime = Runtime(config, core, launcher, intake)
         self._observe(runtime)
         _log.info("started: %s", info.decisions)
@@ -197,7 +202,7 @@ class Engine:
     def _reset(self, state: EngineState) -> None:
         self._idle = state
         self._starting = self._runtime = None
-        self.default_params = SamplingParams()
+        self.default_params, self._chat_format = SamplingParams(), ChatFormat()
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop | None:
@@ -335,6 +340,11 @@ class Engine:
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, if it has one. Raises EngineClosed before the start."""
         return self._core.tokenizer
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """The formats of tool calls and reasoning of the model, and what its chat template reads."""
+        return self._chat_format
 
     def stats(self) -> EngineStats:
         """A snapshot, cheap enough to take every second. Raises EngineClosed before the start."""

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
+from aioinfer.server.http.access import ApiKey, WebAccess
+from aioinfer.server.openapi.endpoints import Endpoint
 
 if TYPE_CHECKING:
     from aioinfer.observe.metrics.recorder import Snapshot
 
-__all__ = ["Metrics"]
+__all__ = ["METRICS", "Metrics"]
+
+METRICS = Endpoint(
+    "GET", "/metrics", "What Prometheus scrapes", media="text/plain", answer=None, tag="status"
+)
 
 _ENGINE = "0"
 
@@ -21,13 +28,18 @@ _ENGINE = "0"
 class Metrics:
     """Answers scrapes in the text format or, if ``Accept`` asks for it, in OpenMetrics."""
 
-    def __init__(self, engine: Engine, model: str, *, vllm: bool) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
         self._engine = engine
         self._model = model
-        self._vllm = vllm
+        self._vllm = config.vllm_metrics
+        self._key = ApiKey(config.api_key)
+        self._access = WebAccess(config)
         _ = engine.measuring  # histograms count from the first request on
 
     async def scrape(self, request: web.Request) -> web.StreamResponse:
+        """Load and sizes are no content, but no business of web pages either."""
+        if not self._key.given:
+            self._access.check_local(request)
         accept = ",".join(request.headers.getall("Accept", ()))
         # Read in one moment on the loop, and rendered elsewhere: that takes milliseconds.
         measuring = self._engine.measuring
