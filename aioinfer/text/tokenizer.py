@@ -211,6 +211,21 @@ class HFTokenizer:
         _check_text("messages", text)
         return text
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them, such as "Ġthe"."""
+        found: list[str] = self._tokenizer.convert_ids_to_tokens(list(ids))
+        return found
+
+    def described(self) -> dict[str, Any]:
+        """What ``tokenizer_config.json`` says: class, chat template, and the tokens with a role."""
+        templates = self.chat_templates
+        roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "chat_template": templates[0] if templates else None,
+            **{role: getattr(self._tokenizer, role, None) for role in roles},
+        }
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` from the model's decoder, without transformers' clean-up of spaces."""
         text: str
