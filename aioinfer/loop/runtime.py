@@ -244,7 +244,7 @@ class Runtime:
 
     def _abandon(self, request: Request) -> None:
         if not request.ended:
-            self._end(request, None)
+            self.end(request, None)
 
     def caught_up(self, request: Request) -> None:
         """The consumer of a request that is parked for it has read enough: the request goes on."""
@@ -256,7 +256,7 @@ class Runtime:
         except Exception as cause:
             error = StepFailed(f"the request could not go on: {cause}")
             error.__cause__ = cause
-            self._end(request, error)
+            self.end(request, error)
         self.driver.wake()
 
     # -- endings --------------------------------------------------------------------------------
@@ -266,9 +266,9 @@ class Runtime:
 
     def _expire(self, request: Request, phase: str, seconds: float) -> None:
         _cell(request).timer = None
-        self._end(request, TimedOut(phase, seconds))
+        self.end(request, TimedOut(phase, seconds))
 
-    def _end(self, request: Request, error: RequestError | EngineError | None) -> None:
+    def end(self, request: Request, error: RequestError | EngineError | None) -> None:
         """End a request, whatever its state."""
         self.core.abort(request, error)
         self._ended(request)
