@@ -12,10 +12,12 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.server.generation import Generation
-from aioinfer.server.http.access import ApiKey, WebAccess
+from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.bodies import expected
 from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
+from aioinfer.server.http.keys import Keys
+from aioinfer.server.http.records import record_of
 from aioinfer.server.openai.protocol import model_not_found
 from aioinfer.server.openai.wires import CHAT_WIRE, COMPLETION_WIRE
 
@@ -29,12 +31,12 @@ _CLIENT_GONE = 499
 class Routes:
     """The handlers; added to an application by :func:`aioinfer.server.setup`."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, keys: Keys) -> None:
         self._engine = engine
         self._config = config
-        self._model = config.served_model_name or engine.config.model_name
-        self._generation = Generation(engine, config, self._model)
-        self._key = ApiKey(config.api_key)
+        self._models = config.model_names or (engine.config.model_name,)
+        self._generation = Generation(engine, config, self._models)
+        self._keys = keys
         self._access = WebAccess(config)
 
     def add_to(self, app: web.Application, prefix: str, health: str | None) -> None:
@@ -72,12 +74,13 @@ class Routes:
         return await self._generation.respond(request, COMPLETION_WIRE)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._model_body()]})
+        return web.json_response({"object": "list", "data": [*map(self._model_body, self._models)]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        if request.match_info["model"] != self._model:
-            raise model_not_found(self._model, request.match_info["model"])
-        return web.json_response(self._model_body())
+        name = request.match_info["model"]
+        if name not in self._models:
+            raise model_not_found(self._models[0], name)
+        return web.json_response(self._model_body(name))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 while requests are accepted and steps finish, 503 otherwise."""
@@ -89,13 +92,13 @@ class Routes:
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
-        if not self._key.given:
+        if not self._keys.given:
             self._access.check_local(request)
         trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
         return web.Response(text=trace, content_type="application/json")
 
-    def _model_body(self) -> dict[str, Any]:
-        body: dict[str, Any] = {"id": self._model, "object": "model", "created": 0, "owned_by": "aioinfer"}
+    def _model_body(self, name: str) -> dict[str, Any]:
+        body: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "aioinfer"}
         if self._engine.ready:
             body["max_model_len"] = self._engine.info.max_model_len
         return body
@@ -106,8 +109,9 @@ class Routes:
         """Check the key; turn exceptions into OpenAI's error objects."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
+            record = record_of(request)
             try:
-                self._key.check(request)
+                record.key = self._keys.check(request)
                 return await handler(request)
             except ClientGone:
                 return web.Response(status=_CLIENT_GONE)
