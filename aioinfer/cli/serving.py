@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioinfer import __version__
 from aioinfer.cli.flags import read_settings
@@ -80,6 +80,8 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
 
         def ready(url: str) -> None:
             _banner(engine.info.description, time.monotonic() - started, url, config, engine.config)
+            for admin in bound.admin:
+                print(f"Admin routes on {_shown(admin.getsockname())}", flush=True)
 
         await serve(engine, config, stop=stop, ready=ready, sockets=bound)
     finally:
@@ -98,6 +100,10 @@ def _log_accesses(form: str) -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.handlers = [handler]
         log.propagate = False
+
+
+def _shown(address: Any) -> str:
+    return f"unix:{address}" if isinstance(address, str) else f"http://{address[0]}:{address[1]}"
 
 
 def _banner(

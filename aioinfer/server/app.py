@@ -107,7 +107,8 @@ async def _serve(
         send_timeout=config.send_timeout,
         health=_HEALTH,
     )
-    app = _application(config, connections.middleware)
+    logged = [AccessLog.of_cancelled(config.access_log_format)] if config.access_log else []
+    app = _application(config, *logged, connections.middleware)
     _mount(app, engine, "/v1", _HEALTH, config)
     runner = _runner(app, config)
     admin = _runner(admin_application(engine, config), config)

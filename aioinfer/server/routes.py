@@ -17,6 +17,7 @@ from aioinfer.server.http.bodies import expected
 from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.keys import Keys
+from aioinfer.server.http.logs import CLIENT_GONE
 from aioinfer.server.http.records import record_of
 from aioinfer.server.openai.protocol import model_not_found
 from aioinfer.server.openai.wires import CHAT_WIRE, COMPLETION_WIRE
@@ -24,8 +25,6 @@ from aioinfer.server.openai.wires import CHAT_WIRE, COMPLETION_WIRE
 __all__ = ["Routes"]
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-#: nginx's status of a closed connection, for the access log
-_CLIENT_GONE = 499
 
 
 class Routes:
@@ -114,10 +113,10 @@ class Routes:
                 record.key = self._keys.check(request)
                 return await handler(request)
             except ClientGone:
-                return web.Response(status=_CLIENT_GONE)
+                return web.Response(status=CLIENT_GONE)
             except Exception as error:
                 if isinstance(error, ConnectionError) and is_gone(request):
-                    return web.Response(status=_CLIENT_GONE)
+                    return web.Response(status=CLIENT_GONE)
                 response = as_failure(error).response()
                 if request.content.exception() is not None:
                     # The rest of the body is lost. aiohttp would read it, and log an error of its own.

@@ -22,7 +22,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.settings import read_yaml, shown
 
-__all__ = ["Key", "Keys", "digest_of", "new_key"]
+__all__ = ["Key", "Keys", "check_name", "digest_of", "new_key"]
 
 _NAME = re.compile(r"[A-Za-z0-9._@:-]{1,64}")
 _FIELDS = ("name", "key", "sha256", "concurrency", "tokens_per_minute")
@@ -180,9 +180,7 @@ def _entry(entry: Any, where: str) -> tuple[bytes, Key]:
         raise ConfigError(f"{where} must be a mapping of {', '.join(_FIELDS)}")
     if unknown := [str(name) for name in entry if name not in _FIELDS]:
         raise ConfigError(f"{where} has the unknown field {shown(unknown[0])}; known: {', '.join(_FIELDS)}")
-    name = entry.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{where}: name must be 1 to 64 letters, digits and characters of ._@:-")
+    name = check_name(entry.get("name"), where)
     limits: dict[str, int | None] = {}
     for field in ("concurrency", "tokens_per_minute"):
         value = entry.get(field)
@@ -191,6 +189,13 @@ def _entry(entry: Any, where: str) -> tuple[bytes, Key]:
         limits[field] = value
     key = Key(name, concurrency=limits["concurrency"], tokens_per_minute=limits["tokens_per_minute"])
     return _entry_digest(entry, where), key
+
+
+def check_name(name: Any, where: str) -> str:
+    """Raises ConfigError, which begins with ``where``, unless a name of a key is short and plain."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: name must be 1 to 64 letters, digits and characters of ._@:-")
+    return name
 
 
 def _entry_digest(entry: Mapping[str, Any], where: str) -> bytes:

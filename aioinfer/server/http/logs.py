@@ -3,6 +3,7 @@ of the access log in length."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -13,13 +14,16 @@ from typing import Any
 from aiohttp import HttpVersion, web
 from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.server.http.records import record_of
 
-__all__ = ["ACCESS", "HTTP", "AccessLog", "Throttle"]
+__all__ = ["ACCESS", "CLIENT_GONE", "HTTP", "AccessLog", "Throttle"]
 
 #: one line per request, if the config says so
 ACCESS = logging.getLogger("aioinfer.access")
+#: nginx's status of a request whose client has left
+CLIENT_GONE = 499
 #: aiohttp's messages about connections
 HTTP = logging.getLogger("aioinfer.server.http")
 
@@ -73,6 +77,23 @@ class AccessLog(AbstractAccessLogger):
         entry = _entry(request, response, time)
         line = json.dumps(entry) if self.log_format == "json" else _text(entry, request.version)
         self.logger.info("%s", line)
+
+    @classmethod
+    def of_cancelled(cls, form: str) -> Middleware:
+        """A middleware that writes the line of a handler that is cancelled, because its client has left:
+        aiohttp writes none."""
+        log = cls(ACCESS, form)
+
+        @web.middleware
+        async def logged(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except asyncio.CancelledError:
+                seconds = time.perf_counter() - record_of(request).started
+                log.log(request, web.Response(status=CLIENT_GONE), seconds)
+                raise
+
+        return logged
 
 
 def _entry(request: web.BaseRequest, response: web.StreamResponse, seconds: float) -> dict[str, Any]:
