@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -47,6 +47,23 @@ class Generation:
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
+        call = await self._parsed(request, wire.parse)
+        try:
+            return await self._answer(request, call, wire)
+        except RequestError as error:
+            raise call.named(error) from None
+
+    async def count(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> int:
+        """How many tokens the prompt of a request has."""
+        call = await self._parsed(request, parse)
+        try:
+            kwargs = call.chat_template_kwargs
+            source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
+            return len(await unless_gone(request, asyncio.to_thread(source.encode)))
+        except RequestError as error:
+            raise call.named(error) from None
+
+    async def _parsed(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> Call:
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         # The limit of the application, too, where the engine is mounted in one.
@@ -56,12 +73,9 @@ class Generation:
         chat = self._chat_format()
         computes = fingerprint(self._model, engine.config, engine.info)
         served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
-        call = await self._parser.parse(lambda body: wire.parse(body, served), raw, limits)
+        call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
         check_answer(call, limits)
-        try:
-            return await self._answer(request, call, wire)
-        except RequestError as error:
-            raise call.named(error) from None
+        return call
 
     async def _answer(self, request: web.Request, call: Call, wire: Wire) -> web.StreamResponse:
         async with AsyncExitStack() as stack:

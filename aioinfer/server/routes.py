@@ -1,4 +1,4 @@
-"""Routes: OpenAI's endpoints over one engine."""
+"""Routes: the endpoints of OpenAI's and Anthropic's protocols over one engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from aiohttp import web
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
+from aioinfer.server.anthropic.parsing import parse_count
+from aioinfer.server.anthropic.wires import MESSAGES_WIRE
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.access import ApiKey, WebAccess
 from aioinfer.server.http.bodies import expected
@@ -18,6 +20,8 @@ from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.openai.protocol import model_not_found
 from aioinfer.server.openai.wires import CHAT_WIRE, COMPLETION_WIRE
+from aioinfer.server.responses.wires import RESPONSES_WIRE
+from aioinfer.server.wire import Wire
 
 __all__ = ["Routes"]
 
@@ -42,6 +46,9 @@ class Routes:
         routes: list[tuple[str, str, _Handler]] = [
             ("POST", f"{prefix}/chat/completions", self._guarded(self.chat)),
             ("POST", f"{prefix}/completions", self._guarded(self.completions)),
+            ("POST", f"{prefix}/responses", self._guarded(self.responses)),
+            ("POST", f"{prefix}/messages", self._guarded(self.messages, MESSAGES_WIRE)),
+            ("POST", f"{prefix}/messages/count_tokens", self._guarded(self.count_tokens, MESSAGES_WIRE)),
             ("GET", f"{prefix}/models", self._guarded(self.models)),
             ("GET", f"{prefix}/models/{{model}}", self._guarded(self.model)),
         ]
@@ -70,6 +77,17 @@ class Routes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generation.respond(request, COMPLETION_WIRE)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._generation.respond(request, RESPONSES_WIRE)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._generation.respond(request, MESSAGES_WIRE)
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Of a body as that of :meth:`messages`, without generating."""
+        count = await self._generation.count(request, parse_count)
+        return web.json_response({"input_tokens": count})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [self._model_body()]})
@@ -102,8 +120,8 @@ class Routes:
 
     # -- around every handler -------------------------------------------------------------------
 
-    def _guarded(self, handler: _Handler) -> _Handler:
-        """Check the key; turn exceptions into OpenAI's error objects."""
+    def _guarded(self, handler: _Handler, wire: Wire = CHAT_WIRE) -> _Handler:
+        """Check the key; turn exceptions into the error objects of the protocol."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
@@ -114,7 +132,7 @@ class Routes:
             except Exception as error:
                 if isinstance(error, ConnectionError) and is_gone(request):
                     return web.Response(status=_CLIENT_GONE)
-                response = as_failure(error).response()
+                response = wire.failed(as_failure(error))
                 if request.content.exception() is not None:
                     # The rest of the body is lost. aiohttp would read it, and log an error of its own.
                     request.content.feed_eof()

@@ -27,7 +27,7 @@ _EXPOSED = "Retry-After"
 
 
 class ApiKey:
-    """The key that requests must have in ``Authorization``, or none."""
+    """The key that requests must have in ``Authorization`` or ``x-api-key``, or none."""
 
     def __init__(self, key: str | None) -> None:
         self.given = key is not None
@@ -39,6 +39,8 @@ class ApiKey:
             return
         # The name of a scheme is case-insensitive (RFC 9110, section 11.1).
         scheme, _, token = request.headers.get("Authorization", "").strip().partition(" ")
+        if not scheme and (key := request.headers.get("x-api-key")) is not None:
+            scheme, token = "bearer", key  # as Anthropic's clients send it
         if scheme.lower() != "bearer" or not token.strip():
             raise _unauthorized(
                 "the API key is missing: send it as 'Authorization: Bearer KEY'", None, "Bearer"

@@ -28,7 +28,16 @@ from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
 from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
 
-__all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"]
+__all__ = [
+    "Call",
+    "Served",
+    "chat_call",
+    "json_object",
+    "model_not_found",
+    "parse_chat",
+    "parse_completion",
+    "renamed",
+]
 
 _MAX_CHOICES = 128
 _LONGEST_INTEGER = 64
@@ -75,6 +84,8 @@ class Call:
     fingerprint: str = ""
     #: argument of the engine -> field of the body that it comes from, where the names differ
     names: Mapping[str, str] = field(default_factory=dict)
+    #: what other protocols repeat of the body in their answers
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
@@ -91,7 +102,15 @@ class Call:
 
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
-    body = _object(raw, served, CHAT)
+    return chat_call(json_object(raw, served, CHAT), served)
+
+
+def chat_call(body: Mapping[str, Any], served: Served, prefix: str = "chatcmpl-") -> Call:
+    """The call of the fields of a chat, which the parsers of other protocols translate their bodies to.
+
+    ``prefix`` begins the id of the answer. Raises InvalidRequest of a field of ``body``; fields in no table
+    must have been refused.
+    """
     template_names = served.chat.template_names
     messages = body.get("messages")
     if isinstance(messages, list) and len(messages) > served.max_messages:
@@ -110,7 +129,7 @@ def parse_chat(raw: bytes, served: Served) -> Call:
             raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
         kwargs["tools"] = [each.for_template() for each in tools.functions]
     names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
-    call = _call("chatcmpl", body, served, [messages], logprobs, CHAT, names, kwargs or None)
+    call = _call(prefix, body, served, [messages], logprobs, CHAT, names, kwargs or None)
     try:
         params, answer = served.chat.apply(call.params, tools)
     except InvalidRequest as refused:
@@ -125,7 +144,7 @@ def parse_completion(raw: bytes, served: Served) -> Call:
 
     Raises InvalidRequest, and Refused for another model.
     """
-    body = _object(raw, served, COMPLETION)
+    body = json_object(raw, served, COMPLETION)
     prompt = body.get("prompt")
     prompts: list[Any]
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
@@ -148,7 +167,7 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     logprobs = body.get("logprobs")
     if logprobs is not None and _flag(body, "echo") and _flag(body, "stream"):
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
-    return _call("cmpl", body, served, prompts, logprobs, COMPLETION, {})
+    return _call("cmpl-", body, served, prompts, logprobs, COMPLETION, {})
 
 
 def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | None) -> dict[str, Any]:
@@ -183,9 +202,9 @@ def model_not_found(served: str, wanted: Any) -> Refused:
     return Refused(Failure(404, "invalid_request_error", message, param="model", code="model_not_found"))
 
 
-def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
+def json_object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
-    ``table`` are refused."""
+    ``table`` are refused with InvalidRequest, another model with Refused."""
     try:
         body = json.loads(
             raw.decode(),
@@ -209,7 +228,7 @@ def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
 
 
 def _call(
-    kind: str,
+    prefix: str,
     body: Mapping[str, Any],
     served: Served,
     prompts: list[Prompt],
@@ -232,7 +251,7 @@ def _call(
     other_key = body.get("routing_key") is None
     names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
     return Call(
-        id=f"{kind}-{_request_id(body)}",
+        id=f"{prefix}{_request_id(body)}",
         created=int(time.time()),
         model=served.model,
         prompts=prompts,
@@ -298,10 +317,21 @@ def _named(error: BaseException, names: Mapping[str, str]) -> BaseException:
     """``error`` with the fields of a body in place of the engine's arguments."""
     match error:
         case InvalidRequest():
-            return InvalidRequest(names.get(error.field, error.field), error.message, code=error.code)
+            return InvalidRequest(renamed(error.field, names), error.message, code=error.code)
         case ConstraintFailed():
-            return ConstraintFailed([names.get(each, each) for each in error.fields], error.message)
+            return ConstraintFailed([renamed(each, names) for each in error.fields], error.message)
     return error
+
+
+def renamed(field: str, names: Mapping[str, str]) -> str:
+    """The field with the longest part of its path that ``names`` has replaced: ``messages[0].role`` is
+    ``input[0].role`` where ``messages[0]`` is ``input[0]``."""
+    end = len(field)
+    while end > 0:
+        if (name := names.get(field[:end])) is not None:
+            return name + field[end:]
+        end = max(field.rfind(".", 0, end), field.rfind("[", 0, end))
+    return field
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
