@@ -1,8 +1,8 @@
 """Translation: bodies of other protocols become those of OpenAI's chats, and errors go the other way.
 
-A parser of a protocol fills a :class:`ChatBody`, field by field with where each comes from. What a field means
-is decided in one place, the parsers of :mod:`aioinfer.chat`; what they refuse has the name that the client
-used.
+A parser of a protocol fills a :class:`ChatBody`, field by field with where each comes from. What a field
+means is decided in one place, the parsers of :mod:`aioinfer.chat`; what they refuse has the name that the
+client used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ __all__ = ["EXTENSIONS", "ChatBody", "given_list", "given_object", "given_text"]
 
 #: names of `max_tokens` and `stop` in other protocols differ
 _OWN_NAMES = frozenset({"max_tokens", "max_completion_tokens", "stop"})
-_BESIDE_SAMPLING = ("priority", "cache_salt", "routing_key", "request_id", "chat_template_kwargs")
+_BESIDE_SAMPLING = (
+    *("priority", "cache_salt", "routing_key", "request_id", "chat_template_kwargs"),
+    "structured_outputs",
+)
 #: fields of chats that other protocols do not have, honoured there as well
 EXTENSIONS: Table = {
     name: rule

@@ -42,9 +42,9 @@ class Conversation:
     def read(self, system: Any, messages: Any) -> None:
         """The fields ``system`` and ``messages``. Raises InvalidRequest of a field of the body."""
         if system is not None:
-            content = _texts("system", system)
-            if content:
-                self._add("system", content, "system")
+            text = _texts("system", system)
+            if text:
+                self._add("system", text, "system")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages", "must be a non-empty list")
         for number, message in enumerate(messages):

@@ -127,15 +127,10 @@ def _output(body: Mapping[str, Any], chat: ChatBody) -> None:
     wanted = config.get("format")
     if wanted is None:
         return
-    check(
-        given_object("output_config.format", wanted), NESTED["output_config.format"], "output_config.format."
-    )
+    field = "output_config.format"
+    check(given_object(field, wanted), NESTED[field], f"{field}.")
     if wanted.get("type") != "json_schema":
-        raise InvalidRequest("output_config.format.type", "must be 'json_schema'")
-    given_object("output_config.format.schema", wanted.get("schema"))
-    chat.put(
-        "response_format",
-        {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}},
-        "output_config.format",
-    )
-    chat.names["response_format.json_schema"] = "output_config.format"
+        raise InvalidRequest(f"{field}.type", "must be 'json_schema'")
+    schema = given_object(f"{field}.schema", wanted.get("schema"))
+    chat.put("response_format", {"type": "json_schema", "json_schema": {"schema": schema}}, field)
+    chat.names["response_format.json_schema"] = field

@@ -68,7 +68,10 @@ def _with_repeated(
         "top_p": float(params.top_p),
         # the same in every answer
         **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls")),
-        **{"background": False, "store": False, "truncation": "disabled", "service_tier": "default"},
+        "background": False,
+        "store": False,
+        "truncation": "disabled",
+        "service_tier": "default",
     }
     repeated |= {
         name: body[name] for name in ("user", "safety_identifier") if isinstance(body.get(name), str)
