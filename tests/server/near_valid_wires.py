@@ -164,12 +164,12 @@ _IN_MESSAGES: Mapping[str, _Make] = {
 def request(rng: _Random) -> tuple[str, dict[str, Any]]:
     """A path below the API's prefix, and a body."""
     path = rng.choice(["responses", "messages", "messages", "messages/count_tokens"])
+    always: tuple[str, ...] = ("messages",)
+    table, makers = anthropic.COUNT, _IN_MESSAGES
     if path == "responses":
         table, makers, always = responses.RESPONSES, _IN_RESPONSES, ("input", "max_output_tokens", "stream")
     elif path == "messages":
-        table, makers, always = anthropic.MESSAGES, _IN_MESSAGES, ("messages", "max_tokens", "stream")
-    else:
-        table, makers, always = anthropic.COUNT, _IN_MESSAGES, ("messages",)
+        table, always = anthropic.MESSAGES, ("messages", "max_tokens", "stream")
     body = {name: makers[name](rng) for name in always}
     weights = [
         6.0 if name in makers else 1.0 if isinstance(rule, Honoured) else 0.2 for name, rule in table.items()
