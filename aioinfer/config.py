@@ -387,6 +387,7 @@ class ServerConfig:
         None, "server", "model name in the API; default: the directory's name"
     )
     access_log: bool = _option(False, "server", "log one line per request")
+    playground: bool = _option(True, "server", "a page at / to try the model with")
     #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
     allowed_hosts: str | None = _option(
         None,

@@ -25,6 +25,8 @@ __all__ = ["create_app", "serve", "setup"]
 
 _MIB = 1 << 20
 _HEALTH = "/health"
+#: where the playground is, if the config has it
+_PLAYGROUND = "/"
 #: connections that the system keeps until they are accepted
 _BACKLOG = 1024
 #: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
@@ -37,21 +39,24 @@ def setup(
     prefix: str = "/v1",
     *,
     health: str | None = "../health",
+    playground: str | None = None,
     config: ServerConfig | None = None,
 ) -> None:
     """Add the OpenAI routes under ``prefix``, and a health route, to an application.
 
-    ``health`` is an absolute path or relative to the prefix; None: no such route and no trace. An application
-    can have several engines under different prefixes.
+    ``health`` is an absolute path or relative to the prefix; None: no such route, no trace and no feed of
+    steps. ``playground`` is the absolute path of a page to try the model with; None: no page, whatever the
+    config says. An application can have several engines under different prefixes.
 
     An engine that is not started is started and closed together with the application. When the application
     shuts down, open requests have ``config.drain_timeout`` seconds to finish, and new ones get 503.
     Disconnects are detected within a second, even if the application's runner does not cancel handlers. The
     application's ``client_max_size`` bounds request bodies.
 
-    Raises ConfigError: the prefix is not a path, or the application already has one of the routes.
+    Raises ConfigError: the prefix or the playground's path is not a path, or the application already has one
+    of the routes.
     """
-    mount = _mount(app, engine, prefix, health, config or ServerConfig())
+    mount = _mount(app, engine, prefix, health, playground, config or ServerConfig())
     if _DRAINED not in app:
         app[_DRAINED] = []
         app.on_shutdown.append(_drain)
@@ -63,7 +68,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Applic
     path. It starts, drains and closes the engine as :func:`setup` says."""
     config = config or ServerConfig()
     app = _application(config)
-    setup(app, engine, health=_HEALTH, config=config)
+    setup(app, engine, health=_HEALTH, playground=_playground(config), config=config)
     return app
 
 
@@ -108,7 +113,7 @@ async def _serve(
         health=_HEALTH,
     )
     app = _application(config, connections.middleware)
-    _mount(app, engine, "/v1", _HEALTH, config)
+    _mount(app, engine, "/v1", _HEALTH, _playground(config), config)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -188,17 +193,28 @@ async def _drain(app: web.Application) -> None:
 
 
 def _mount(
-    app: web.Application, engine: Engine, prefix: str, health: str | None, config: ServerConfig
+    app: web.Application,
+    engine: Engine,
+    prefix: str,
+    health: str | None,
+    playground: str | None,
+    config: ServerConfig,
 ) -> _Mount:
     prefix = prefix.rstrip("/")
     if prefix and not prefix.startswith("/"):
         raise ConfigError(f"prefix must begin with /, got {prefix!r}")
+    if playground is not None and not playground.startswith("/"):
+        raise ConfigError(f"playground must begin with /, got {playground!r}")
     if health is not None:
         health = posixpath.normpath(posixpath.join(prefix or "/", health))
-    Routes(engine, config).add_to(app, prefix, health)
+    Routes(engine, config).add_to(app, prefix, health, playground)
     mount = _Mount(engine, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
+
+
+def _playground(config: ServerConfig) -> str | None:
+    return _PLAYGROUND if config.playground else None
 
 
 def _application(config: ServerConfig, *outer: Middleware) -> web.Application:

@@ -18,6 +18,8 @@ from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.openai.protocol import model_not_found, parse_chat, parse_completion
 from aioinfer.server.openai.shapes import CHAT, COMPLETION
+from aioinfer.server.playground.page import Page
+from aioinfer.server.watching import Watching
 
 __all__ = ["Routes"]
 
@@ -36,8 +38,11 @@ class Routes:
         self._generation = Generation(engine, config, self._model)
         self._key = ApiKey(config.api_key)
         self._access = WebAccess(config)
+        self._watching = Watching(engine, config)
 
-    def add_to(self, app: web.Application, prefix: str, health: str | None) -> None:
+    def add_to(
+        self, app: web.Application, prefix: str, health: str | None, playground: str | None = None
+    ) -> None:
         """Raises ConfigError if the application has one of the routes."""
         routes: list[tuple[str, str, _Handler]] = [
             ("POST", f"{prefix}/chat/completions", self._guarded(self.chat)),
@@ -46,8 +51,14 @@ class Routes:
             ("GET", f"{prefix}/models/{{model}}", self._guarded(self.model)),
         ]
         if health is not None:
+            debug = health.rsplit("/", 1)[0] + "/debug"
             routes.append(("GET", health, self.health))
-            routes.append(("GET", health.rsplit("/", 1)[0] + "/debug/trace", self._guarded(self.trace)))
+            routes.append(("GET", f"{debug}/trace", self._guarded(self.trace)))
+            routes.append(("GET", f"{debug}/steps", self._guarded(self.steps)))
+            app.on_shutdown.append(self._watching.close)
+        if playground is not None:
+            page = Page(playground, prefix, None if health is None else f"{debug}/steps")
+            routes.extend(("GET", path, page.get) for path in page.paths)
         taken = {
             (method, route.resource.canonical)
             for route in app.router.routes()
@@ -89,15 +100,26 @@ class Routes:
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
-        if not self._key.given:
-            self._access.check_local(request)
+        self._check_local(request)
         trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
         return web.Response(text=trace, content_type="application/json")
+
+    async def steps(self, request: web.Request) -> web.StreamResponse:
+        """Steps and gauges as they happen, as server-sent events."""
+        self._check_local(request)
+        return await self._watching.respond(request)
+
+    def _check_local(self, request: web.Request) -> None:
+        if not self._key.given:
+            self._access.check_local(request)
 
     def _model_body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"id": self._model, "object": "model", "created": 0, "owned_by": "aioinfer"}
         if self._engine.ready:
-            body["max_model_len"] = self._engine.info.max_model_len
+            info = self._engine.info
+            body["max_model_len"] = info.max_model_len
+            if info.block_size is not None:
+                body["block_size"] = info.block_size
         return body
 
     # -- around every handler -------------------------------------------------------------------
