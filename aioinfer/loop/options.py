@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Prepared", "Prompt", "PromptSource", "RequestOptions", "check_timeout"]
+__all__ = ["MAX_LABEL", "Prepared", "Prompt", "PromptSource", "RequestOptions", "check_timeout"]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
 #: data), or what ``Engine.prompt`` made of one of these
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | PromptSource"
 
 #: characters of a label that a caller gives
-_MAX_LABEL = 256
+MAX_LABEL = 256
 #: messages may have so many times the bytes of the longest prompt, and so many characters more, since
 #: templates omit the reasoning of earlier answers, for example
 _CHAT_FACTOR = 4
@@ -85,7 +85,7 @@ class PromptSource:
     threads at the same time.
     """
 
-    __slots__ = ("_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "size")
+    __slots__ = ("_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "chat", "size")
 
     def __init__(
         self,
@@ -102,6 +102,8 @@ class PromptSource:
         self._template_kwargs: Any = {}
         #: characters, roughly, that have to be tokenized
         self.size = 0
+        #: it was given as messages
+        self.chat = False
         given: Any = plain(prompt)
         if type(given) is str:
             self._take_text(given, template_kwargs)
@@ -132,6 +134,7 @@ class PromptSource:
 
     def _take_chat(self, messages: list[Any], template_kwargs: Mapping[str, Any] | None) -> None:
         self._require_tokenizer()
+        self.chat = True
         self._check_count(len(messages), "messages")
         self.size = sum(map(_content_length, messages))
         # A template can omit parts of messages: their lengths alone show only what is far too long.
@@ -270,5 +273,5 @@ def check_timeout(field: str, value: float | None) -> None:
 
 
 def _check_label(field: str, value: str | None) -> None:
-    if value is not None and (type(value) is not str or len(value) > _MAX_LABEL):
-        raise InvalidRequest(field, f"must be a string of at most {_MAX_LABEL} characters")
+    if value is not None and (type(value) is not str or len(value) > MAX_LABEL):
+        raise InvalidRequest(field, f"must be a string of at most {MAX_LABEL} characters")

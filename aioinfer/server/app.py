@@ -19,14 +19,13 @@ from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import MOST_BODY_MIB
 from aioinfer.server.http.listening import bind, cannot_listen, connection_limit
 from aioinfer.server.http.logs import ACCESS, ACCESS_FORMAT, HTTP
+from aioinfer.server.playground.page import PAGE
 from aioinfer.server.routes import Routes
+from aioinfer.server.status import HEALTH, OPEN_PATHS
 
 __all__ = ["create_app", "serve", "setup"]
 
 _MIB = 1 << 20
-_HEALTH = "/health"
-#: where the playground is, if the config has it
-_PLAYGROUND = "/"
 #: connections that the system keeps until they are accepted
 _BACKLOG = 1024
 #: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
@@ -42,7 +41,7 @@ def setup(
     playground: str | None = None,
     config: ServerConfig | None = None,
 ) -> None:
-    """Add the OpenAI routes under ``prefix``, and a health route, to an application.
+    """Add the routes of an engine under ``prefix``, and a health route, to an application.
 
     ``health`` is an absolute path or relative to the prefix; None: no such route, no trace and no feed of
     steps. ``playground`` is the absolute path of a page to try the model with; None: no page, whatever the
@@ -53,14 +52,10 @@ def setup(
     Disconnects are detected within a second, even if the application's runner does not cancel handlers. The
     application's ``client_max_size`` bounds request bodies.
 
-    Raises ConfigError: the prefix or the playground's path is not a path, or the application already has one
-    of the routes.
+    Raises ConfigError: the prefix or ``playground`` is not a path, or the application already has one of the
+    routes.
     """
-    mount = _mount(app, engine, prefix, health, playground, config or ServerConfig())
-    if _DRAINED not in app:
-        app[_DRAINED] = []
-        app.on_shutdown.append(_drain)
-    app[_DRAINED].append(mount)
+    _drained(app, _mount(app, engine, prefix, health, config or ServerConfig(), playground=playground))
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
@@ -68,7 +63,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Applic
     path. It starts, drains and closes the engine as :func:`setup` says."""
     config = config or ServerConfig()
     app = _application(config)
-    setup(app, engine, health=_HEALTH, playground=_playground(config), config=config)
+    _drained(app, _mount_whole(app, engine, config))
     return app
 
 
@@ -110,10 +105,10 @@ async def _serve(
         limit=connection_limit(config.max_connections),
         header_timeout=config.header_timeout,
         send_timeout=config.send_timeout,
-        health=_HEALTH,
+        unlimited=OPEN_PATHS,
     )
     app = _application(config, connections.middleware)
-    _mount(app, engine, "/v1", _HEALTH, _playground(config), config)
+    _mount_whole(app, engine, config)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -186,6 +181,14 @@ class _Mount:
 _DRAINED = web.AppKey("aioinfer.drained", list[_Mount])
 
 
+def _drained(app: web.Application, mount: _Mount) -> None:
+    """Drain the engine when the application shuts down."""
+    if _DRAINED not in app:
+        app[_DRAINED] = []
+        app.on_shutdown.append(_drain)
+    app[_DRAINED].append(mount)
+
+
 async def _drain(app: web.Application) -> None:
     async with asyncio.TaskGroup() as group:
         for mount in app[_DRAINED]:
@@ -197,8 +200,10 @@ def _mount(
     engine: Engine,
     prefix: str,
     health: str | None,
-    playground: str | None,
     config: ServerConfig,
+    *,
+    whole: bool = False,
+    playground: str | None = None,
 ) -> _Mount:
     prefix = prefix.rstrip("/")
     if prefix and not prefix.startswith("/"):
@@ -207,14 +212,16 @@ def _mount(
         raise ConfigError(f"playground must begin with /, got {playground!r}")
     if health is not None:
         health = posixpath.normpath(posixpath.join(prefix or "/", health))
-    Routes(engine, config).add_to(app, prefix, health, playground)
+    Routes(engine, config).add_to(app, prefix, health, whole=whole, playground=playground)
     mount = _Mount(engine, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
 
 
-def _playground(config: ServerConfig) -> str | None:
-    return _PLAYGROUND if config.playground else None
+def _mount_whole(app: web.Application, engine: Engine, config: ServerConfig) -> _Mount:
+    """The engine of a server of its own, with all its routes."""
+    playground = PAGE.path if config.playground else None
+    return _mount(app, engine, "/v1", HEALTH.path, config, whole=True, playground=playground)
 
 
 def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
@@ -228,11 +235,11 @@ def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
 
 
 def _but_health(middleware: Middleware) -> Middleware:
-    """A middleware for every path but the health route, which monitors ask by any name and without a key."""
+    """A middleware for every path but those that monitors ask by any name and without a key."""
 
     @web.middleware
     async def selective(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path == _HEALTH:
+        if request.path in OPEN_PATHS:
             return await handler(request)
         return await middleware(request, handler)
 

@@ -3,77 +3,72 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
-from typing import cast
 
 from aiohttp import web
 
-from aioinfer.chat.answers import AnswerReader, ChatFormat
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine, Prompt
-from aioinfer.errors import InvalidRequest, RequestError
+from aioinfer.engine import Engine
+from aioinfer.errors import RequestError
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
-from aioinfer.params import SamplingParams
 from aioinfer.server.http.bodies import read_body
 from aioinfer.server.http.disconnects import ClientGone, ended, unless_gone, unless_raises
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, plain, refuse_large
-from aioinfer.server.http.pieces import PiecesPayload, cut
+from aioinfer.server.http.pieces import PiecesPayload
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
-from aioinfer.server.openai.logprobs import Speller, divided
+from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
-from aioinfer.server.openai.shapes import Shape, usage_body
-from aioinfer.server.openai.whole import whole_answer
+from aioinfer.server.operations.metrics import Metrics
+from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
-from aioinfer.text.tokenizer import Tokenizer, end_of
+from aioinfer.text.tokenizer import end_of
 
-__all__ = ["Generation", "Parser"]
-
-#: a body as bytes becomes a call
-Parser = Callable[[bytes, Served], Call]
-#: the parts of a choice that is streamed
-_Choice = tuple[Stream, AnswerReader | None]
+__all__ = ["Generation"]
 
 
 class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, model: str, metrics: Metrics | None = None
+    ) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._config = config
         self._model = model
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
-        self._chat: tuple[Tokenizer | None, ChatFormat] | None = None
 
-    async def respond(self, request: web.Request, parse: Parser, shape: Shape) -> web.StreamResponse:
-        """The answer to a body that ``parse`` understands, written as ``shape`` has it."""
+    async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
+        """The answer to a request in the protocol of ``wire``."""
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         # The limit of the application, too, where the engine is mounted in one.
         most = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, most)
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
-        chat = self._chat_format()
+        chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
         served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
-        call = await self._parser.parse(lambda body: parse(body, served), raw, limits)
+        call = await self._parser.parse(lambda body: wire.parse(body, served), raw, limits)
         check_answer(call, limits)
+        if self._metrics is not None:
+            self._metrics.called(call.n)
         try:
-            return await self._answer(request, call, shape)
+            return await self._answer(request, call, wire)
         except RequestError as error:
             raise call.named(error) from None
 
-    async def _answer(self, request: web.Request, call: Call, shape: Shape) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, call: Call, wire: Wire) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
             # Each prompt is tokenized once for its n choices.
             prompts = [
@@ -89,100 +84,44 @@ class Generation:
                 streams.append(await stack.enter_async_context(stream))
                 await pace()
             if call.stream:
-                return await self._stream(request, call, shape, prompts, streams)
+                # A refusal at tokenizing still gets its HTTP status, before the response begins.
+                await unless_gone(request, _accepted(streams))
+                return await self._stream(
+                    request, call, await self._writer(wire, call, prompts, streams), streams
+                )
             results = await unless_gone(request, _gather(streams))
-            echoes, readers = await self._echoes(call), self._readers(call, prompts)
-            pieces = await whole_answer(call, shape, results, echoes, self._speller, readers)
+            pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
             body: bytes | PiecesPayload = pieces[0]
             if len(pieces) > 1:
                 body = PiecesPayload(pieces, self._config.send_timeout, partial(_abort, request))
             return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
-        self,
-        request: web.Request,
-        call: Call,
-        shape: Shape,
-        prompts: Sequence[PromptSource],
-        streams: Sequence[Stream],
+        self, request: web.Request, call: Call, writer: AnswerWriter, streams: Sequence[Stream]
     ) -> web.StreamResponse:
         events = EventStream(
             request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
         )
-        # A refusal at tokenizing still gets its HTTP status, before the response begins.
-        await unless_gone(request, _accepted(streams))
-        echoes, readers = await self._echoes(call), self._readers(call, prompts)
-        choices = list(zip(streams, readers, strict=True))
         await events.open()
         watch = asyncio.create_task(events.watch())
         try:
-            await unless_raises(watch, self._send_all(call, shape, choices, echoes, events))
+            await unless_raises(watch, _send_all(call, writer, streams, events))
         except ClientGone:
             return events.response
         finally:
             await ended(watch)
         return events.response
 
-    async def _send_all(
-        self, call: Call, shape: Shape, choices: Sequence[_Choice], echoes: list[str], events: EventStream
-    ) -> None:
-        """All choices, then usage, then the end. After an error, the error is the last event."""
-        pace = Pace()
-        try:
-            for index, echo in enumerate(echoes):
-                if shape.opening is not None or echo:
-                    for piece in cut(echo):
-                        await events.send(shape.first(call, index, piece))
-                        await pace()
-            async with asyncio.TaskGroup() as group:
-                sending = [
-                    group.create_task(self._send_choice(call, shape, index, choice, events))
-                    for index, choice in enumerate(choices)
-                ]
-        except BaseExceptionGroup as failed:
-            error = failed.exceptions[0]
-            if isinstance(error, ClientGone) or not isinstance(error, Exception):
-                raise error from None
-            await events.send(json.dumps(as_failure(call.named(error)).body()))
-            await events.close(failed=True)
-        else:
-            if call.include_usage:
-                await events.send(shape.usage(call, usage_body([task.result() for task in sending], call.n)))
-            await events.close()
-
-    async def _send_choice(
-        self, call: Call, shape: Shape, index: int, choice: _Choice, events: EventStream
-    ) -> Usage:
-        stream, reader = choice
-        last: Chunk | None = None
-        writer = None if call.params.logprobs is None else shape.logprobs(self._speller)
-        counts = replace(stream.usage, completion_tokens=0) if call.continuous_usage else None
-        async for whole in stream:
-            pace = Pace()
-            for chunk in divided(whole):
-                if counts is not None:
-                    counts = replace(
-                        counts, completion_tokens=counts.completion_tokens + len(chunk.token_ids)
-                    )
-                usage = None if counts is None else usage_body([counts], 1)
-                logprobs = "null"
-                if writer is not None and chunk.logprobs:
-                    written: list[str] = []
-                    await writer.write(chunk.logprobs, pace, written.append)
-                    logprobs = "".join(written)
-                if reader is None:
-                    await events.send(shape.delta(call, index, chunk, logprobs, usage))
-                    continue
-                # A client that reads late gets much at once.
-                for _ in reader.read(chunk.text, ended=chunk.finish_reason is not None):
-                    await pace()
-                for event in shape.deltas(call, index, chunk, reader, logprobs, usage):
-                    await events.send(event)
-                    await pace()
-            last = whole
-        assert last is not None
-        assert last.usage is not None
-        return last.usage
+    async def _writer(
+        self, wire: Wire, call: Call, prompts: Sequence[PromptSource], streams: Sequence[Stream]
+    ) -> AnswerWriter:
+        context = AnswerContext(
+            tokenizer=self._engine.tokenizer,
+            speller=self._speller,
+            readers=self._readers(call, prompts),
+            usage=lambda index: streams[index].usage,
+        )
+        return await wire.answer(call, context)
 
     def _readers(self, call: Call, prompts: Sequence[PromptSource]) -> list[AnswerReader | None]:
         """The parsers of every choice, which begin as the end of its prompt says."""
@@ -196,32 +135,33 @@ class Generation:
         tokenizer = self._engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
-    async def _echoes(self, call: Call) -> list[str]:
-        """The prompt of every choice, or empty texts without ``echo``."""
-        if not call.echo:
-            return [""] * len(call.choices())
-        loop = asyncio.get_running_loop()
-        texts = [await loop.run_in_executor(None, self._echo, prompt, call.params) for prompt in call.prompts]
-        return [text for text in texts for _ in range(call.n)]
 
-    def _echo(self, prompt: Prompt, params: SamplingParams) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            raise InvalidRequest("echo", "the model has no tokenizer")
-        ids = cast("list[int]", prompt)
-        return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+async def _send_all(call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream) -> None:
+    """All choices, then what ends the answer. After an error, the error is the last event."""
+    try:
+        await writer.open(events)
+        async with asyncio.TaskGroup() as group:
+            sending = [
+                group.create_task(_send_choice(writer, index, stream, events))
+                for index, stream in enumerate(streams)
+            ]
+    except BaseExceptionGroup as failed:
+        error = failed.exceptions[0]
+        if isinstance(error, ClientGone) or not isinstance(error, Exception):
+            raise error from None
+        await writer.fail(as_failure(call.named(error)), events)
+    else:
+        await writer.close([task.result() for task in sending], events)
 
-    def _chat_format(self) -> ChatFormat:
-        """Of the engine's tokenizer, found out once for each."""
-        tokenizer = self._engine.tokenizer
-        if self._chat is None or self._chat[0] is not tokenizer:
-            self._chat = (
-                tokenizer,
-                ChatFormat.of(tokenizer, self._config.tool_call_parser, self._config.reasoning_parser),
-            )
-        return self._chat[1]
+
+async def _send_choice(writer: AnswerWriter, index: int, stream: Stream, events: EventStream) -> Usage:
+    last: Chunk | None = None
+    async for chunk in stream:
+        await writer.chunk(index, chunk, events)
+        last = chunk
+    assert last is not None
+    assert last.usage is not None
+    return last.usage
 
 
 def _abort(request: web.Request) -> None:

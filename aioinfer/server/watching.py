@@ -9,11 +9,22 @@ from aiohttp import web
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.observe.feed import StepFeed
+from aioinfer.server.http.access import ApiKey, WebAccess
 from aioinfer.server.http.disconnects import ClientGone, ended, unless_raises
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.sse import EventStream
+from aioinfer.server.openapi.endpoints import Endpoint
 
-__all__ = ["Watching"]
+__all__ = ["STEPS", "Watching"]
+
+STEPS = Endpoint(
+    "GET",
+    "/debug/steps",
+    "Steps and gauges as they happen, as server-sent events without end",
+    media="text/event-stream",
+    statuses={429: "Too many clients watch.", 503: "The engine is not serving."},
+    tag="status",
+)
 
 #: clients that may watch at the same time
 _MOST_CLIENTS = 8
@@ -32,6 +43,8 @@ class Watching:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine = engine
         self._config = config
+        self._key = ApiKey(config.api_key)
+        self._access = WebAccess(config)
         self._feed = StepFeed()
         self._clients = 0
         self._closed = False
@@ -49,7 +62,9 @@ class Watching:
         self._closed = True
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
-        """Frames until the client leaves or the engine ends. Raises EngineClosed, Refused (429, 503)."""
+        """Frames until the client leaves or the engine ends. Raises Refused (403, 429, 503)."""
+        if not self._key.given:
+            self._access.check_local(request)
         if not self._open:
             raise Refused(_failure(503, "the engine is not serving", "service_unavailable_error", None))
         if self._clients >= _MOST_CLIENTS:
@@ -87,7 +102,7 @@ class Watching:
                 sent = frame
             # All clients wake up together, and the first of them makes the frame.
             await asyncio.sleep(_INTERVAL - clock() % _INTERVAL)
-        await events.close()
+        await events.end("[DONE]")
 
     @property
     def _open(self) -> bool:

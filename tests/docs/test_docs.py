@@ -27,7 +27,8 @@ from xml.etree import ElementTree
 import pytest
 
 from aioinfer.checkpoint.locate import PACKAGED
-from aioinfer.cli.main import _parser, read_settings
+from aioinfer.cli.flags import read_settings
+from aioinfer.cli.main import _parser
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
@@ -131,6 +132,10 @@ def _aioinfer(arguments: list[str], *_: Any) -> None:
         _parser().parse_args(arguments)
     except Parsed as parsed:
         options = parsed.args[0]
+    except SystemExit as ended:  # help
+        if ended.code:
+            raise
+        return
     if "model_argument" in options:
         for cls in (EngineConfig, ServerConfig):
             read_settings(cls, options)

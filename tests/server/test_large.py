@@ -22,12 +22,13 @@ from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, TokenLogprob, Usage
 from aioinfer.params import SamplingParams
-from aioinfer.server import pace, parsing, pieces, protocol
+from aioinfer.server.http import pace, parsing, pieces
 from aioinfer.server.http.failures import Refused
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, decompress
 from aioinfer.server.http.pieces import PiecesPayload
+from aioinfer.server.openai import protocol
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller, divided
 from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion

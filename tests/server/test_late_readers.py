@@ -12,7 +12,7 @@ import pytest
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.outputs import Chunk, TokenLogprob, Usage
 from aioinfer.params import SamplingParams
-from aioinfer.server import pace
+from aioinfer.server.http import pace
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.openai.protocol import Served, parse_chat
 from aioinfer.server.openai.shapes import CHAT

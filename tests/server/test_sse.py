@@ -59,7 +59,7 @@ def stream(ping_interval: float, send_timeout: float) -> tuple[EventStream, Stuc
 @pytest.mark.parametrize("last", [False, True])
 async def test_a_client_that_does_not_read_is_dropped_and_not_pinged(last: bool) -> None:
     events, response, transport = stream(0.01, 0.05)
-    writing = asyncio.create_task(events.close() if last else events.send("abc"))
+    writing = asyncio.create_task(events.end("[DONE]") if last else events.send("abc"))
     with pytest.raises(ClientGone, match=r"has not read for 0\.05 s"):
         await events.watch()
     assert transport.aborted

@@ -49,14 +49,14 @@ class EventStream:
             raise ClientGone(str(error)) from error
         await self._write(b": ok\n\n")
 
-    async def send(self, data: str) -> None:
-        """Send one event. Raises ClientGone. Waits up to the timeout of :meth:`watch`."""
-        await self._write(f"data: {data}\n\n".encode())
+    async def send(self, data: str, name: str | None = None) -> None:
+        """Send one event, with the field ``event`` if it has a name. Raises ClientGone. Waits up to the
+        timeout of :meth:`watch`."""
+        await self._write(_event(data, name))
 
-    async def close(self, *, failed: bool = False) -> None:
-        """End the response, with ``[DONE]`` unless its last event was an error: clients that know no errors
-        would take the answer for complete."""
-        await self._write(b"" if failed else b"data: [DONE]\n\n", last=True)
+    async def end(self, data: str | None = None) -> None:
+        """End the response, behind one more event if there is ``data``."""
+        await self._write(b"" if data is None else _event(data, None), last=True)
 
     async def watch(self) -> None:
         """Run next to the writers: send pings, and raise ClientGone when the client is gone or has not read
@@ -95,3 +95,7 @@ class EventStream:
             raise ClientGone(str(error)) from error
         finally:
             self._writing -= 1
+
+
+def _event(data: str, name: str | None) -> bytes:
+    return f"data: {data}\n\n".encode() if name is None else f"event: {name}\ndata: {data}\n\n".encode()

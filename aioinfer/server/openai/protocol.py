@@ -26,16 +26,15 @@ from aioinfer.errors import ConstraintFailed, InvalidRequest, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
-from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
+from aioinfer.server.openai.fields import CHAT, COMPLETION, MAX_CHOICES, NESTED, REQUEST_ID
 
 __all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"]
 
-_MAX_CHOICES = 128
 _LONGEST_INTEGER = 64
 #: arguments of the tokenizer that are no variables of the template
 _RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_ID = re.compile(REQUEST_ID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +219,8 @@ def _call(
 ) -> Call:
     """The fields that both endpoints have. ``names`` is completed."""
     n = 1 if body.get("n") is None else body["n"]
-    if type(n) is not int or not 1 <= n * len(prompts) <= _MAX_CHOICES:
-        raise InvalidRequest("n", f"prompts times n must be 1 to {_MAX_CHOICES}")
+    if type(n) is not int or not 1 <= n * len(prompts) <= MAX_CHOICES:
+        raise InvalidRequest("n", f"prompts times n must be 1 to {MAX_CHOICES}")
     diffusion, step_map = parse_diffusion(body, served.defaults.diffusion)
     options = {} if body.get("stream_options") is None else body["stream_options"]
     if not isinstance(options, dict):

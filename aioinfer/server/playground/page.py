@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
 from aiohttp import web
 
-__all__ = ["Page"]
+from aioinfer.server.openapi.endpoints import Endpoint
 
+__all__ = ["FILE", "PAGE", "Playground"]
+
+_INDEX = "index.html"
 _TYPES = {
     ".html": "text/html",
     ".css": "text/css",
@@ -46,52 +49,72 @@ _HEADERS = {
 }
 
 
-class Page:
-    """The playground at ``path``, of the API at ``api`` and the feed of steps at ``steps``, if there is one.
+PAGE = Endpoint(
+    "GET", "/", "A page to try the model with", media="text/html", open=True, place="root", tag="status"
+)
+FILE = Endpoint(
+    "GET",
+    "/playground/{file}",
+    "A file of that page",
+    media="*/*",
+    statuses={404: "The page has no such file."},
+    open=True,
+    place="root",
+    tag="status",
+)
+
+
+class Playground:
+    """The page at ``path``, for the API at ``api`` and the feed of steps at ``steps``, if there is one.
 
     Its links are relative, so it works behind a proxy that serves it under another path. No key guards it:
     it holds nothing that is not in the package.
     """
 
     def __init__(self, path: str, api: str, steps: str | None) -> None:
-        self._path = path
+        below = path.rstrip("/")
+        #: the path of its files, for the router
+        self.files = below + FILE.path
         here = posixpath.dirname(path)
-        below = f"{path.rstrip('/')}/playground"
         names = {
-            "ASSETS": posixpath.relpath(below, here),
+            "ASSETS": posixpath.relpath(posixpath.dirname(self.files), here),
             "API": posixpath.relpath(api or "/", here),
             "STEPS": "" if steps is None else posixpath.relpath(steps, here),
         }
-        #: by path: content, media type, hash
-        self._bodies: dict[str, tuple[bytes, str, str]] = {}
-        for file in resources.files(__package__).joinpath("static").iterdir():
-            body = file.read_bytes()
-            if file.name == "index.html":
-                text = body.decode()
-                for name, value in names.items():
-                    text = text.replace(f"{{{{{name}}}}}", escape(value))
-                body = text.encode()
-            self._add(path if file.name == "index.html" else f"{below}/{file.name}", file.name, body)
+        static = resources.files(__package__) / "static"
+        self._files = {file.name: _File.of(file.name, file.read_bytes()) for file in static.iterdir()}
+        text = self._files.pop(_INDEX).body.decode()
+        for name, value in names.items():
+            text = text.replace(f"{{{{{name}}}}}", escape(value))
+        self._page = _File.of(_INDEX, text.encode())
 
-    def _add(self, path: str, name: str, body: bytes) -> None:
-        kind = _TYPES[posixpath.splitext(name)[1]]
-        self._bodies[path] = body, kind, hashlib.sha256(body).hexdigest()[:32]
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        return self._page.response(request)
 
-    @property
-    def paths(self) -> Iterator[str]:
-        """Every path that :meth:`get` answers, the page's own first."""
-        yield self._path
-        yield from (path for path in self._bodies if path != self._path)
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        file = self._files.get(request.match_info["file"])
+        if file is None:
+            raise web.HTTPNotFound
+        return file.response(request)
 
-    async def get(self, request: web.Request) -> web.StreamResponse:
-        """The file of the route that the request came by."""
-        resource = request.match_info.route.resource
-        assert resource is not None
-        body, kind, tag = self._bodies[resource.canonical]
-        known = request.if_none_match or ()
-        if any(each.value in (tag, "*") for each in known):
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    body: bytes
+    media: str
+    tag: str
+
+    @classmethod
+    def of(cls, name: str, body: bytes) -> _File:
+        return cls(body, _TYPES[posixpath.splitext(name)[1]], hashlib.sha256(body).hexdigest()[:32])
+
+    def response(self, request: web.Request) -> web.Response:
+        """The file, or 304 for a client that has it."""
+        if any(each.value in (self.tag, "*") for each in request.if_none_match or ()):
             response = web.Response(status=304, headers=_HEADERS)
         else:
-            response = web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
-        response.etag = tag
+            response = web.Response(
+                body=self.body, content_type=self.media, charset="utf-8", headers=_HEADERS
+            )
+        response.etag = self.tag
         return response

@@ -1,0 +1,168 @@
+"""Wires of OpenAI's chat and completion endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+from aioinfer.engine import Prompt
+from aioinfer.errors import InvalidRequest
+from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.params import SamplingParams
+from aioinfer.server.http.failures import Failure
+from aioinfer.server.http.pace import Pace
+from aioinfer.server.http.pieces import cut
+from aioinfer.server.openai import fields
+from aioinfer.server.openai.logprobs import divided
+from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
+from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_completion
+from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
+from aioinfer.server.openai.whole import whole_answer
+from aioinfer.server.openapi.endpoints import Body, Endpoint
+from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = [
+    "CHAT_ENDPOINT",
+    "CHAT_WIRE",
+    "COMPLETION_ENDPOINT",
+    "COMPLETION_WIRE",
+    "OpenAIAnswer",
+    "OpenAIWire",
+]
+
+_DONE = "[DONE]"
+
+
+class OpenAIWire:
+    """One of the two endpoints: as :class:`~aioinfer.server.wire.Wire`."""
+
+    def __init__(self, parse: Callable[[bytes, Served], Call], shape: Shape) -> None:
+        self.parse = parse
+        self._shape = shape
+
+    async def answer(self, call: Call, context: AnswerContext) -> OpenAIAnswer:
+        return OpenAIAnswer(call, self._shape, context, await _echoes(call, context.tokenizer))
+
+
+class OpenAIAnswer:
+    """The answer to one call: as :class:`~aioinfer.server.wire.AnswerWriter`."""
+
+    def __init__(self, call: Call, shape: Shape, context: AnswerContext, echoes: Sequence[str]) -> None:
+        self._call = call
+        self._shape = shape
+        self._context = context
+        self._echoes = echoes
+        choices = range(len(context.readers))
+        scored = call.params.logprobs is not None
+        self._logprobs = [shape.logprobs(context.speller) if scored else None for _ in choices]
+        #: output tokens of every choice so far
+        self._sent = [0 for _ in choices]
+
+    async def open(self, events: Events) -> None:
+        pace = Pace()
+        for index, echo in enumerate(self._echoes):
+            if self._shape.opening is not None or echo:
+                for piece in cut(echo):
+                    await events.send(self._shape.first(self._call, index, piece))
+                    await pace()
+
+    async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
+        pace = Pace()
+        reader, logprobs = self._context.readers[index], self._logprobs[index]
+        for part in divided(chunk):
+            usage = self._usage(index, part)
+            scores = "null"
+            if logprobs is not None and part.logprobs:
+                written: list[str] = []
+                await logprobs.write(part.logprobs, pace, written.append)
+                scores = "".join(written)
+            if reader is None:
+                await events.send(self._shape.delta(self._call, index, part, scores, usage))
+                continue
+            # A client that reads late gets much at once.
+            for _ in reader.read(part.text, ended=part.finish_reason is not None):
+                await pace()
+            for event in self._shape.deltas(self._call, index, part, reader, scores, usage):
+                await events.send(event)
+                await pace()
+
+    async def close(self, usages: Sequence[Usage], events: Events) -> None:
+        if self._call.include_usage:
+            await events.send(self._shape.usage(self._call, usage_body(usages, self._call.n)))
+        await events.end(_DONE)
+
+    async def fail(self, failure: Failure, events: Events) -> None:
+        # Without [DONE]: clients that know no errors would take the answer for complete.
+        await events.send(json.dumps(failure.body()))
+        await events.end()
+
+    async def whole(self, results: Sequence[Result]) -> list[bytes]:
+        context = self._context
+        return await whole_answer(
+            self._call, self._shape, results, self._echoes, context.speller, context.readers
+        )
+
+    def _usage(self, index: int, chunk: Chunk) -> dict[str, object] | None:
+        """The token counts of a choice up to the end of ``chunk``, if the call asks for them."""
+        if not self._call.continuous_usage:
+            return None
+        self._sent[index] += len(chunk.token_ids)
+        usage = replace(self._context.usage(index), completion_tokens=self._sent[index])
+        return usage_body([usage], 1)
+
+
+async def _echoes(call: Call, tokenizer: Tokenizer | None) -> list[str]:
+    """The prompt of every choice, or empty texts without ``echo``."""
+    if not call.echo:
+        return [""] * len(call.choices())
+    loop = asyncio.get_running_loop()
+    texts = [
+        await loop.run_in_executor(None, _echo, prompt, call.params, tokenizer) for prompt in call.prompts
+    ]
+    return [text for text in texts for _ in range(call.n)]
+
+
+def _echo(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise InvalidRequest("echo", "the model has no tokenizer")
+    ids = cast("list[int]", prompt)
+    return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+
+
+CHAT_WIRE = OpenAIWire(parse_chat, CHAT)
+COMPLETION_WIRE = OpenAIWire(parse_completion, COMPLETION)
+
+CHAT_ENDPOINT = Endpoint(
+    "POST",
+    "/chat/completions",
+    "Generate the answer in a chat",
+    body=Body(
+        "ChatRequest",
+        fields.CHAT,
+        fields.NESTED,
+        examples=({"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 64},),
+    ),
+    answer=ChatAnswer,
+    events=ChatChunk,
+    generates=True,
+)
+COMPLETION_ENDPOINT = Endpoint(
+    "POST",
+    "/completions",
+    "Generate text behind a prompt",
+    body=Body(
+        "CompletionRequest",
+        fields.COMPLETION,
+        fields.NESTED,
+        examples=({"prompt": "Once upon a time", "max_tokens": 32},),
+    ),
+    answer=CompletionAnswer,
+    events=CompletionChunk,
+    generates=True,
+)

@@ -1,0 +1,73 @@
+"""Wire: how one protocol reads calls and writes answers.
+
+:class:`~aioinfer.server.generation.Generation` takes a request the same way in every protocol; a wire is what
+differs::
+
+    bytes --wire.parse--> Call --engine--> streams --AnswerWriter--> events, or one body
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aioinfer.chat.answers import AnswerReader
+from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.server.http.failures import Failure
+from aioinfer.server.openai.logprobs import Speller
+from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["AnswerContext", "AnswerWriter", "Events", "Wire"]
+
+
+class Events(Protocol):
+    """The events of a response. Both methods wait while the client reads slowly, and raise ClientGone."""
+
+    async def send(self, data: str, name: str | None = None) -> None:
+        """One event, with the field ``event`` if it has a name."""
+
+    async def end(self, data: str | None = None) -> None:
+        """The end of the response, behind one more event if there is ``data``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What writers of answers get besides the call."""
+
+    tokenizer: Tokenizer | None
+    speller: Speller
+    #: the parser of every choice; None: its text is content
+    readers: Sequence[AnswerReader | None]
+    #: token counts of a choice so far, by its index
+    usage: Callable[[int], Usage]
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer to one call: :meth:`whole`, or from :meth:`open` to :meth:`close` or :meth:`fail`."""
+
+    async def open(self, events: Events) -> None:
+        """What comes before the first token."""
+
+    async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
+        """Output of choice ``index``. Of one choice, chunks come in order."""
+
+    async def close(self, usages: Sequence[Usage], events: Events) -> None:
+        """What comes behind the last chunk; ``usages`` are those of the choices. Ends the events."""
+
+    async def fail(self, failure: Failure, events: Events) -> None:
+        """The same for an answer that failed: clients must not take it for complete."""
+
+    async def whole(self, results: Sequence[Result]) -> list[bytes]:
+        """The body of an answer that is not streamed, in pieces."""
+
+
+class Wire(Protocol):
+    """A protocol."""
+
+    def parse(self, raw: bytes, served: Served) -> Call:
+        """A body. Raises InvalidRequest, and Refused for another model; may run on a worker thread."""
+
+    async def answer(self, call: Call, context: AnswerContext) -> AnswerWriter:
+        """The writer of the answer to one call, when its prompts were accepted. Raises InvalidRequest."""
