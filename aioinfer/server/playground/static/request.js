@@ -36,7 +36,10 @@ export function bodyOf(values, turns, model) {
   if (values.logprobs) body.logprobs = true;
   if (values.diffusion) {
     body.diffusion = { draft: values.draft };
-    if (values.threshold !== "") body.diffusion.threshold = numberOf("threshold", values.threshold);
+    if (values.algorithm) body.diffusion.algorithm = values.algorithm;
+    for (const name of ["steps", "threshold"]) {
+      if (values[name] !== "") body.diffusion[name] = numberOf(name, values[name]);
+    }
   }
   return body;
 }
@@ -65,7 +68,9 @@ export function fieldOf(param, message = "") {
   if (!param) return null;
   if (param.startsWith("response_format") || param === "grammar") return "schema";
   if (param === "max_completion_tokens") return "max_tokens";
-  if (param === "diffusion") return message.includes("threshold") ? "threshold" : "draft";
+  if (param === "diffusion") {
+    return ["threshold", "steps", "algorithm"].find((name) => message.includes(name)) ?? "draft";
+  }
   return [...NUMBERS, "stop", "logprobs"].includes(param) ? param : null;
 }
 
@@ -75,6 +80,9 @@ export function chosen(values) {
   if (values.system) parts.unshift("system prompt");
   if (values.stop) parts.push("stop");
   if (values.schema.trim()) parts.push("schema");
-  if (values.diffusion && values.threshold !== "") parts.push(`threshold ${values.threshold}`);
+  if (values.diffusion) {
+    if (values.algorithm) parts.push(values.algorithm);
+    for (const name of ["steps", "threshold"]) if (values[name] !== "") parts.push(`${name} ${values[name]}`);
+  }
   return parts.join(", ");
 }

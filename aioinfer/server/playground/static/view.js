@@ -33,6 +33,7 @@ export class View {
   #slow;
   #scheduled = false;
   #shown = 0;
+  #deadline = Infinity;
   #known = new Set();
   #drained = null;
 
@@ -61,6 +62,7 @@ export class View {
 
   /** Show the rest, then the figures. */
   async finish(answer) {
+    this.#deadline = performance.now() + DRAFTS_MS;
     if (this.#queue.length) {
       await new Promise((resolve) => {
         this.#drained = resolve;
@@ -93,18 +95,20 @@ export class View {
   #paint(now) {
     this.#scheduled = false;
     const down = this.#atBottom();
-    if (this.#slow && !document.hidden) this.#paintOne(now);
+    if (this.#slow && !document.hidden) this.#paintDue(now);
     else for (const shown of this.#queue.splice(0)) this.#show(shown);
     this.#stayDown(down);
     if (this.#queue.length) this.#schedule();
     else this.#drained?.();
   }
 
-  #paintOne(now) {
-    const wait = Math.min(DRAFT_MS, DRAFTS_MS / this.#queue.length);
-    if (now - this.#shown < wait) return;
+  #paintDue(now) {
+    const left = Math.min(DRAFTS_MS, Math.max(1, this.#deadline - now));
+    const wait = Math.min(DRAFT_MS, left / this.#queue.length);
+    const due = this.#shown ? Math.floor((now - this.#shown) / wait) : 1;
+    if (due < 1) return;
     this.#shown = now;
-    this.#show(this.#queue.shift());
+    for (const shown of this.#queue.splice(0, due)) this.#show(shown);
   }
 
   #show({ pieces, thought, draft }) {
