@@ -33,7 +33,7 @@ from tests.engine.worlds import make_world
 from tests.observe.scrapes import toy_engine
 from tests.tiers import scaled
 
-PER_TURN = recorder._GAPS_PER_TURN
+PER_TURN = recorder._TIMES_PER_TURN
 
 
 def make_recorder(loop: asyncio.AbstractEventLoop) -> Recorder:
