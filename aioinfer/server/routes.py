@@ -18,6 +18,7 @@ from aioinfer.server.openapi.endpoints import Endpoint, Handler, Route
 from aioinfer.server.openapi.pages import Pages
 from aioinfer.server.operations.metrics import METRICS, Metrics
 from aioinfer.server.status import HEALTH, TRACE, Status
+from aioinfer.server.tokens import Tokens
 from aioinfer.server.wire import Wire
 
 __all__ = ["Routes"]
@@ -36,6 +37,7 @@ class Routes:
         self._generation = Generation(engine, config, model, self._metrics)
         self._key = ApiKey(config.api_key)
         self._status = Status(engine, config, model)
+        self._tokens = Tokens(engine, config, self._generation)
         self._pages = Pages(keyed=self._key.given)
 
     def _routes(self) -> list[Route]:
@@ -43,6 +45,7 @@ class Routes:
         return [
             CHAT_ENDPOINT.route(self._generating(CHAT_WIRE)),
             COMPLETION_ENDPOINT.route(self._generating(COMPLETION_WIRE)),
+            *self._tokens.routes(),
             *self._status.routes(),
             *self._pages.routes(),
         ]
