@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
 from aioinfer.errors import Cancelled
-from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
 __all__ = ["Stream", "StreamCell", "request_of"]
@@ -192,6 +192,16 @@ class Stream(Coroutine[Any, Any, Result]):
     def usage(self) -> Usage:
         """The token counts so far; of the prompt, 0 before it is tokenized."""
         return self._cell.request.usage
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The times so far."""
+        return self._cell.request.metrics
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output has ended; "abort" also for an error. None while it goes on."""
+        return self._cell.request.finish_reason if self.done else None
 
     def result(self) -> Result:
         """The output so far, without waiting, also of a request that failed after it was queued.

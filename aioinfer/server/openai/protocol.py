@@ -46,13 +46,24 @@ _REQUEST_ID = re.compile(REQUEST_ID)
 @dataclass(frozen=True, slots=True)
 class Served:
     """What a server offers: the model's name, its default parameters and the format of its chat answers; how
-    many messages a chat may have; and what computes the answers."""
+    many messages a chat may have; and what computes the answers. Of one request: its id; empty: a new one."""
 
     model: str
     defaults: SamplingParams
     chat: ChatFormat = field(default_factory=ChatFormat)
     max_messages: int = 4096
     fingerprint: str = ""
+    #: further names of the model
+    aliases: frozenset[str] = frozenset()
+    request_id: str = ""
+
+    def name(self, wanted: Any) -> str:
+        """The name in the answer to a call that asks for the model ``wanted``; None: any. Raises Refused."""
+        if wanted is None or wanted == self.model:
+            return self.model
+        if isinstance(wanted, str) and wanted in self.aliases:
+            return wanted
+        raise model_not_found(self.model, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +212,7 @@ def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
         raise InvalidRequest("body", f"is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    if body.get("model") not in (None, served.model):
-        raise model_not_found(served.model, body["model"])
+    served.name(body.get("model"))
     check(body, table)
     return body
 
@@ -231,9 +241,9 @@ def _call(
     other_key = body.get("routing_key") is None
     names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
     return Call(
-        id=f"{kind}-{_request_id(body)}",
+        id=f"{kind}-{_request_id(body, served)}",
         created=int(time.time()),
-        model=served.model,
+        model=served.name(body.get("model")),
         prompts=prompts,
         params=params,
         n=n,
@@ -253,10 +263,10 @@ def _call(
     )
 
 
-def _request_id(body: Mapping[str, Any]) -> str:
+def _request_id(body: Mapping[str, Any], served: Served) -> str:
     given = body.get("request_id")
     if given is None:
-        return uuid.uuid4().hex
+        return served.request_id or uuid.uuid4().hex
     if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
         raise InvalidRequest("request_id", "must be 1 to 128 letters, digits and characters of ._:-")
     return given
