@@ -140,7 +140,7 @@ class Routes:
                     record.key = self._keys.check(request)
                 if not self._engine.config.tracing:
                     return await handler(request)
-                with within(request.headers):
+                with within(request.headers, record.id):
                     return await handler(request)
             except ClientGone:
                 return web.Response(status=CLIENT_GONE)
