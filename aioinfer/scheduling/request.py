@@ -145,6 +145,7 @@ class Request:
         "parked_for",
         "passed",
         "place",
+        "plain",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
@@ -287,6 +288,13 @@ class Request:
             TokenCursor(len(prompt_ids), self.output_ids, max_length, scored)
             if cursor is None
             else cursor(len(prompt_ids), self.output_ids, max_length)
+        )
+        #: what is read of it before its end is text and token ids, which have their text when they come
+        self.plain = (
+            self.text.enabled
+            and not self.text.costly
+            and self.params.logprobs is None
+            and type(self.cursor) is TokenCursor
         )
 
     def refuse(self, error: BaseException | None) -> None:
