@@ -143,6 +143,8 @@ class Runtime:
             self.observers.opened(request, chat=prompt.chat)
         if options.waiting_timeout is not None:
             self._set_timer(request, "waiting", options.waiting_timeout)
+        if self.tuning.garbage is not None:
+            self.tuning.garbage.arrived()
         return Stream(self, cell)
 
     def _prepared(self, request: Request, prepared: Prepared | None, error: BaseException | None) -> None:

@@ -190,7 +190,7 @@ class Request:
         self.queue_behind = queue_behind
         self.state = RequestState.WAITING
         #: nothing is computed while something is in it; see RequestQueues.park
-        self.parked_for: set[ParkedFor] = set()
+        self.parked_for: frozenset[ParkedFor] = frozenset()
         #: rounds of admission in which this request was the eldest and another one was admitted
         self.passed = 0
 
