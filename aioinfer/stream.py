@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
 from aioinfer.errors import Cancelled
-from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
-__all__ = ["Stream", "StreamCell"]
+__all__ = ["Stream", "StreamCell", "request_of"]
 
 
 class Want(Enum):
@@ -206,6 +206,16 @@ class Stream(Coroutine[Any, Any, Result]):
         """The token counts so far; of the prompt, 0 before it is tokenized."""
         return self._cell.request.usage
 
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The times so far."""
+        return self._cell.request.metrics
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output has ended; "abort" also for an error. None while it goes on."""
+        return self._cell.request.finish_reason if self.done else None
+
     def result(self) -> Result:
         """The output so far, without waiting, also of a request that failed after it was queued.
 
@@ -250,7 +260,7 @@ class Stream(Coroutine[Any, Any, Result]):
                 self._ended = request.ended if chunk is None else chunk.finish_reason is not None
             if chunk is not None:
                 if request.parked_for:
-                    self._caught_up()
+                    self.caught_up()
                 return chunk
             if self._ended:
                 self._raise_error()
@@ -299,6 +309,11 @@ class Stream(Coroutine[Any, Any, Result]):
             raise Cancelled("the stream was closed before its end")
         return cell.request.result()
 
+    def caught_up(self) -> None:
+        """A request that was parked for its reader goes on, if it was."""
+        if ParkedFor.READER in self._cell.request.parked_for:
+            self._owner.caught_up(self._cell.request)
+
     async def accepted(self) -> None:
         """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
         self._owner.check_loop()
@@ -326,9 +341,13 @@ class Stream(Coroutine[Any, Any, Result]):
         """The same from synchronous code."""
         self._leave(self._owner.abandon)
 
+    def leave(self) -> None:
+        """The same one turn of the loop later, from any thread and at any point: amid a step, too."""
+        self._leave(self._owner.abandon_later)
+
     def __del__(self) -> None:
         if not self.done:
-            self._leave(self._owner.abandon_later)
+            self.leave()
 
     def _leave(self, abandon: Callable[[Request], None]) -> None:
         if not self._cell.closed:
@@ -347,7 +366,7 @@ class Stream(Coroutine[Any, Any, Result]):
             raise RuntimeError("another task is reading this stream")
         cell.waiter = waiter = get_running_loop().create_future()
         cell.wants = want
-        self._caught_up()
+        self.caught_up()
         try:
             await waiter
         except BaseException as error:
@@ -360,14 +379,15 @@ class Stream(Coroutine[Any, Any, Result]):
         """The consumer has left while it waited."""
         if isinstance(error, GeneratorExit):
             # Closed, by the collector for example: on any thread and at any point, amid a step, too.
-            self._leave(self._owner.abandon_later)
+            self.leave()
         else:
             self.close()  # its task was cancelled, by a timeout for example
-
-    def _caught_up(self) -> None:
-        if ParkedFor.READER in self._cell.request.parked_for:
-            self._owner.caught_up(self._cell.request)
 
     def _raise_error(self) -> None:
         if self._cell.request.error is not None:
             raise self._cell.request.error
+
+
+def request_of(stream: Stream) -> Request:
+    """The request that a stream reads."""
+    return stream._cell.request
