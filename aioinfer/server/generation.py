@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -15,8 +16,9 @@ from aioinfer.engine import Engine
 from aioinfer.errors import RequestError
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.server.express import ExpressLane
 from aioinfer.server.http.bodies import read_body
-from aioinfer.server.http.disconnects import ClientGone, ended, unless_gone, unless_raises
+from aioinfer.server.http.disconnects import ClientGone, Watched, Watcher
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
@@ -33,6 +35,8 @@ from aioinfer.text.tokenizer import Tokenizer, end_of
 
 __all__ = ["Generation"]
 
+_T = TypeVar("_T")
+
 
 class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
@@ -43,6 +47,8 @@ class Generation:
         self._model = model
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
+        self._watcher = Watcher(min(config.ping_interval, config.send_timeout))
+        self._lane = ExpressLane()
         self._chat: tuple[Tokenizer | None, ChatFormat] | None = None
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
@@ -79,12 +85,9 @@ class Generation:
                 streams.append(await stack.enter_async_context(stream))
                 await pace()
             if call.stream:
-                # A refusal at tokenizing still gets its HTTP status, before the response begins.
-                await unless_gone(request, _accepted(streams))
-                return await self._stream(
-                    request, call, await self._writer(wire, call, prompts, streams), streams
-                )
-            results = await unless_gone(request, _gather(streams))
+                return await self._stream(request, call, wire, prompts, streams)
+            async with Watched(request, self._watcher):
+                results = await _all([partial(_result, stream) for stream in streams])
             pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
             body: bytes | PiecesPayload = pieces[0]
             if len(pieces) > 1:
@@ -92,20 +95,59 @@ class Generation:
             return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _stream(
-        self, request: web.Request, call: Call, writer: AnswerWriter, streams: Sequence[Stream]
+        self,
+        request: web.Request,
+        call: Call,
+        wire: Wire,
+        prompts: Sequence[PromptSource],
+        streams: Sequence[Stream],
     ) -> web.StreamResponse:
+        config = self._config
         events = EventStream(
-            request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
+            request, self._watcher, ping_interval=config.ping_interval, send_timeout=config.send_timeout
         )
-        await events.open()
-        watch = asyncio.create_task(events.watch())
         try:
-            await unless_raises(watch, _send_all(call, writer, streams, events))
+            async with events:
+                # A refusal at tokenizing still gets its HTTP status, before the response begins.
+                for stream in streams:
+                    await stream.accepted()
+                writer = await self._writer(wire, call, prompts, streams)
+                await events.open()
+                await self._send_all(call, writer, streams, events)
         except ClientGone:
-            return events.response
-        finally:
-            await ended(watch)
+            if not events.response.prepared:
+                raise
         return events.response
+
+    async def _send_all(
+        self, call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream
+    ) -> None:
+        """All choices, then what ends the answer. After an error, the error is the last event."""
+        try:
+            await writer.open(events)
+            usages = await _all(
+                [partial(self._send_choice, writer, *each, events) for each in enumerate(streams)]
+            )
+        except ClientGone:
+            raise
+        except Exception as error:
+            await writer.fail(as_failure(call.named(error)), events)
+        else:
+            await writer.close(usages, events)
+
+    async def _send_choice(
+        self, writer: AnswerWriter, index: int, stream: Stream, events: EventStream
+    ) -> Usage:
+        outlet = self._lane.outlet(stream, writer.plain(index), events)
+        if outlet is not None:
+            await stream.until_ended(outlet)
+        last: Chunk | None = None
+        async for chunk in stream:
+            await writer.chunk(index, chunk, events)
+            last = chunk
+        assert last is not None
+        assert last.usage is not None
+        return last.usage
 
     async def _writer(
         self, wire: Wire, call: Call, prompts: Sequence[PromptSource], streams: Sequence[Stream]
@@ -141,49 +183,18 @@ class Generation:
         return self._chat[1]
 
 
-async def _send_all(call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream) -> None:
-    """All choices, then what ends the answer. After an error, the error is the last event."""
-    try:
-        await writer.open(events)
-        async with asyncio.TaskGroup() as group:
-            sending = [
-                group.create_task(_send_choice(writer, index, stream, events))
-                for index, stream in enumerate(streams)
-            ]
-    except BaseExceptionGroup as failed:
-        error = failed.exceptions[0]
-        if isinstance(error, ClientGone) or not isinstance(error, Exception):
-            raise error from None
-        await writer.fail(as_failure(call.named(error)), events)
-    else:
-        await writer.close([task.result() for task in sending], events)
-
-
-async def _send_choice(writer: AnswerWriter, index: int, stream: Stream, events: EventStream) -> Usage:
-    last: Chunk | None = None
-    async for chunk in stream:
-        await writer.chunk(index, chunk, events)
-        last = chunk
-    assert last is not None
-    assert last.usage is not None
-    return last.usage
-
-
 def _abort(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.abort()
 
 
-async def _accepted(streams: Sequence[Stream]) -> None:
-    for stream in streams:
-        await stream.accepted()
-
-
-async def _gather(streams: Sequence[Stream]) -> list[Result]:
+async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, _T]]]) -> list[_T]:
     """All results in order; the first failure is raised at once."""
+    if len(works) == 1:
+        return [await works[0]()]  # without a task of its own
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_result(stream)) for stream in streams]
+            tasks = [group.create_task(work()) for work in works]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
