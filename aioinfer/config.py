@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,9 +86,10 @@ GROUPS = {
     "overlap": "overlap and event loop",
     "sampling": "sampling and grammars",
     "diffusion": "diffusion models",
+    "chat": "chats: tool calls, reasoning, template",
     "limits": "limits and timeouts",
+    "observing": "metrics, log lines and traces",
     "server": "HTTP server",
-    "chat": "tool calls and reasoning",
     "connections": "HTTP connections",
 }
 
@@ -289,6 +291,22 @@ class EngineConfig:
         None, "diffusion", "denoising rounds per step; default: 4 with overlap_steps 0, else 1", _AT_LEAST_ONE
     )
 
+    tool_call_parser: str | None = _option(
+        "auto",
+        "chat",
+        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3, harmony;"
+        " auto: the chat template's; none: tools are refused",
+    )
+    reasoning_parser: str | None = _option(
+        "auto",
+        "chat",
+        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
+        " auto: the chat template's",
+    )
+    chat_template: str | None = _option(
+        None, "chat", "chat template in place of the model's: a Jinja file, or the template itself"
+    )
+
     max_queued_requests: int = _option(
         4096, "limits", "waiting requests before new ones are rejected", _AT_LEAST_ONE
     )
@@ -314,10 +332,23 @@ class EngineConfig:
         30.0, "limits", "seconds that closing waits for running requests", _NOT_NEGATIVE
     )
 
+    #: Of the logger aioinfer.stats, at level INFO; one line says that the engine is idle.
+    stats_interval: float | None = _option(
+        None,
+        "observing",
+        "seconds between log lines of throughput and load; 0: none; default: none, of aioinfer serve 10",
+        _NOT_NEGATIVE,
+    )
+    #: Only of an Engine; the extra "tracing" installs what it needs.
+    tracing: bool = _option(False, "observing", "a span of OpenTelemetry per request, without its content")
+
     def __post_init__(self) -> None:
         _check_fields(self)
         if not self.model.strip() or "\0" in self.model:
             raise ConfigError(f"model must name a model, got {shown(self.model)}")
+        _known_parsers(self)
+        if self.chat_template is not None and not self.chat_template.strip():
+            raise ConfigError("chat_template must name a file or be a template, got an empty text")
         if self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.max_step_tokens < self.max_running_requests:
@@ -381,12 +412,26 @@ class ServerConfig:
 
     host: str = _option("127.0.0.1", "server", "address to listen on")
     port: int = _option(8000, "server", "port to listen on; 0: any free port", _Bounds(0, 65535))
+    uds: str | None = _option(None, "server", "path of a Unix socket to listen on instead of host and port")
+    uds_mode: str = _option("600", "server", "permissions of the Unix sockets, in octal digits")
+    tls_certificate: str | None = _option(None, "server", "PEM file of a certificate chain: serve HTTPS")
+    tls_key: str | None = _option(None, "server", "PEM file of its key; default: in the same file")
+    tls_ca: str | None = _option(None, "server", "PEM file of authorities: clients need a certificate of one")
     api_key: str | None = _option(None, "server", "bearer token that clients must send")
+    api_keys: str | None = _option(None, "server", "YAML file of further keys with names and limits")
     insecure: bool = _option(False, "server", "allow a non-loopback host without an API key")
     served_model_name: str | None = _option(
-        None, "server", "model name in the API; default: the directory's name"
+        None, "server", "names of the model in the API, separated by commas; default: the directory's name"
     )
     access_log: bool = _option(False, "server", "log one line per request")
+    access_log_format: Literal["text", "json"] = _option("text", "server", "form of these lines")
+    metrics: bool = _option(True, "observing", "answer /metrics in the formats of Prometheus")
+    vllm_metrics: bool = _option(True, "observing", "show metrics by the names of vLLM, too, for its boards")
+    admin_port: int | None = _option(
+        None, "server", "port of the admin routes on 127.0.0.1; 0: any free port", _Bounds(0, 65535)
+    )
+    admin_uds: str | None = _option(None, "server", "path of a Unix socket for the admin routes")
+    admin_key: str | None = _option(None, "server", "bearer token that admin requests must send")
     #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
     allowed_hosts: str | None = _option(
         None,
@@ -395,19 +440,6 @@ class ServerConfig:
     )
     cors_origins: str | None = _option(
         None, "server", "origins of web pages that may use the server, as in https://a.b,https://c.d; *: any"
-    )
-
-    tool_call_parser: str | None = _option(
-        "auto",
-        "chat",
-        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3, harmony;"
-        " auto: the chat template's; none: tools are refused",
-    )
-    reasoning_parser: str | None = _option(
-        "auto",
-        "chat",
-        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
-        " auto: the chat template's",
     )
 
     max_body_mib: float | None = _option(
@@ -460,9 +492,24 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        _known_parsers(self)
-        if not is_loopback(self.host) and not (self.api_key or self.insecure):
+        _check_listening(self)
+        if self.uds is None and not is_loopback(self.host) and not (self.needs_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
+
+    @property
+    def needs_key(self) -> bool:
+        """Clients must send a key."""
+        return bool(self.api_key or self.api_keys)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names in ``served_model_name``; empty: the model's own."""
+        return tuple(name.strip() for name in (self.served_model_name or "").split(",") if name.strip())
+
+    @property
+    def socket_mode(self) -> int:
+        """``uds_mode`` as a number."""
+        return int(self.uds_mode, 8)
 
     @classmethod
     def load(
@@ -517,7 +564,20 @@ def policy_names() -> tuple[str, ...]:
     return tuple(name.replace("_", "-") for name in plugins.names(plugins.POLICIES))
 
 
-def _known_parsers(config: ServerConfig) -> None:
+def _check_listening(config: ServerConfig) -> None:
+    if not re.fullmatch("0?[0-7]{3}", config.uds_mode):
+        raise ConfigError(f"uds_mode must be three octal digits such as 660, got {shown(config.uds_mode)}")
+    for name in ("uds", "admin_uds"):
+        if getattr(config, name) == "":
+            raise ConfigError(f"{name} must be a path, not empty")
+    for name in ("tls_key", "tls_ca"):
+        if getattr(config, name) is not None and config.tls_certificate is None:
+            raise ConfigError(f"{name} needs tls_certificate")
+    if config.uds is not None and config.uds == config.admin_uds:
+        raise ConfigError("admin_uds must be another path than uds")
+
+
+def _known_parsers(config: EngineConfig) -> None:
     from aioinfer.text import AUTO
     from aioinfer.text.reasoning import REASONING_PARSERS
     from aioinfer.text.tool_calls import PARSERS

@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
 from aioinfer.errors import Cancelled
-from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
-__all__ = ["Lane", "Outlet", "Stream", "StreamCell"]
+__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of"]
 
 
 class Want(Enum):
@@ -110,13 +110,17 @@ class StreamCell:
         self.max_lag = max_lag
 
     @property
-    def lags(self) -> bool:
-        """More tokens are unread than ``max_lag``, and the consumer is not waiting. (A waiting consumer has
-        read all that there is; unread tokens are then held back for a stop string. One with an outlet always
-        waits, and has read all unless that is blocked.)"""
-        unread = len(self.request.token_times) - self.taken_ids
+    def unread(self) -> int:
+        """Tokens that the consumer could read and has not. (A waiting consumer has read all that there is;
+        the other tokens are then held back for a stop string, or it waits for the whole result. One with an
+        outlet always waits, and has read all unless that is blocked.)"""
         reading = self.waiter is not None if self.outlet is None else not self.blocked
-        return self.max_lag is not None and not reading and unread > self.max_lag
+        return 0 if reading else len(self.request.token_times) - self.taken_ids
+
+    @property
+    def lags(self) -> bool:
+        """More tokens are unread than ``max_lag``."""
+        return self.max_lag is not None and self.unread > self.max_lag
 
     def ready(self) -> bool:
         """What the waiting consumer wants is there, or the end is."""
@@ -215,6 +219,16 @@ class Stream(Coroutine[Any, Any, Result]):
     def usage(self) -> Usage:
         """The token counts so far; of the prompt, 0 before it is tokenized."""
         return self._cell.request.usage
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The times so far."""
+        return self._cell.request.metrics
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output has ended; "abort" also for an error. None while it goes on."""
+        return self._cell.request.finish_reason if self.done else None
 
     def result(self) -> Result:
         """The output so far, without waiting, also of a request that failed after it was queued.
@@ -337,9 +351,13 @@ class Stream(Coroutine[Any, Any, Result]):
         """The same from synchronous code."""
         self._leave(self._owner.abandon)
 
+    def leave(self) -> None:
+        """The same one turn of the loop later, from any thread and at any point: amid a step, too."""
+        self._leave(self._owner.abandon_later)
+
     def __del__(self) -> None:
         if not self.done:
-            self._leave(self._owner.abandon_later)
+            self.leave()
 
     def _leave(self, abandon: Callable[[Request], None]) -> None:
         if not self._cell.closed:
@@ -364,7 +382,7 @@ class Stream(Coroutine[Any, Any, Result]):
             await cell.waiter
         except GeneratorExit:
             # Closed, by the collector for example: on any thread and at any point, amid a step, too.
-            self._leave(self._owner.abandon_later)
+            self.leave()
             raise
         except BaseException:
             # The task was cancelled, by a timeout for example: the consumer has left.
@@ -376,3 +394,8 @@ class Stream(Coroutine[Any, Any, Result]):
     def _raise_error(self) -> None:
         if self._cell.request.error is not None:
             raise self._cell.request.error
+
+
+def request_of(stream: Stream) -> Request:
+    """The request that a stream reads."""
+    return stream._cell.request

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from aioinfer.chat.answers import AnswerReader, ChatFormat
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import RequestError
@@ -23,15 +23,17 @@ from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, plain, refuse_large
-from aioinfer.server.http.pieces import PiecesPayload
+from aioinfer.server.http.pieces import whole_response
+from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.server.operations.metrics import Metrics
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
-from aioinfer.text.tokenizer import Tokenizer, end_of
+from aioinfer.text.tokenizer import end_of
 
 __all__ = ["Generation"]
 
@@ -41,66 +43,95 @@ _T = TypeVar("_T")
 class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, models: Sequence[str], metrics: Metrics | None = None
+    ) -> None:
+        """``models``: the names of the model, that of answers to calls without a name first."""
         self._engine = engine
+        self._metrics = metrics
         self._config = config
-        self._model = model
+        self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
         self._watcher = Watcher(min(config.ping_interval, config.send_timeout))
         self._lane = ExpressLane()
-        self._chat: tuple[Tokenizer | None, ChatFormat] | None = None
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
+        record = record_of(request)
+        with record.admitted():
+            call, limits = await self.parsed(request, wire.parse)
+            check_answer(call, limits)
+            if self._metrics is not None:
+                self._metrics.called(call.n)
+            record.model, record.call = call.model, call.id
+            try:
+                return await self._answer(request, call, wire, record)
+            except RequestError as error:
+                raise call.named(error) from None
+            finally:
+                self._engine.timeline.request(record.id, record.started, record.output_tokens)
+
+    async def parsed(self, request: web.Request, parse: Callable[[bytes, Served], _T]) -> tuple[_T, Limits]:
+        """The body of a request, read and parsed within the server's limits, and these. Raises Refused,
+        InvalidRequest, ClientGone."""
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         # The limit of the application, too, where the engine is mounted in one.
         most = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, most)
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
-        chat = self._chat_format()
+        chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
-        served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
-        call = await self._parser.parse(lambda body: wire.parse(body, served), raw, limits)
-        check_answer(call, limits)
-        try:
-            return await self._answer(request, call, wire)
-        except RequestError as error:
-            raise call.named(error) from None
+        served = Served(
+            self._model,
+            engine.default_params,
+            chat,
+            self._config.max_messages,
+            computes,
+            aliases=self._aliases,
+            request_id=record_of(request).id,
+        )
+        return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
 
-    async def _answer(self, request: web.Request, call: Call, wire: Wire) -> web.StreamResponse:
+    def watched(self, request: web.Request) -> Watched:
+        """``async with``: raises ClientGone where the task waits when the client of ``request`` disconnects."""
+        return Watched(request, self._watcher)
+
+    async def _answer(
+        self, request: web.Request, call: Call, wire: Wire, record: Record
+    ) -> web.StreamResponse:
+        streams: list[Stream] = []
+        # The stack closes every stream, on errors and cancellation too, once they are counted.
         async with AsyncExitStack() as stack:
-            # Each prompt is tokenized once for its n choices.
-            prompts = [
-                self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
-                for prompt in call.prompts
-            ]
-            # The stack closes every stream, on errors and cancellation too.
-            pace, streams = Pace(), []
-            for index, (_, params) in enumerate(call.choices()):
-                # A request of many choices gets its turns among other requests, not before them.
-                prompt = prompts[index // call.n]
-                stream = self._engine.generate(prompt, params, queue_behind=index, **call.scheduling)
-                streams.append(await stack.enter_async_context(stream))
-                await pace()
-            if call.stream:
-                return await self._stream(request, call, wire, prompts, streams)
-            async with Watched(request, self._watcher):
-                results = await _all([partial(_result, stream) for stream in streams])
-            pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
-            body: bytes | PiecesPayload = pieces[0]
-            if len(pieces) > 1:
-                body = PiecesPayload(pieces, self._config.send_timeout, partial(_abort, request))
-            return web.Response(body=body, content_type="application/json", charset="utf-8")
+            with record.counting(streams, call.n):
+                # Each prompt is tokenized once for its n choices.
+                prompts = [
+                    self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
+                    for prompt in call.prompts
+                ]
+                pace = Pace()
+                for index, (_, params) in enumerate(call.choices()):
+                    # A request of many choices gets its turns among other requests, not before them.
+                    prompt = prompts[index // call.n]
+                    stream = self._engine.generate(prompt, params, queue_behind=index, **call.scheduling)
+                    streams.append(await stack.enter_async_context(stream))
+                    await pace()
+                if call.stream:
+                    make_writer = partial(self._writer, wire, call, prompts, streams)
+                    return await self._stream(request, call, make_writer, streams, record)
+                async with self.watched(request):
+                    results = await _all([partial(_result, stream) for stream in streams])
+                pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
+                return whole_response(request, pieces, self._config.send_timeout)
 
     async def _stream(
         self,
         request: web.Request,
         call: Call,
-        wire: Wire,
-        prompts: Sequence[PromptSource],
+        make_writer: Callable[[], Coroutine[Any, Any, AnswerWriter]],
         streams: Sequence[Stream],
+        record: Record,
     ) -> web.StreamResponse:
         config = self._config
         events = EventStream(
@@ -111,12 +142,13 @@ class Generation:
                 # A refusal at tokenizing still gets its HTTP status, before the response begins.
                 for stream in streams:
                     await stream.accepted()
-                writer = await self._writer(wire, call, prompts, streams)
+                writer = await make_writer()
                 await events.open()
                 await self._send_all(call, writer, streams, events)
         except ClientGone:
             if not events.response.prepared:
                 raise
+            record.finish_reason = "disconnect"
         return events.response
 
     async def _send_all(
@@ -171,21 +203,6 @@ class Generation:
     def _spell(self, token: int) -> str:
         tokenizer = self._engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
-
-    def _chat_format(self) -> ChatFormat:
-        """Of the engine's tokenizer, found out once for each."""
-        tokenizer = self._engine.tokenizer
-        if self._chat is None or self._chat[0] is not tokenizer:
-            self._chat = (
-                tokenizer,
-                ChatFormat.of(tokenizer, self._config.tool_call_parser, self._config.reasoning_parser),
-            )
-        return self._chat[1]
-
-
-def _abort(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()
 
 
 async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, _T]]]) -> list[_T]:
