@@ -95,7 +95,7 @@ class Generation:
         return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
 
     def watched(self, request: web.Request) -> Watched:
-        """``async with``: raises ClientGone where the task waits when the client of ``request`` disconnects."""
+        """``async with``: raises ClientGone where the task waits if the client disconnects."""
         return Watched(request, self._watcher)
 
     async def _answer(

@@ -157,7 +157,8 @@ class Tokens:
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         ids, _ = await self._generation.parsed(request, _parse_detokenize)
-        text = await unless_gone(request, self._engine.detokenize(ids, skip_special_tokens=False))
+        async with self._generation.watched(request):
+            text = await self._engine.detokenize(ids, skip_special_tokens=False)
         return await self._json(request, {"prompt": text})
 
     async def info(self, request: web.Request) -> web.StreamResponse:
