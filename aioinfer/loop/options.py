@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.copies import check_ids, freeze
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["MAX_LABEL", "Prepared", "Prompt", "PromptSource", "RequestOptions", "check_timeout"]
+__all__ = [
+    "MAX_LABEL",
+    "GenerateOptions",
+    "Prepared",
+    "Prompt",
+    "PromptForm",
+    "PromptSource",
+    "RequestOptions",
+    "check_timeout",
+]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
 #: data), or what ``Engine.prompt`` made of one of these
@@ -34,6 +44,18 @@ _CHAT_FACTOR = 4
 _CHAT_ROOM = 1 << 20
 #: parameters of a tokenizer's methods
 _NOT_VARIABLES = ("self", "messages")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What :meth:`aioinfer.Engine.generate` takes besides prompt, parameters and the template's variables."""
+
+    waiting_timeout: float | None
+    running_timeout: float | None
+    priority: int
+    cache_salt: str
+    routing_key: str | None
+    queue_behind: int
+    max_lag: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +100,31 @@ class Prepared(NamedTuple):
     grammar: GrammarState | None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """How a prompt becomes token ids. Raises InvalidRequest, by the name of the engine's argument."""
+
+    #: those that the model expects around a text; None: as usual, around text and not around a rendered chat
+    special_tokens: bool | None = None
+    #: only so many tokens of the prompt's end are kept
+    truncate: int | None = None
+    #: it is not to be computed, so it may have any number of tokens that a text of the longest prompt's
+    #: length can have
+    counted: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.special_tokens, (bool, NoneType)):
+            raise InvalidRequest(
+                "add_special_tokens", f"must be true or false, got {shown(self.special_tokens)}"
+            )
+        if self.truncate is not None and (type(self.truncate) is not int or self.truncate < 1):
+            message = f"must be a positive number of tokens, got {shown(self.truncate)}"
+            raise InvalidRequest("truncate_prompt_tokens", message)
+
+
+_AS_USUAL = PromptForm()
+
+
 class PromptSource:
     """A prompt that was checked and copied: what the caller gave is not read again.
 
@@ -85,7 +132,7 @@ class PromptSource:
     threads at the same time.
     """
 
-    __slots__ = ("_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "chat", "size")
+    __slots__ = ("_form", "_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "chat", "size")
 
     def __init__(
         self,
@@ -93,10 +140,12 @@ class PromptSource:
         tokenizer: Tokenizer | None,
         info: DeviceInfo,
         template_kwargs: Mapping[str, Any] | None = None,
+        form: PromptForm = _AS_USUAL,
     ) -> None:
         """Raises InvalidRequest for what can be seen without tokenizing, the length included."""
         self._tokenizer = tokenizer
         self._info = info
+        self._form = form
         self._ids: list[int] | None = None
         self._prompt: Any = None
         self._template_kwargs: Any = {}
@@ -110,7 +159,8 @@ class PromptSource:
             return
         if not isinstance(given, (list, tuple)) and not hasattr(given, "tolist"):
             raise InvalidRequest("prompt", f"must be text, token ids or messages, got {type(given).__name__}")
-        self._check_count(_length(given), "entries")
+        if form.truncate is None:
+            self._check_count(_length(given), "entries")
         # From here on the copy is read: another thread may change the original at any time.
         items = list(given) if isinstance(given, (list, tuple)) else _elements(given)
         if not items:
@@ -119,9 +169,7 @@ class PromptSource:
             self._take_chat(items, template_kwargs)
             return
         self._refuse_template(template_kwargs)
-        self._check_count(len(items), "tokens")
-        check_ids("prompt", items, info.vocab_size)
-        self._ids = items
+        self._ids = self._checked(items)
 
     def _take_text(self, text: str, template_kwargs: Mapping[str, Any] | None) -> None:
         self._refuse_template(template_kwargs)
@@ -174,21 +222,23 @@ class PromptSource:
         if self._ids is not None:
             return len(self._ids)
         text = self._prompt if isinstance(self._prompt, str) else ""
-        return max(1, len(text) // self._token_bytes)
+        least = max(1, len(text) // self._token_bytes)
+        return least if self._form.truncate is None else min(least, self._form.truncate)
 
     def encode(self) -> Sequence[int]:
         """Token ids of the prompt. Blocks if they are not known yet. Raises InvalidRequest."""
         tokenizer = self._tokenizer
         if self._ids is None and tokenizer is not None:
-            if isinstance(self._prompt, str):
+            special = self._form.special_tokens
+            if not isinstance(self._prompt, str):
+                ids = self._encode_chat(tokenizer)
+            elif special is None or special:
                 ids = tokenizer.encode(self._prompt)
             else:
-                ids = self._encode_chat(tokenizer)
+                ids = tokenizer.encode_part(self._prompt)
             if not ids:
                 raise InvalidRequest("prompt", "is empty")
-            self._check_count(len(ids), "tokens")
-            check_ids("prompt", ids, self._info.vocab_size)
-            self._ids = ids
+            self._ids = self._checked(ids)
             self._prompt = None
         assert self._ids is not None
         return self._ids
@@ -197,10 +247,21 @@ class PromptSource:
         messages, kwargs = self._prompt, self._template_kwargs
         render = getattr(tokenizer, "render_chat", None)
         if render is None:
+            if self._form.special_tokens:
+                raise InvalidRequest("add_special_tokens", "is not supported by this tokenizer's chats")
             return tokenizer.encode_chat(messages, **kwargs)
         text = render(messages, **kwargs)
         self._check_text(text)
-        return tokenizer.encode_part(text)
+        return tokenizer.encode(text) if self._form.special_tokens else tokenizer.encode_part(text)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """The ids that are the prompt."""
+        if self._form.truncate is not None:
+            ids = ids[-self._form.truncate :]
+        if not self._form.counted:
+            self._check_count(len(ids), "tokens")
+        check_ids("prompt", ids, self._info.vocab_size)
+        return ids
 
     def is_for(self, info: DeviceInfo) -> bool:
         """It was made for this model, as it was loaded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from aioinfer.errors import (
     TimedOut,
     WrongLoop,
 )
+from aioinfer.loop.copies import check_ids
 from aioinfer.loop.driver import Driver
 from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
 from aioinfer.loop.pacing import Pace
@@ -145,6 +146,23 @@ class Runtime:
             self._set_timer(request, "waiting", options.waiting_timeout)
         return Stream(self, cell)
 
+    async def encode(self, prompt: PromptSource) -> Sequence[int]:
+        """The token ids of a prompt. Raises InvalidRequest, EngineClosed."""
+        return await self._intake.encode(prompt)
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises InvalidRequest."""
+        tokenizer, vocab_size = self.core.tokenizer, self.core.info.vocab_size
+        if tokenizer is None:
+            raise InvalidRequest("tokens", "the model has no tokenizer")
+        items = list(ids)
+
+        def text() -> str:
+            check_ids("tokens", items, vocab_size)
+            return tokenizer.decode(items, skip_special_tokens=skip_special_tokens)
+
+        return await self._intake.run(text)
+
     def _prepared(self, request: Request, prepared: Prepared | None, error: BaseException | None) -> None:
         self._leave_preparing(request)
         if prepared is not None:
@@ -256,7 +274,7 @@ class Runtime:
 
     def _abandon(self, request: Request) -> None:
         if not request.ended:
-            self._end(request, None)
+            self.end(request, None)
 
     def caught_up(self, request: Request) -> None:
         """The consumer of a request that is parked for it has read enough: the request goes on."""
@@ -268,7 +286,7 @@ class Runtime:
         except Exception as cause:
             error = StepFailed(f"the request could not go on: {cause}")
             error.__cause__ = cause
-            self._end(request, error)
+            self.end(request, error)
         self.driver.wake()
 
     # -- endings --------------------------------------------------------------------------------
@@ -278,9 +296,9 @@ class Runtime:
 
     def _expire(self, request: Request, phase: str, seconds: float) -> None:
         _cell(request).timer = None
-        self._end(request, TimedOut(phase, seconds))
+        self.end(request, TimedOut(phase, seconds))
 
-    def _end(self, request: Request, error: RequestError | EngineError | None) -> None:
+    def end(self, request: Request, error: RequestError | EngineError | None) -> None:
         """End a request, whatever its state."""
         self.core.abort(request, error)
         self._ended(request)

@@ -11,23 +11,24 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.observe.tracing import within
 from aioinfer.server.generation import Generation
-from aioinfer.server.http.access import ApiKey
 from aioinfer.server.http.bodies import expected
 from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
+from aioinfer.server.http.keys import Keys
+from aioinfer.server.http.logs import CLIENT_GONE
+from aioinfer.server.http.records import record_of
 from aioinfer.server.openai.wires import CHAT_ENDPOINT, CHAT_WIRE, COMPLETION_ENDPOINT, COMPLETION_WIRE
 from aioinfer.server.openapi.endpoints import Endpoint, Handler, Route
 from aioinfer.server.openapi.pages import Pages
 from aioinfer.server.operations.metrics import METRICS, Metrics
 from aioinfer.server.playground.page import FILE, PAGE, Playground
 from aioinfer.server.status import HEALTH, TRACE, Status
+from aioinfer.server.tokens import Tokens
 from aioinfer.server.watching import STEPS, Watching
 from aioinfer.server.wire import Wire
 
 __all__ = ["Routes"]
 
-#: nginx's status of a closed connection, for the access log
-_CLIENT_GONE = 499
 #: what else helps if an application has the route of an endpoint already
 _WITHOUT = {METRICS.path: ", or metrics=False", PAGE.path: ", or another path for the playground, or none"}
 
@@ -35,21 +36,23 @@ _WITHOUT = {METRICS.path: ", or metrics=False", PAGE.path: ", or another path fo
 class Routes:
     """The endpoints and their handlers; added to an application by :func:`aioinfer.server.setup`."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        model = config.served_model_name or engine.config.model_name
+    def __init__(self, engine: Engine, config: ServerConfig, keys: Keys) -> None:
+        models = config.model_names or (engine.config.model_name,)
         self._engine = engine
-        self._metrics = Metrics(engine, config, model) if config.metrics else None
-        self._generation = Generation(engine, config, model, self._metrics)
-        self._key = ApiKey(config.api_key)
-        self._status = Status(engine, config, model)
-        self._pages = Pages(keyed=self._key.given)
-        self._watching = Watching(engine, config)
+        self._keys = keys
+        self._metrics = Metrics(engine, config, models[0], keys) if config.metrics else None
+        self._generation = Generation(engine, config, models, self._metrics)
+        self._status = Status(engine, config, models, keys)
+        self._tokens = Tokens(engine, config, self._generation)
+        self._pages = Pages(keyed=keys.given)
+        self._watching = Watching(engine, config, keys)
 
     def _routes(self) -> list[Route]:
         """Every endpoint but health and trace, whose path an application chooses."""
         return [
             CHAT_ENDPOINT.route(self._generating(CHAT_WIRE)),
             COMPLETION_ENDPOINT.route(self._generating(COMPLETION_WIRE)),
+            *self._tokens.routes(),
             *self._status.routes(),
             *self._pages.routes(),
         ]
@@ -119,18 +122,19 @@ class Routes:
         """Check the key; turn exceptions into OpenAI's error objects."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
+            record = record_of(request)
             try:
                 if not endpoint.open:
-                    self._key.check(request)
+                    record.key = self._keys.check(request)
                 if not self._engine.config.tracing:
                     return await handler(request)
                 with within(request.headers):
                     return await handler(request)
             except ClientGone:
-                return web.Response(status=_CLIENT_GONE)
+                return web.Response(status=CLIENT_GONE)
             except Exception as error:
                 if isinstance(error, ConnectionError) and is_gone(request):
-                    return web.Response(status=_CLIENT_GONE)
+                    return web.Response(status=CLIENT_GONE)
                 response = as_failure(error).response()
                 if request.content.exception() is not None:
                     # The rest of the body is lost. aiohttp would read it, and log an error of its own.

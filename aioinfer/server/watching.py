@@ -9,9 +9,10 @@ from aiohttp import web
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.observe.feed import StepFeed
-from aioinfer.server.http.access import ApiKey, WebAccess
+from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.disconnects import ClientGone, ended, unless_raises
 from aioinfer.server.http.failures import Failure, Refused
+from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openapi.endpoints import Endpoint
 
@@ -40,10 +41,10 @@ class Watching:
     their number, and there is none without clients. A client that reads slowly misses frames.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, keys: Keys) -> None:
         self._engine = engine
         self._config = config
-        self._key = ApiKey(config.api_key)
+        self._keys = keys
         self._access = WebAccess(config)
         self._feed = StepFeed()
         self._clients = 0
@@ -63,7 +64,7 @@ class Watching:
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Frames until the client leaves or the engine ends. Raises Refused (403, 429, 503)."""
-        if not self._key.given:
+        if not self._keys.given:
             self._access.check_local(request)
         if not self._open:
             raise Refused(_failure(503, "the engine is not serving", "service_unavailable_error", None))

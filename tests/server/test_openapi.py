@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from aiohttp import web
 from jsonschema import Draft202012Validator
 
+import aioinfer
 from aioinfer.chat.fields import Honoured, Table
 from aioinfer.errors import InvalidRequest
 from aioinfer.loop.options import RequestOptions
 from aioinfer.params import BOUNDS, SamplingParams
 from aioinfer.server import create_app, setup
 from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
-from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
+from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, Models
 from aioinfer.server.openai.wires import CHAT_ENDPOINT
 from aioinfer.server.openapi.bodies import body_schema
 from aioinfer.server.openapi.typed import schema_of
@@ -260,3 +262,52 @@ async def test_answers_have_the_declared_types(bundled: Bundled, stream: bool) -
 
 def test_completions_are_parsed_as_their_schema_says() -> None:
     assert completion(prompt=[[1, 2], "a"]).prompts == [[1, 2], "a"]
+
+
+# -- status --------------------------------------------------------------------------------------------
+
+MONITORED = ("/health", "/readyz", "/ping", "/livez")
+
+
+async def test_monitors_ask_without_a_key_and_by_any_name(serving: Serving) -> None:
+    async with serving(server={"api_key": "secret"}) as served, aiohttp.ClientSession(served.url) as session:
+        for path in MONITORED:
+            async with session.get(path, headers={"Host": "pod-7.internal"}) as response:
+                assert (response.status, await response.json()) == (200, {"status": "ok"})
+        for path in ("/version", "/tokenizer_info", "/v1/models"):
+            async with session.get(path) as response:
+                assert response.status == 401
+
+
+async def test_a_process_without_a_serving_engine_is_alive_and_not_ready() -> None:
+    engine = make_engine()
+    async with running(create_app(engine)) as url:
+        await engine.aclose()
+        found = {}
+        async with aiohttp.ClientSession(url) as session:
+            for path in MONITORED:
+                async with session.get(path) as response:
+                    found[path] = response.status
+            for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+                async with session.post(path, json=body) as response:
+                    assert response.status == 503
+            async with session.get("/tokenizer_info") as response:
+                assert response.status == 503
+            async with session.get("/v1/models") as response:
+                assert violations(Models, await response.json()) == []
+    assert found == {"/health": 503, "/readyz": 503, "/ping": 503, "/livez": 200}
+
+
+async def test_the_model_is_described_in_full(serving: Serving) -> None:
+    before = int(time.time())
+    async with serving() as served, aiohttp.ClientSession(served.url) as session:
+        async with session.get("/v1/models") as response:
+            models = await response.json()
+        async with session.get("/v1/models/toy") as response:
+            assert await response.json() == models["data"][0]
+        async with session.get("/version") as response:
+            assert await response.json() == {"version": aioinfer.__version__}
+    assert violations(Models, models) == []
+    model = models["data"][0]
+    assert before <= model["created"] <= time.time()
+    assert (model["root"], model["parent"], model["max_model_len"]) == ("toy", None, 4096)

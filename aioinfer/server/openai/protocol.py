@@ -7,7 +7,6 @@ stands for.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import time
@@ -18,21 +17,28 @@ from typing import Any
 
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.fields import Honoured, Table, check
-from aioinfer.chat.messages import UNREAD, parse_messages
+from aioinfer.chat.messages import check_variables, parse_messages
 from aioinfer.chat.structured import parse_grammar
-from aioinfer.chat.tools import parse_tools
+from aioinfer.chat.tools import Tools, parse_tools
 from aioinfer.engine import Prompt
-from aioinfer.errors import ConstraintFailed, InvalidRequest, shown
+from aioinfer.errors import InvalidRequest, renamed, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
 from aioinfer.server.openai.fields import CHAT, COMPLETION, MAX_CHOICES, NESTED, REQUEST_ID
 
-__all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"]
+__all__ = [
+    "Call",
+    "Served",
+    "conversation",
+    "flag_of",
+    "model_not_found",
+    "object_of",
+    "parse_chat",
+    "parse_completion",
+]
 
 _LONGEST_INTEGER = 64
-#: arguments of the tokenizer that are no variables of the template
-_RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _REQUEST_ID = re.compile(REQUEST_ID)
 
@@ -40,13 +46,24 @@ _REQUEST_ID = re.compile(REQUEST_ID)
 @dataclass(frozen=True, slots=True)
 class Served:
     """What a server offers: the model's name, its default parameters and the format of its chat answers; how
-    many messages a chat may have; and what computes the answers."""
+    many messages a chat may have; and what computes the answers. Of one request: its id; empty: a new one."""
 
     model: str
     defaults: SamplingParams
     chat: ChatFormat = field(default_factory=ChatFormat)
     max_messages: int = 4096
     fingerprint: str = ""
+    #: further names of the model
+    aliases: frozenset[str] = frozenset()
+    request_id: str = ""
+
+    def name(self, wanted: Any) -> str:
+        """The name in the answer to a call that asks for the model ``wanted``; None: any. Raises Refused."""
+        if wanted is None or wanted == self.model:
+            return self.model
+        if isinstance(wanted, str) and wanted in self.aliases:
+            return wanted
+        raise model_not_found(self.model, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,37 +94,23 @@ class Call:
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
-        return _named(error, self.names)
+        return renamed(error, self.names)
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
         """Prompt and parameters of every choice, by index."""
         return [
-            (prompt, self.params if number == 0 else _reseeded(self.params, number))
-            for prompt in self.prompts
-            for number in range(self.n)
+            (prompt, self.params.for_choice(number)) for prompt in self.prompts for number in range(self.n)
         ]
 
 
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
-    body = _object(raw, served, CHAT)
-    template_names = served.chat.template_names
-    messages = body.get("messages")
-    if isinstance(messages, list) and len(messages) > served.max_messages:
-        most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
-        raise InvalidRequest("messages", most)
-    messages = parse_messages(messages, template_names)
-    kwargs = _template_kwargs(body, template_names)
+    body = object_of(raw, served, CHAT)
+    messages, kwargs, tools = conversation(body, served)
     top = body.get("top_logprobs")
-    if top is not None and not _flag(body, "logprobs"):
+    if top is not None and not flag_of(body, "logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs")
-    logprobs = (0 if top is None else top) if _flag(body, "logprobs") else None
-    tools = parse_tools(body)
-    if tools is not None:
-        if template_names is not None and "tools" not in template_names and not tools.enforced:
-            # Only the grammar of a required or strict call would tell the model of its tools.
-            raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
-        kwargs["tools"] = [each.for_template() for each in tools.functions]
+    logprobs = (0 if top is None else top) if flag_of(body, "logprobs") else None
     names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
     call = _call("chatcmpl", body, served, [messages], logprobs, CHAT, names, kwargs or None)
     try:
@@ -119,12 +122,29 @@ def parse_chat(raw: bytes, served: Served) -> Call:
     return replace(call, params=params, answer=answer)
 
 
+def conversation(
+    body: Mapping[str, Any], served: Served
+) -> tuple[list[dict[str, Any]], dict[str, Any], Tools | None]:
+    """The messages of a chat, the variables of its template and its tools. Raises InvalidRequest."""
+    template_names = served.chat.template_names
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > served.max_messages:
+        most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
+        raise InvalidRequest("messages", most)
+    messages = parse_messages(messages, template_names)
+    kwargs = _template_kwargs(body, template_names)
+    tools = parse_tools(body)
+    if tools is not None:
+        kwargs["tools"] = served.chat.offered(tools)
+    return messages, kwargs, tools
+
+
 def parse_completion(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/completions``; ``max_tokens`` is 16 by default.
 
     Raises InvalidRequest, and Refused for another model.
     """
-    body = _object(raw, served, COMPLETION)
+    body = object_of(raw, served, COMPLETION)
     prompt = body.get("prompt")
     prompts: list[Any]
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
@@ -145,7 +165,7 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = 16
     logprobs = body.get("logprobs")
-    if logprobs is not None and _flag(body, "echo") and _flag(body, "stream"):
+    if logprobs is not None and flag_of(body, "echo") and flag_of(body, "stream"):
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
     return _call("cmpl", body, served, prompts, logprobs, COMPLETION, {})
 
@@ -157,22 +177,13 @@ def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | N
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest("chat_template_kwargs", "must be an object")
     kwargs = dict(given or {})
-    if _RESERVED & kwargs.keys():
-        raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
     fields = {name: f"chat_template_kwargs.{name[:80]}" for name in kwargs}
     for name in ("documents", "reasoning_effort"):
         if body.get(name) is not None:
             fields[name], kwargs[name] = name, body[name]
     for name in ("add_generation_prompt", "continue_final_message"):
-        kwargs.update({name: _flag(body, name)} if body.get(name) is not None else {})
-    if kwargs.get("add_generation_prompt") and kwargs.get("continue_final_message"):
-        raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
-    read = {"add_generation_prompt", "continue_final_message"}
-    for name, where in fields.items():
-        if kwargs[name] is not None and not (
-            template_names is None or name in template_names or name in read
-        ):
-            raise InvalidRequest(where, UNREAD, code="unsupported_parameter")
+        kwargs.update({name: flag_of(body, name)} if body.get(name) is not None else {})
+    check_variables(kwargs, fields, template_names)
     return kwargs
 
 
@@ -182,7 +193,7 @@ def model_not_found(served: str, wanted: Any) -> Refused:
     return Refused(Failure(404, "invalid_request_error", message, param="model", code="model_not_found"))
 
 
-def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
+def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
     ``table`` are refused."""
     try:
@@ -201,8 +212,7 @@ def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
         raise InvalidRequest("body", f"is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    if body.get("model") not in (None, served.model):
-        raise model_not_found(served.model, body["model"])
+    served.name(body.get("model"))
     check(body, table)
     return body
 
@@ -231,16 +241,16 @@ def _call(
     other_key = body.get("routing_key") is None
     names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
     return Call(
-        id=f"{kind}-{_request_id(body)}",
+        id=f"{kind}-{_request_id(body, served)}",
         created=int(time.time()),
-        model=served.model,
+        model=served.name(body.get("model")),
         prompts=prompts,
         params=params,
         n=n,
-        stream=_flag(body, "stream"),
-        include_usage=_flag(options, "include_usage", "stream_options."),
-        continuous_usage=_flag(options, "continuous_usage_stats", "stream_options."),
-        echo=_flag(body, "echo"),
+        stream=flag_of(body, "stream"),
+        include_usage=flag_of(options, "include_usage", "stream_options."),
+        continuous_usage=flag_of(options, "continuous_usage_stats", "stream_options."),
+        echo=flag_of(body, "echo"),
         chat_template_kwargs=chat_template_kwargs,
         scheduling={
             "priority": 0 if body.get("priority") is None else body["priority"],
@@ -253,10 +263,10 @@ def _call(
     )
 
 
-def _request_id(body: Mapping[str, Any]) -> str:
+def _request_id(body: Mapping[str, Any], served: Served) -> str:
     given = body.get("request_id")
     if given is None:
-        return uuid.uuid4().hex
+        return served.request_id or uuid.uuid4().hex
     if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
         raise InvalidRequest("request_id", "must be 1 to 128 letters, digits and characters of ._:-")
     return given
@@ -285,22 +295,12 @@ def _sampling(
     if grammar is not None:
         names["grammar"], values["grammar"] = grammar
     values["logprobs"] = logprobs
-    if logprobs is not None and _flag(body, "echo"):
+    if logprobs is not None and flag_of(body, "echo"):
         values["prompt_logprobs"], names["prompt_logprobs"] = logprobs, "echo"
     try:
         return SamplingParams(**values)
     except InvalidRequest as refused:
-        raise _named(refused, names) from None
-
-
-def _named(error: BaseException, names: Mapping[str, str]) -> BaseException:
-    """``error`` with the fields of a body in place of the engine's arguments."""
-    match error:
-        case InvalidRequest():
-            return InvalidRequest(names.get(error.field, error.field), error.message, code=error.code)
-        case ConstraintFailed():
-            return ConstraintFailed([names.get(each, each) for each in error.fields], error.message)
-    return error
+        raise renamed(refused, names) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -324,17 +324,8 @@ def _bias(value: Any) -> Any:
     return {int(token): bias for token, bias in value.items()}
 
 
-def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of choice ``number``: its seed differs, so that the choices differ."""
-    if params.seed is None:
-        return params
-    # A copy skips __post_init__: checking large parameters again for 128 choices would block the event loop.
-    other = copy.copy(params)
-    object.__setattr__(other, "seed", (params.seed + number) % 2**63)
-    return other
-
-
-def _flag(body: Mapping[str, Any], name: str, path: str = "") -> bool:
+def flag_of(body: Mapping[str, Any], name: str, path: str = "") -> bool:
+    """A field that is true or false; absent or null it is false. Raises InvalidRequest."""
     value = body.get(name)
     if value is None:
         return False
