@@ -204,10 +204,10 @@ def test_a_public_host_needs_a_key() -> None:
 
 @pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
 def test_parsers_are_known_by_name(setting: str) -> None:
-    assert getattr(ServerConfig(), setting) == "auto"
-    assert getattr(ServerConfig(**{setting: None}), setting) is None  # type: ignore[arg-type]
+    assert getattr(EngineConfig(), setting) == "auto"
+    assert getattr(EngineConfig(**{setting: None}), setting) is None  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match=setting):
-        ServerConfig(**{setting: "morse"})  # type: ignore[arg-type]
+        EngineConfig(**{setting: "morse"})  # type: ignore[arg-type]
 
 
 def test_the_default_model_is_bundled() -> None:

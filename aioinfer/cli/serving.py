@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import logging
 import shlex
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from aioinfer.server.http.listening import Bound
 
 __all__ = ["serve_model"]
+
+#: seconds between log lines of throughput and load
+_STATS_INTERVAL = 10.0
 
 
 async def serve_model(options: argparse.Namespace) -> int:
@@ -47,6 +51,11 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
 
     if config.access_log:
         _log_accesses(config.access_log_format)
+    if engine_config.stats_interval is None:
+        engine_config = dataclasses.replace(engine_config, stats_interval=_STATS_INTERVAL)
+    if engine_config.stats_interval and logging.getLogger().level <= logging.WARNING:
+        # Asked for by the setting, where the command line shows no other line of this level.
+        logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
     engine = Engine(engine_config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

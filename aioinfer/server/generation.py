@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
 
-from aioinfer.chat.answers import AnswerReader, ChatFormat
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import RequestError
@@ -21,46 +21,63 @@ from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, plain, refuse_large
-from aioinfer.server.http.pieces import PiecesPayload
+from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.server.operations.metrics import Metrics
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
-from aioinfer.text.tokenizer import Tokenizer, end_of
+from aioinfer.text.tokenizer import end_of
 
 __all__ = ["Generation"]
+
+_T = TypeVar("_T")
 
 
 class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, models: Sequence[str]) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, models: Sequence[str], metrics: Metrics | None = None
+    ) -> None:
         """``models``: the names of the model, that of answers to calls without a name first."""
         self._engine = engine
+        self._metrics = metrics
         self._config = config
         self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
-        self._chat: tuple[Tokenizer | None, ChatFormat] | None = None
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
         record = record_of(request)
         with record.admitted():
-            return await self._respond(request, wire, record)
+            call, limits = await self.parsed(request, wire.parse)
+            check_answer(call, limits)
+            record.model, record.call = call.model, call.id
+            if self._metrics is not None:
+                self._metrics.called(call.n)
+            try:
+                return await self._answer(request, call, wire, record)
+            except RequestError as error:
+                raise call.named(error) from None
+            finally:
+                self._engine.timeline.request(record.id, record.started, record.output_tokens)
 
-    async def _respond(self, request: web.Request, wire: Wire, record: Record) -> web.StreamResponse:
+    async def parsed(self, request: web.Request, parse: Callable[[bytes, Served], _T]) -> tuple[_T, Limits]:
+        """The body of a request, read and parsed within the server's limits, and these. Raises Refused,
+        InvalidRequest, ClientGone."""
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         # The limit of the application, too, where the engine is mounted in one.
         most = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, most)
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
-        chat = self._chat_format()
+        chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
         served = Served(
             self._model,
@@ -69,17 +86,9 @@ class Generation:
             self._config.max_messages,
             computes,
             aliases=self._aliases,
-            request_id=record.id,
+            request_id=record_of(request).id,
         )
-        call = await self._parser.parse(lambda body: wire.parse(body, served), raw, limits)
-        check_answer(call, limits)
-        record.model, record.call = call.model, call.id
-        try:
-            return await self._answer(request, call, wire, record)
-        except RequestError as error:
-            raise call.named(error) from None
-        finally:
-            engine.timeline.request(record.id, record.started, record.output_tokens)
+        return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
 
     async def _answer(
         self, request: web.Request, call: Call, wire: Wire, record: Record
@@ -107,10 +116,7 @@ class Generation:
                     return await self._stream(request, call, writer, streams, record)
                 results = await unless_gone(request, _gather(streams))
                 pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
-                body: bytes | PiecesPayload = pieces[0]
-                if len(pieces) > 1:
-                    body = PiecesPayload(pieces, self._config.send_timeout, partial(_abort, request))
-                return web.Response(body=body, content_type="application/json", charset="utf-8")
+                return whole_response(request, pieces, self._config.send_timeout)
 
     async def _stream(
         self,
@@ -157,16 +163,6 @@ class Generation:
         tokenizer = self._engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
-    def _chat_format(self) -> ChatFormat:
-        """Of the engine's tokenizer, found out once for each."""
-        tokenizer = self._engine.tokenizer
-        if self._chat is None or self._chat[0] is not tokenizer:
-            self._chat = (
-                tokenizer,
-                ChatFormat.of(tokenizer, self._config.tool_call_parser, self._config.reasoning_parser),
-            )
-        return self._chat[1]
-
 
 async def _send_all(call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream) -> None:
     """All choices, then what ends the answer. After an error, the error is the last event."""
@@ -194,11 +190,6 @@ async def _send_choice(writer: AnswerWriter, index: int, stream: Stream, events:
     assert last is not None
     assert last.usage is not None
     return last.usage
-
-
-def _abort(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()
 
 
 async def _accepted(streams: Sequence[Stream]) -> None:
