@@ -425,13 +425,13 @@ class ServerConfig:
     )
     access_log: bool = _option(False, "server", "log one line per request")
     access_log_format: Literal["text", "json"] = _option("text", "server", "form of these lines")
+    metrics: bool = _option(True, "observing", "answer /metrics in the formats of Prometheus")
+    vllm_metrics: bool = _option(True, "observing", "show metrics by the names of vLLM, too, for its boards")
     admin_port: int | None = _option(
         None, "server", "port of the admin routes on 127.0.0.1; 0: any free port", _Bounds(0, 65535)
     )
     admin_uds: str | None = _option(None, "server", "path of a Unix socket for the admin routes")
     admin_key: str | None = _option(None, "server", "bearer token that admin requests must send")
-    metrics: bool = _option(True, "observing", "answer /metrics in the formats of Prometheus")
-    vllm_metrics: bool = _option(True, "observing", "show metrics by the names of vLLM, too, for its boards")
     #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
     allowed_hosts: str | None = _option(
         None,
@@ -493,11 +493,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check_fields(self)
         _check_listening(self)
-        if (
-            self.uds is None
-            and not is_loopback(self.host)
-            and not (self.api_key or self.api_keys or self.insecure)
-        ):
+        if self.uds is None and not is_loopback(self.host) and not (self.needs_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
 
     @property

@@ -137,6 +137,20 @@ class WrongLoop(EngineError, RuntimeError):
     """The engine belongs to another event loop than the running one."""
 
 
+def renamed(error: BaseException, names: Mapping[str, str]) -> BaseException:
+    """The error with the names that its caller knows in place of the engine's arguments."""
+    other: RequestError
+    match error:
+        case InvalidRequest():
+            other = InvalidRequest(names.get(error.field, error.field), error.message, code=error.code)
+        case ConstraintFailed():
+            other = ConstraintFailed([names.get(each, each) for each in error.fields], error.message)
+        case _:
+            return error
+    other.__cause__ = error.__cause__
+    return other
+
+
 def _restored(kind: type[AioInferError], args: tuple[Any, ...], state: Mapping[str, Any]) -> AioInferError:
     error = kind.__new__(kind, *args)
     error.args = args  # OSError, a base of TimedOut, sets them in __init__ only

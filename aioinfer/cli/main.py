@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         _check_open_files()
-        if options.command is chat:  # it runs the loop itself
+        if options.command == chat:  # it runs the loop itself
             return chat(options)
         command: Coroutine[Any, Any, int] = options.command(options)
         return _run(command)

@@ -58,9 +58,9 @@ class Generation:
         with record.admitted():
             call, limits = await self.parsed(request, wire.parse)
             check_answer(call, limits)
-            record.model, record.call = call.model, call.id
             if self._metrics is not None:
                 self._metrics.called(call.n)
+            record.model, record.call = call.model, call.id
             try:
                 return await self._answer(request, call, wire, record)
             except RequestError as error:

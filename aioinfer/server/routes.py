@@ -32,10 +32,10 @@ class Routes:
     def __init__(self, engine: Engine, config: ServerConfig, keys: Keys) -> None:
         models = config.model_names or (engine.config.model_name,)
         self._engine = engine
-        self._metrics = Metrics(engine, config, models[0]) if config.metrics else None
-        self._generation = Generation(engine, config, models, self._metrics)
         self._keys = keys
-        self._status = Status(engine, config, models)
+        self._metrics = Metrics(engine, config, models[0], keys) if config.metrics else None
+        self._generation = Generation(engine, config, models, self._metrics)
+        self._status = Status(engine, config, models, keys)
         self._tokens = Tokens(engine, config, self._generation)
         self._pages = Pages(keyed=keys.given)
 

@@ -13,6 +13,7 @@ from aioinfer import __version__
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server.http.access import WebAccess
+from aioinfer.server.http.keys import Keys
 from aioinfer.server.openai.objects import Model, Models, Permission
 from aioinfer.server.openai.protocol import model_not_found
 from aioinfer.server.openapi.endpoints import Endpoint, Route
@@ -78,10 +79,11 @@ OPEN_PATHS = frozenset({HEALTH.path, _READY.path, _PING.path, _LIVE.path})
 class Status:
     """The handlers, of one engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, models: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, models: Sequence[str], keys: Keys) -> None:
         self._engine = engine
         self._config = config
         self._models = models
+        self._keys = keys
         self._access = WebAccess(config)
         self._created = int(time.time())
 
@@ -121,7 +123,7 @@ class Status:
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
-        if not self._config.needs_key:
+        if not self._keys.given:
             self._access.check_local(request)
         trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
         return web.Response(text=trace, content_type="application/json")

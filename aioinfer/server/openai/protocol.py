@@ -7,7 +7,6 @@ stands for.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import time
@@ -18,11 +17,11 @@ from typing import Any
 
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.fields import Honoured, Table, check
-from aioinfer.chat.messages import UNREAD, parse_messages
+from aioinfer.chat.messages import check_variables, parse_messages
 from aioinfer.chat.structured import parse_grammar
 from aioinfer.chat.tools import Tools, parse_tools
 from aioinfer.engine import Prompt
-from aioinfer.errors import ConstraintFailed, InvalidRequest, shown
+from aioinfer.errors import InvalidRequest, renamed, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
@@ -40,8 +39,6 @@ __all__ = [
 ]
 
 _LONGEST_INTEGER = 64
-#: arguments of the tokenizer that are no variables of the template
-_RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _REQUEST_ID = re.compile(REQUEST_ID)
 
@@ -97,14 +94,12 @@ class Call:
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
-        return _named(error, self.names)
+        return renamed(error, self.names)
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
         """Prompt and parameters of every choice, by index."""
         return [
-            (prompt, self.params if number == 0 else _reseeded(self.params, number))
-            for prompt in self.prompts
-            for number in range(self.n)
+            (prompt, self.params.for_choice(number)) for prompt in self.prompts for number in range(self.n)
         ]
 
 
@@ -140,10 +135,7 @@ def conversation(
     kwargs = _template_kwargs(body, template_names)
     tools = parse_tools(body)
     if tools is not None:
-        if template_names is not None and "tools" not in template_names and not tools.enforced:
-            # Only the grammar of a required or strict call would tell the model of its tools.
-            raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
-        kwargs["tools"] = [each.for_template() for each in tools.functions]
+        kwargs["tools"] = served.chat.offered(tools)
     return messages, kwargs, tools
 
 
@@ -185,22 +177,13 @@ def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | N
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest("chat_template_kwargs", "must be an object")
     kwargs = dict(given or {})
-    if _RESERVED & kwargs.keys():
-        raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
     fields = {name: f"chat_template_kwargs.{name[:80]}" for name in kwargs}
     for name in ("documents", "reasoning_effort"):
         if body.get(name) is not None:
             fields[name], kwargs[name] = name, body[name]
     for name in ("add_generation_prompt", "continue_final_message"):
         kwargs.update({name: flag_of(body, name)} if body.get(name) is not None else {})
-    if kwargs.get("add_generation_prompt") and kwargs.get("continue_final_message"):
-        raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
-    read = {"add_generation_prompt", "continue_final_message"}
-    for name, where in fields.items():
-        if kwargs[name] is not None and not (
-            template_names is None or name in template_names or name in read
-        ):
-            raise InvalidRequest(where, UNREAD, code="unsupported_parameter")
+    check_variables(kwargs, fields, template_names)
     return kwargs
 
 
@@ -317,17 +300,7 @@ def _sampling(
     try:
         return SamplingParams(**values)
     except InvalidRequest as refused:
-        raise _named(refused, names) from None
-
-
-def _named(error: BaseException, names: Mapping[str, str]) -> BaseException:
-    """``error`` with the fields of a body in place of the engine's arguments."""
-    match error:
-        case InvalidRequest():
-            return InvalidRequest(names.get(error.field, error.field), error.message, code=error.code)
-        case ConstraintFailed():
-            return ConstraintFailed([names.get(each, each) for each in error.fields], error.message)
-    return error
+        raise renamed(refused, names) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -349,16 +322,6 @@ def _bias(value: Any) -> Any:
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidRequest("logit_bias", f"{shown(token)} is not a token id")
     return {int(token): bias for token, bias in value.items()}
-
-
-def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of choice ``number``: its seed differs, so that the choices differ."""
-    if params.seed is None:
-        return params
-    # A copy skips __post_init__: checking large parameters again for 128 choices would block the event loop.
-    other = copy.copy(params)
-    object.__setattr__(other, "seed", (params.seed + number) % 2**63)
-    return other
 
 
 def flag_of(body: Mapping[str, Any], name: str, path: str = "") -> bool:
