@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 from aiohttp import web
@@ -142,7 +143,7 @@ class Generation:
         await events.open()
         watch = asyncio.create_task(events.watch())
         try:
-            await unless_raises(watch, _send_all(call, writer, streams, events))
+            await unless_raises(watch, _send_all(call, writer, streams, events, record))
         except ClientGone:
             record.finish_reason = "disconnect"
             return events.response
@@ -174,7 +175,9 @@ class Generation:
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
-async def _send_all(call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream) -> None:
+async def _send_all(
+    call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream, record: Record
+) -> None:
     """All choices, then what ends the answer. After an error, the error is the last event."""
     try:
         await writer.open(events)
@@ -187,7 +190,8 @@ async def _send_all(call: Call, writer: AnswerWriter, streams: Sequence[Stream],
         error = failed.exceptions[0]
         if isinstance(error, ClientGone) or not isinstance(error, Exception):
             raise error from None
-        await writer.fail(as_failure(call.named(error)), events)
+        failure = replace(as_failure(call.named(error)), request_id=record.id)
+        await writer.fail(failure, events)
     else:
         await writer.close([task.result() for task in sending], events)
 
