@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -155,7 +156,7 @@ class Generation:
                     await stream.accepted()
                 writer = await make_writer()
                 await events.open()
-                await self._send_all(call, writer, streams, events)
+                await self._send_all(call, writer, streams, events, record)
         except ClientGone:
             if not events.response.prepared:
                 raise
@@ -163,7 +164,12 @@ class Generation:
         return events.response
 
     async def _send_all(
-        self, call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream
+        self,
+        call: Call,
+        writer: AnswerWriter,
+        streams: Sequence[Stream],
+        events: EventStream,
+        record: Record,
     ) -> None:
         """All choices, then what ends the answer. After an error, the error is the last event."""
         try:
@@ -174,7 +180,8 @@ class Generation:
         except ClientGone:
             raise
         except Exception as error:
-            await writer.fail(as_failure(call.named(error)), events)
+            failure = replace(as_failure(call.named(error)), request_id=record.id)
+            await writer.fail(failure, events)
         else:
             await writer.close(usages, events)
 

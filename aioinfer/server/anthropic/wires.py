@@ -201,7 +201,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _error(failure: Failure) -> dict[str, Any]:
     kind = _ERRORS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
     error = {"type": kind, "message": failure.body()["error"]["message"]}
-    return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
+    return {"type": "error", "error": error, "request_id": failure.request_id or f"req_{uuid.uuid4().hex}"}
 
 
 MESSAGES_WIRE = MessagesWire()
