@@ -94,7 +94,8 @@ def own_implementation(config: Any) -> Family | None:
     """The built-in family that implements a config; None if there is none, or if it lacks the config's
     variant. Then transformers computes the model.
 
-    Raises ConfigError for an unsupported variant of a block diffusion model, which transformers lacks, too.
+    Raises ConfigError for an unsupported variant of a block diffusion model, which transformers lacks, too,
+    or of a model with recurrent state, which its code keeps to itself.
     """
     architecture = config.architectures[0]
     model_types, family = _OWN.get(architecture, (frozenset(), None))
@@ -103,7 +104,7 @@ def own_implementation(config: Any) -> Family | None:
     unsupported_reason = family.unsupported_reason(config)
     if unsupported_reason is None:
         return family
-    if family.blocks is not None:
+    if family.blocks is not None or family.recurrent(config):
         raise ConfigError(f"model: {architecture} with {unsupported_reason} is not supported")
     return None
 

@@ -57,7 +57,7 @@ class ChatBody:
         names = chat.template_names or frozenset()
         for switch in ("enable_thinking", "thinking"):
             if switch in names:
-                kwargs = given_object("chat_template_kwargs", self.fields.get("chat_template_kwargs") or {})
+                kwargs = given_object("chat_template_kwargs", self.fields.get("chat_template_kwargs"), {})
                 if kwargs.get(switch, on) != on:
                     raise InvalidRequest(source, f"differs from chat_template_kwargs.{switch}")
                 self.fields["chat_template_kwargs"] = {**kwargs, switch: on}
@@ -95,15 +95,19 @@ class ChatBody:
         return InvalidRequest(renamed(refused.field, self.names), refused.message, code=refused.code)
 
 
-def given_object(field: str, value: Any) -> dict[str, Any]:
-    """``value``. Raises InvalidRequest of ``field`` if it is no object."""
+def given_object(field: str, value: Any, absent: dict[str, Any] | None = None) -> dict[str, Any]:
+    """``value``, or ``absent`` for None. Raises InvalidRequest of ``field`` if it is no object."""
+    if value is None and absent is not None:
+        return absent
     if not isinstance(value, dict):
         raise InvalidRequest(field, f"must be an object, got {shown(value)}")
     return value
 
 
-def given_list(field: str, value: Any) -> list[Any]:
-    """``value``. Raises InvalidRequest of ``field`` if it is no list."""
+def given_list(field: str, value: Any, absent: list[Any] | None = None) -> list[Any]:
+    """``value``, or ``absent`` for None. Raises InvalidRequest of ``field`` if it is no list."""
+    if value is None and absent is not None:
+        return absent
     if not isinstance(value, list):
         raise InvalidRequest(field, f"must be a list, got {shown(value)}")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import inspect_model, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.native.bindings import native_unsupported
-from tests.model.checkpoints import FAMILIES, NATIVE, OWN, make_checkpoint, make_model
+from tests.model.checkpoints import FAMILIES, NATIVE, OWN, RECURRENT, make_checkpoint, make_model
 from tests.tiers import grid
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
@@ -73,7 +74,7 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
 
 
 def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
-    return "Qwen3Next", {
+    return "OlmoHybrid", {
         **SMALL,
         "head_dim": 8,
         "layer_types": list(layer_types),
@@ -81,10 +82,6 @@ def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
-        # Own code has no convolution as long as this.
-        "linear_conv_kernel_dim": 9,
-        "num_experts": 0,
-        "mlp_only_layers": [0, 1],
     }
 
 
@@ -130,6 +127,25 @@ def test_code_that_keeps_its_state_to_itself_is_refused_for_our_own(
     make_model("Lfm2", {"layer_types": ["full_attention"] * 3}, other, seed=0)
     assert isinstance(load(other, force_transformers=True), TransformersLM)
     assert load(other).spec.states == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("lfm2", {"conv_L_cache": 9}, "convolutions over 9 positions"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "no attention at all"),
+        ("qwen3.5", {"hidden_act": "gelu"}, "the activation gelu"),
+    ],
+)
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_variant_with_recurrent_state_that_nothing_computes_is_refused(
+    tmp_path: Path, family: str, change: dict[str, Any], reason: str, forced: bool
+) -> None:
+    prefix, settings = RECURRENT[family]
+    make_model(prefix, {**settings, **change}, tmp_path, seed=0)
+    for read in (load, functools.partial(inspect_model, dtype="auto", device=CPU)):
+        with pytest.raises(ConfigError, match=f"with {reason} is not supported"):
+            read(tmp_path, force_transformers=forced)
 
 
 @pytest.mark.parametrize("fallback", [False, True])

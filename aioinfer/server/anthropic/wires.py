@@ -7,15 +7,13 @@ it stopped. An answer that is not streamed is the message with all its blocks.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from aiohttp import web
 
 from aioinfer.chat.parts import Part, Parts, Step
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
+from aioinfer.server.anthropic.errors import error_body
 from aioinfer.server.anthropic.parsing import parse_message
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
@@ -31,16 +29,6 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-#: type of an error by the status of the response; others by their hundreds
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 class MessagesWire:
@@ -51,12 +39,6 @@ class MessagesWire:
 
     async def answer(self, call: Call, context: AnswerContext) -> MessagesAnswer:
         return MessagesAnswer(call, context)
-
-    def failed(self, failure: Failure) -> web.Response:
-        body = _error(failure)
-        response = failure.response(body)
-        response.headers["request-id"] = body["request_id"]
-        return response
 
 
 class MessagesAnswer:
@@ -93,7 +75,7 @@ class MessagesAnswer:
         await events.end()
 
     async def fail(self, failure: Failure, events: Events) -> None:
-        await events.send(json.dumps(_error(failure)), "error")
+        await events.send(json.dumps(error_body(failure)), "error")
         await events.end()
 
     async def whole(self, results: Sequence[Result]) -> list[bytes]:
@@ -191,12 +173,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
-
-
-def _error(failure: Failure) -> dict[str, Any]:
-    kind = _ERRORS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
-    error = {"type": kind, "message": failure.body()["error"]["message"]}
-    return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
 
 
 MESSAGES_WIRE = MessagesWire()

@@ -10,8 +10,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from aiohttp import web
-
 from aioinfer.chat.parts import Part, Parts, Step
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
@@ -36,9 +34,6 @@ class ResponsesWire:
 
     async def answer(self, call: Call, context: AnswerContext) -> ResponsesAnswer:
         return ResponsesAnswer(call, context)
-
-    def failed(self, failure: Failure) -> web.Response:
-        return failure.response()
 
 
 class ResponsesAnswer:
