@@ -382,7 +382,7 @@ def test_curl_lines_are_answered(
     assert answer.strip(), f"{fence}: an empty answer"
     if "data: " in answer:
         assert answer.endswith("data: [DONE]\n\n") or "event: response.completed\n" in answer
-        assert '"error"' not in answer
+        assert '"error":' not in answer.replace('"error": null', "")
     elif "/metrics" in " ".join(arguments):
         assert values(read_text(answer)), "Prometheus could not read it"
     else:

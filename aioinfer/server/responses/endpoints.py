@@ -108,6 +108,8 @@ class Response(TypedDict):
     previous_response_id: None
     conversation: None
     prompt: None
+    moderation: None
+    prompt_cache_diagnostics: None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     background: Literal[False]

@@ -66,7 +66,13 @@ def _with_repeated(
         "top_logprobs": params.logprobs or 0,
         "top_p": float(params.top_p),
         # the same in every answer
-        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls")),
+        **dict.fromkeys(
+            (
+                *("previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation"),
+                # which pydantic-ai reads even with clients that do not know it
+                "prompt_cache_diagnostics",
+            )
+        ),
         "background": False,
         "store": False,
         "truncation": "disabled",
