@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from aioinfer.chat.fields import Honoured, Table
+from aioinfer.chat.structured import parse_grammar
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.server.openai.fields import CHAT
 from aioinfer.server.openai.protocol import Call, Served, chat_call, renamed
@@ -84,6 +85,9 @@ class ChatBody:
     def call(self, prefix: str) -> Call:
         """The call. Raises InvalidRequest of a field of the body."""
         try:
+            if self.fields.get("tool_choice") not in (None, "auto", "none"):
+                # A required call leaves no text that a format would be of; one that is wrong is refused.
+                parse_grammar({"response_format": self.fields.pop("response_format", None)})
             call = chat_call(self.fields, self._served, prefix)
         except InvalidRequest as refused:
             raise self.named(refused) from None
