@@ -66,8 +66,8 @@ class Generation:
         call, _ = await self.parsed(request, parse)
         try:
             kwargs = call.chat_template_kwargs
-            source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
-            return len(await unless_gone(request, asyncio.to_thread(source.encode)))
+            tokenizing = self._engine.tokenize(call.prompts[0], chat_template_kwargs=kwargs)
+            return len(await unless_gone(request, tokenizing))
         except RequestError as error:
             raise call.named(error) from None
 
