@@ -78,9 +78,9 @@ class Generation:
         call, _ = await self.parsed(request, parse)
         try:
             kwargs = call.chat_template_kwargs
-            source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
+            tokenizing = self._engine.tokenize(call.prompts[0], chat_template_kwargs=kwargs)
             async with self.watched(request):
-                return len(await asyncio.to_thread(source.encode))
+                return len(await tokenizing)
         except RequestError as error:
             raise call.named(error) from None
 
