@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         WrongLoop,
     )
     from aioinfer.llm import LLM
+    from aioinfer.mapping import ResultMap
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import Chunk, Draft, RequestMetrics, Result, Usage
     from aioinfer.params import DiffusionParams, Grammar, SamplingParams
@@ -69,6 +70,7 @@ _HOME = {
     "RequestError": "errors",
     "RequestMetrics": "outputs",
     "Result": "outputs",
+    "ResultMap": "mapping",
     "SamplingParams": "params",
     "ServerConfig": "config",
     "StepFailed": "errors",
@@ -104,6 +106,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "Result",
+    "ResultMap",
     "SamplingParams",
     "ServerConfig",
     "StepFailed",

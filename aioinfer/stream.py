@@ -17,7 +17,7 @@ from aioinfer.errors import Cancelled
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
-__all__ = ["Stream", "StreamCell", "request_of"]
+__all__ = ["Stream", "StreamCell", "request_of", "when_ended"]
 
 
 class Want(Enum):
@@ -43,6 +43,23 @@ class StreamOwner(Protocol):
 
     def caught_up(self, request: Request) -> None:
         """Continue a request that was parked for its consumer, who has read enough. On the engine's loop."""
+
+
+class _Callback:
+    """In place of a consumer's future: something that is called once."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call: Callable[[], object] | None = call
+
+    def done(self) -> bool:
+        return self._call is None
+
+    def set_result(self, result: None) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call()
 
 
 class StreamCell:
@@ -77,7 +94,7 @@ class StreamCell:
         self.taken_pieces = 0
         self.taken_ids = 0
         self.taken_draft = 0
-        self.waiter: asyncio.Future[None] | None = None
+        self.waiter: asyncio.Future[None] | _Callback | None = None
         #: what wakes the waiting consumer, besides the end
         self.wants = Want.CHUNK
         #: the deadline of the phase the request is in
@@ -305,12 +322,12 @@ class Stream(Coroutine[Any, Any, Result]):
         cell = self._cell
         if cell.waiter is not None:
             raise RuntimeError("another task is reading this stream")
-        cell.waiter = asyncio.get_running_loop().create_future()
+        waiter = cell.waiter = asyncio.get_running_loop().create_future()
         cell.wants = want
         if ParkedFor.READER in cell.request.parked_for:
             self._owner.caught_up(cell.request)
         try:
-            await cell.waiter
+            await waiter
         except GeneratorExit:
             # Closed, by the collector for example: on any thread and at any point, amid a step, too.
             self.leave()
@@ -330,3 +347,11 @@ class Stream(Coroutine[Any, Any, Result]):
 def request_of(stream: Stream) -> Request:
     """The request that a stream reads."""
     return stream._cell.request
+
+
+def when_ended(stream: Stream, call: Callable[[], object]) -> None:
+    """Have ``call`` called once when the stream's request has ended, amid the work of the engine: it must
+    return at once, not raise, and not refer to the stream. From then on the stream can only be awaited."""
+    cell = stream._cell
+    cell.waiter, cell.wants = _Callback(call), Want.RESULT
+    cell.notify()

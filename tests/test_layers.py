@@ -29,8 +29,10 @@ LAYERS: list[set[str]] = [
     {"server", "testing"},
     # what an application holds: the engine in its event loop, and the one without a loop
     {"engine", "llm"},
-    # chats in this process: the streams of their answers
-    {"chats"},
+    # what an engine takes: the part of it that makes requests
+    {"requests"},
+    # chats and maps in this process: what reads streams
+    {"chats", "mapping"},
     # messages, tools and response formats of chats, and the parts of answers
     {"chat"},
     # the loop: admission of requests, driver of steps

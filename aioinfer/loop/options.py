@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["GenerateOptions", "Prepared", "Prompt", "PromptSource", "RequestOptions", "check_timeout"]
+__all__ = [
+    "GenerateOptions",
+    "JobOptions",
+    "Prepared",
+    "Prompt",
+    "PromptSource",
+    "RequestOptions",
+    "check_timeout",
+]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
 #: data), or what ``Engine.prompt`` made of one of these
@@ -36,16 +44,22 @@ _CHAT_ROOM = 1 << 20
 _NOT_VARIABLES = ("self", "messages")
 
 
-class GenerateOptions(TypedDict, total=False):
-    """What :meth:`aioinfer.Engine.generate` takes besides prompt, parameters and the template's variables."""
+class JobOptions(TypedDict, total=False):
+    """What :meth:`aioinfer.Engine.generate` takes besides prompt, parameters and the template's variables,
+    for all requests of a job."""
 
     waiting_timeout: float | None
     running_timeout: float | None
     priority: int
     cache_salt: str
     routing_key: str | None
-    queue_behind: int
     max_lag: int | None
+
+
+class GenerateOptions(JobOptions, total=False):
+    """The same for one request."""
+
+    queue_behind: int
 
 
 @dataclass(frozen=True, slots=True)
