@@ -87,6 +87,7 @@ GROUPS = {
     "diffusion": "diffusion models",
     "chat": "chats: tool calls, reasoning, template",
     "limits": "limits and timeouts",
+    "observing": "metrics, log lines and traces",
     "server": "HTTP server",
     "connections": "HTTP connections",
 }
@@ -330,6 +331,16 @@ class EngineConfig:
         30.0, "limits", "seconds that closing waits for running requests", _NOT_NEGATIVE
     )
 
+    #: Of the logger aioinfer.stats, at level INFO; one line says that the engine is idle.
+    stats_interval: float | None = _option(
+        None,
+        "observing",
+        "seconds between log lines of throughput and load; 0: none; default: none, of aioinfer serve 10",
+        _NOT_NEGATIVE,
+    )
+    #: Only of an Engine; the extra "tracing" installs what it needs.
+    tracing: bool = _option(False, "observing", "a span of OpenTelemetry per request, without its content")
+
     def __post_init__(self) -> None:
         _check_fields(self)
         if not self.model.strip() or "\0" in self.model:
@@ -406,6 +417,8 @@ class ServerConfig:
         None, "server", "model name in the API; default: the directory's name"
     )
     access_log: bool = _option(False, "server", "log one line per request")
+    metrics: bool = _option(True, "observing", "answer /metrics in the formats of Prometheus")
+    vllm_metrics: bool = _option(True, "observing", "show metrics by the names of vLLM, too, for its boards")
     #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
     allowed_hosts: str | None = _option(
         None,

@@ -7,28 +7,70 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioinfer import plugins
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.plain import exactly, keep_plain, plain
 from aioinfer.text.grammar_spec import Grammar, Schema
 
-__all__ = ["DiffusionParams", "Grammar", "SamplingParams", "Schema", "inherited"]
+__all__ = ["BOUNDS", "MOST", "Bounds", "DiffusionParams", "Grammar", "SamplingParams", "Schema", "inherited"]
 
-_MAX_STOP_STRINGS = 16
-_MAX_STOP_LENGTH = 1024
-_MAX_STOP_IDS = 1024
-_MAX_STOP_PATTERNS = 8
-_MAX_STOP_PATTERN = 512
-_MAX_BIASES = 1024
-_MAX_BAD_WORDS = 256
-_MAX_BAD_WORD = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MAX_ALLOWED_IDS = 1 << 17
 _SEED_LIMIT = 2**63
 _MAX_TOP_LOGPROBS = 20
 _MAX_ROUNDS = 4096
+
+
+class Bounds(NamedTuple):
+    """The values that a number can have: from ``low`` to ``high``, both included unless ``low_open``."""
+
+    low: float
+    high: float
+    whole: bool = False
+    low_open: bool = False
+
+
+def _whole(low: int, high: int) -> Bounds:
+    return Bounds(low, high, whole=True)
+
+
+#: the bounds of the fields of SamplingParams and DiffusionParams that are numbers
+BOUNDS: Mapping[str, Bounds] = {
+    "temperature": Bounds(0.0, 100.0),
+    "top_p": Bounds(0.0, 1.0, low_open=True),
+    "top_k": _whole(-1, 2**31 - 1),
+    "min_p": Bounds(0.0, 1.0),
+    "top_n_sigma": Bounds(0.0, 100.0),
+    "seed": _whole(-_SEED_LIMIT, _SEED_LIMIT - 1),
+    "max_tokens": _whole(1, 2**31 - 1),
+    "min_tokens": _whole(0, 2**31 - 1),
+    # Logits that are divided by less could overflow.
+    "repetition_penalty": Bounds(0.01, 100.0),
+    "presence_penalty": Bounds(-2.0, 2.0),
+    "frequency_penalty": Bounds(-2.0, 2.0),
+    "logprobs": _whole(0, _MAX_TOP_LOGPROBS),
+    "prompt_logprobs": _whole(0, _MAX_TOP_LOGPROBS),
+    "threshold": Bounds(0.0, 1.0),
+    "edit_threshold": Bounds(0.0, 1.0),
+    "steps": _whole(1, _MAX_ROUNDS),
+    "max_post_edits": _whole(0, _MAX_ROUNDS),
+    "penalty": Bounds(0.0, 100.0),
+    "factor": Bounds(0.0, 1000.0, low_open=True),
+    "entropy_bound": Bounds(0.0, 1000.0),
+    # values of logit_bias, and ids of tokens wherever they are
+    "bias": Bounds(-100.0, 100.0),
+    "token_id": _whole(0, 2**31 - 1),
+}
+#: entries of a list, and characters of each of its texts or ids of each of its lists, at most
+MOST: Mapping[str, tuple[int, int]] = {
+    "stop": (16, 1024),
+    "stop_regex": (8, 512),
+    "stop_token_ids": (1024, 0),
+    "logit_bias": (1024, 0),
+    "bad_words": (256, 256),
+    "allowed_token_ids": (1 << 17, 0),
+}
 
 
 class _OpenFloat(float):
@@ -137,36 +179,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         keep_plain(self, but=_OPEN)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("top_n_sigma", self.top_n_sigma, 0.0, 100.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _in_bounds(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"{self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        # Logits that are divided by less could overflow.
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop"):
             _truth(name, getattr(self, name))
         if self.logit_bias is not None:
             # An empty mapping is no bias, also for models that do not support biases.
             object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias) or None)
         if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, _MAX_ALLOWED_IDS)
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise InvalidRequest("allowed_token_ids", "allows no token")
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, _MAX_TOP_LOGPROBS)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             if isinstance(self.grammar, str):
                 raise InvalidRequest("grammar", "must be a Grammar or a JSON schema, not text")
@@ -176,13 +205,10 @@ class SamplingParams:
         for name, kind in (("grammar", Grammar), ("diffusion", DiffusionParams)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, exactly(kind, getattr(self, name)))
-        object.__setattr__(self, "stop", _texts("stop", self.stop, _MAX_STOP_STRINGS, _MAX_STOP_LENGTH))
-        patterns = _texts("stop_regex", self.stop_regex, _MAX_STOP_PATTERNS, _MAX_STOP_PATTERN)
-        object.__setattr__(self, "stop_regex", patterns)
-        _check_patterns(patterns)
-        object.__setattr__(
-            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, _MAX_STOP_IDS)
-        )
+        for name in ("stop", "stop_regex"):
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        _check_patterns(self.stop_regex)
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
     def inherit(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters with the values of ``defaults`` for the fields that are not set here and set
@@ -247,6 +273,8 @@ class SamplingParams:
 
 
 _OPEN = (_OpenFloat, _OpenInt)
+_NUMBERS = tuple(name for name in BOUNDS if name in SamplingParams.__dataclass_fields__)
+_OPTIONAL = frozenset(name for name in _NUMBERS if SamplingParams.__dataclass_fields__[name].default is None)
 _INHERITED = tuple(each.name for each in fields(SamplingParams) if type(each.default) in _OPEN)
 
 
@@ -300,19 +328,10 @@ class DiffusionParams:
             known = ", ".join(plugins.names(plugins.ALGORITHMS))
             raise InvalidRequest("algorithm", f"must be one of {known}, got {shown(self.algorithm)}")
         given = self.given()
-        for name in given & {"threshold", "edit_threshold"}:
-            _number(name, getattr(self, name), 0.0, 1.0)
+        for name in BOUNDS:
+            if name in given:
+                _in_bounds(name, getattr(self, name))
         _truth("draft", self.draft)
-        if "steps" in given:
-            _integer("steps", self.steps, 1, _MAX_ROUNDS)
-        if "max_post_edits" in given:
-            _integer("max_post_edits", self.max_post_edits, 0, _MAX_ROUNDS)
-        if "penalty" in given:
-            _number("penalty", self.penalty, 0.0, 100.0)
-        if "factor" in given:
-            _number("factor", self.factor, 0.0, 1000.0, low_open=True)
-        if "entropy_bound" in given:
-            _number("entropy_bound", self.entropy_bound, 0.0, 1000.0)
 
     def given(self) -> set[str]:
         """The names of the parameters that are not None, except ``algorithm`` and ``draft``."""
@@ -323,6 +342,14 @@ class DiffusionParams:
 
 
 # The checks below take plain values.
+
+
+def _in_bounds(name: str, value: Any, field: str = "") -> None:
+    low, high, whole, low_open = BOUNDS[name]
+    if whole:
+        _integer(field or name, value, int(low), int(high))
+    else:
+        _number(field or name, value, low, high, low_open=low_open)
 
 
 def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
@@ -365,8 +392,9 @@ def _entries(field: str, given: Any, most: int, what: str) -> tuple[Any, ...]:
     return found
 
 
-def _texts(field: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
+def _texts(field: str, given: Any) -> tuple[str, ...]:
     """One non-empty string or several, as a tuple."""
+    most, longest = MOST[field]
     strings = (given,) if type(given) is str else _entries(field, given, most, "strings")
     for string in strings:
         _text(field, string, longest)
@@ -394,21 +422,23 @@ def _check_patterns(patterns: Sequence[str]) -> None:
             raise InvalidRequest("stop_regex", f"{shown(pattern)} {error}") from None
 
 
-def _token_ids(field: str, ids: Any, most: int) -> tuple[int, ...]:
-    tokens = _entries(field, ids, most, "token ids")
+def _token_ids(field: str, ids: Any, most: int | None = None) -> tuple[int, ...]:
+    tokens = _entries(field, ids, MOST[field][0] if most is None else most, "token ids")
+    low, high = int(BOUNDS["token_id"].low), int(BOUNDS["token_id"].high)
     for token in tokens:
-        _integer(field, token, 0, 2**31 - 1)
+        _integer(field, token, low, high)
     return tokens
 
 
 def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     found: list[str | tuple[int, ...]] = []
-    for word in _entries("bad_words", words, _MAX_BAD_WORDS, "texts or lists of token ids"):
+    most, longest = MOST["bad_words"]
+    for word in _entries("bad_words", words, most, "texts or lists of token ids"):
         if type(word) is str:
-            _text("bad_words", word, _MAX_BAD_WORD)
+            _text("bad_words", word, longest)
             found.append(word)
             continue
-        ids = () if word is None else _token_ids("bad_words", word, _MAX_BAD_WORD)
+        ids = () if word is None else _token_ids("bad_words", word, longest)
         if not ids:
             raise InvalidRequest("bad_words", f"must be texts or lists of token ids, got {shown(word)}")
         found.append(ids)
@@ -418,10 +448,11 @@ def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
 def _logit_bias(given: Any) -> dict[int, float]:
     if not isinstance(given, Mapping):
         raise InvalidRequest("logit_bias", f"must map token ids to numbers, got {type(given).__name__}")
-    if len(given) > _MAX_BIASES:
-        raise InvalidRequest("logit_bias", f"at most {_MAX_BIASES} ids, got {len(given)}")
+    most, _ = MOST["logit_bias"]
+    if len(given) > most:
+        raise InvalidRequest("logit_bias", f"at most {most} ids, got {len(given)}")
     bias = [(plain(token), plain(value)) for token, value in dict(given).items()]
     for token, value in bias:
-        _integer("logit_bias", token, 0, 2**31 - 1)
-        _number("logit_bias", value, -100.0, 100.0)
+        _in_bounds("token_id", token, "logit_bias")
+        _in_bounds("bias", value, "logit_bias")
     return _FrozenBias((token, float(value)) for token, value in bias)

@@ -12,7 +12,14 @@ from aioinfer.chat.functions import Tool
 from aioinfer.chats import ChatStream
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, RequestError, renamed, shown
-from aioinfer.loop.options import GenerateOptions, JobOptions, Prompt, PromptSource, RequestOptions
+from aioinfer.loop.options import (
+    GenerateOptions,
+    JobOptions,
+    Prompt,
+    PromptForm,
+    PromptSource,
+    RequestOptions,
+)
 from aioinfer.loop.runtime import Runtime
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
 from aioinfer.params import SamplingParams, Schema, inherited
@@ -238,7 +245,12 @@ class Requests(ABC):
         return streams
 
     def prompt(
-        self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        prompt: Prompt,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> PromptSource:
         """A prompt for several calls of :meth:`generate`: it is copied and checked here and tokenized once.
 
@@ -248,5 +260,34 @@ class Requests(ABC):
             results = await asyncio.gather(*(engine.generate(prompt) for _ in range(8)))
 
         It can be used until the engine is closed. Raises as :meth:`generate`, except Rejected.
+
+        ``add_special_tokens``: whether the special tokens that the model expects around a text are added; by
+        default they are, except to chats, whose template has them. Token ids are taken as they are.
+        ``truncate_prompt_tokens``: only so many tokens of the prompt's end are kept.
         """
-        return self._serving().core.source(prompt, chat_template_kwargs)
+        form: PromptForm | None = PromptForm(add_special_tokens, truncate_prompt_tokens)
+        if form == PromptForm():
+            form = None
+        return self._serving().core.source(prompt, chat_template_kwargs, form)
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
+        """The token ids of a prompt, made on a worker thread; arguments as of :meth:`prompt`.
+
+        There may be more of them than the context length; a text that certainly has is refused. Raises as
+        :meth:`prompt`.
+        """
+        runtime = self._serving()
+        form = None
+        if not isinstance(prompt, PromptSource):
+            form = PromptForm(add_special_tokens, counted=True)
+        return list(await runtime.encode(runtime.core.source(prompt, chat_template_kwargs, form)))
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""
+        return await self._serving().decode(token_ids, skip_special_tokens=skip_special_tokens)

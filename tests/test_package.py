@@ -56,7 +56,7 @@ def test_importing_is_light_and_changes_nothing() -> None:
 def test_help_imports_no_torch() -> None:
     code = (
         "import sys; from aioinfer.cli.main import main\n"
-        "try: main(['serve', '--help'])\n"
+        "try: main(['serve', '--help', 'all'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )

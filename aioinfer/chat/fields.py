@@ -11,6 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from aioinfer.chat.schemas import (
+    ANY,
+    FLAG,
+    OBJECT,
+    TEXT,
+    Schema,
+    array,
+    choice,
+    either,
+    text,
+)
 from aioinfer.errors import InvalidRequest
 
 __all__ = ["NESTED", "Harmless", "Honoured", "Table", "Unsupported", "check"]
@@ -21,12 +32,17 @@ _MAX_NAME = 80
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """What the field does; ``param`` is its name in SamplingParams, if it has one; ``schema`` is the JSON
-    schema of its value, for the OpenAPI document."""
+    """What the field does.
+
+    ``param`` is its name in SamplingParams, if it has one. ``schema`` is the JSON schema of its value for the
+    OpenAPI document, but for null; it follows from ``param``, and from the tables of the objects in it.
+    ``required``: an object without it, or with null, is refused.
+    """
 
     meaning: str
     param: str | None = None
-    schema: Mapping[str, Any] = field(default_factory=dict)
+    schema: Schema = field(default_factory=dict)
+    required: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +66,36 @@ _OFF = Unsupported((False,))
 _NO = Unsupported()
 _BOOKKEEPING = Harmless("the client's bookkeeping")
 
-_FUNCTION_CHOICE: Table = {"name": Honoured("the function to call")}
+_NAME = text(pattern="[a-zA-Z0-9_-]{1,64}")
+_FUNCTION = Honoured("`function`", schema=choice("function"), required=True)
+_READ = "goes to the chat template"
+_MAYBE = "goes to the chat template, which may not read it"
+#: a JSON schema, or the text of one
+_SCHEMA = either(OBJECT, FLAG, TEXT)
 
 #: objects within the fields of a chat, by their path
 NESTED: Mapping[str, Table] = {
     "response_format": {
-        "type": Honoured("`text`, `json_object` or `json_schema`"),
+        "type": Honoured(
+            "`text`, `json_object` or `json_schema`",
+            schema=choice("text", "json_object", "json_schema"),
+            required=True,
+        ),
         "json_schema": Honoured("of type `json_schema`"),
-        "schema": Honoured("of type `json_object`: its JSON schema"),
+        "schema": Honoured("of type `json_object`: its JSON schema", schema=_SCHEMA),
     },
     "response_format.json_schema": {
-        "schema": Honoured("the JSON schema"),
+        "schema": Honoured("the JSON schema", schema=_SCHEMA, required=True),
         "name": Harmless("a label"),
         "description": Harmless("a label"),
         "strict": Harmless("every schema is enforced"),
     },
     "structured_outputs": {
-        "json": Honoured("as `guided_json`"),
-        "json_object": Honoured("as `guided_json_object`"),
-        "regex": Honoured("as `guided_regex`"),
-        "choice": Honoured("as `guided_choice`"),
-        "grammar": Honoured("as `guided_grammar`"),
+        "json": Honoured("as `guided_json`", schema=_SCHEMA),
+        "json_object": Honoured("as `guided_json_object`", schema=FLAG),
+        "regex": Honoured("as `guided_regex`", schema=TEXT),
+        "choice": Honoured("as `guided_choice`", schema=either(array(TEXT, 1), TEXT)),
+        "grammar": Honoured("as `guided_grammar`", schema=TEXT),
         "structural_tag": _NO,
         "whitespace_pattern": _NO,
         "disable_fallback": Harmless("there is no fallback"),
@@ -78,26 +103,26 @@ NESTED: Mapping[str, Table] = {
         "disable_additional_properties": _OFF,
     },
     "tools[]": {
-        "type": Honoured("`function`"),
-        "function": Honoured("a function"),
+        "type": _FUNCTION,
+        "function": Honoured("a function", required=True),
         "cache_control": Harmless("how long a prefix stays cached"),
     },
     "tools[].function": {
-        "name": Honoured("1 to 64 letters, digits, `_`, `-`"),
-        "description": Honoured("goes to the chat template"),
-        "parameters": Honoured("the JSON schema of the arguments"),
-        "strict": Honoured("the arguments obey the schema"),
+        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_NAME, required=True),
+        "description": Honoured("goes to the chat template", schema=TEXT),
+        "parameters": Honoured("the JSON schema of the arguments", schema=OBJECT),
+        "strict": Honoured("the arguments obey the schema", schema=FLAG),
     },
-    "tool_choice": {"type": Honoured("`function`"), "function": Honoured("the function to call")},
-    "tool_choice.function": _FUNCTION_CHOICE,
+    "tool_choice": {"type": _FUNCTION, "function": Honoured("the function to call", required=True)},
+    "tool_choice.function": {"name": Honoured("the function to call", schema=TEXT, required=True)},
     "messages[]": {
-        "role": Honoured("goes to the chat template"),
-        "content": Honoured("text or a list of parts of text"),
-        "name": Honoured("goes to the chat template, which may not read it"),
-        "tool_calls": Honoured("goes to the chat template"),
-        "tool_call_id": Honoured("goes to the chat template, which may not read it"),
-        "reasoning_content": Honoured("goes to the chat template, which may not read it; also as `thinking`"),
-        "reasoning": Honoured("goes to the chat template, which may not read it; also as `thinking`"),
+        "role": Honoured(_READ, schema=TEXT, required=True),
+        "content": Honoured("text or a list of parts of text", schema=TEXT),
+        "name": Honoured(_MAYBE, schema=ANY),
+        "tool_calls": Honoured(_READ),
+        "tool_call_id": Honoured(_MAYBE, schema=TEXT),
+        "reasoning_content": Honoured(f"{_MAYBE}; also as `thinking`", schema=ANY),
+        "reasoning": Honoured(f"{_MAYBE}; also as `thinking`", schema=ANY),
         "id": _BOOKKEEPING,
         "parsed": Harmless("the client's reading of `content`"),
         "cache_control": Harmless("how long a prefix stays cached"),
@@ -114,23 +139,23 @@ NESTED: Mapping[str, Table] = {
         "reasoning_details": Unsupported(([],)),
     },
     "messages[].content[]": {
-        "type": Honoured("`text`"),
-        "text": Honoured("text"),
+        "type": Honoured("`text`", schema=choice("text"), required=True),
+        "text": Honoured("text", schema=TEXT, required=True),
         "id": _BOOKKEEPING,
         "index": _BOOKKEEPING,
         "cache_control": Harmless("how long a prefix stays cached"),
         "annotations": Unsupported(([],)),
     },
     "messages[].tool_calls[]": {
-        "id": Honoured("goes to the chat template"),
-        "type": Honoured("`function`"),
-        "function": Honoured("the call"),
+        "id": Honoured("goes to the chat template", schema=ANY),
+        "type": Honoured("`function`", schema=choice("function")),
+        "function": Honoured("the call", required=True),
         "index": _BOOKKEEPING,
         "provider_specific_fields": _BOOKKEEPING,
     },
     "messages[].tool_calls[].function": {
-        "name": Honoured("goes to the chat template"),
-        "arguments": Honoured("goes to the chat template"),
+        "name": Honoured("goes to the chat template", schema=TEXT, required=True),
+        "arguments": Honoured("goes to the chat template", schema=either(TEXT, OBJECT)),
         "parsed_arguments": Harmless("the client's reading of `arguments`"),
     },
 }

@@ -10,9 +10,10 @@ from typing import Any
 from aioinfer.chat.fields import NESTED, check
 from aioinfer.errors import InvalidRequest, shown
 
-__all__ = ["Function", "Tools", "parse_tools"]
+__all__ = ["MAX_TOOLS", "Function", "Tools", "parse_tools"]
 
-_MAX_TOOLS = 128
+#: functions of one call
+MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -105,8 +106,8 @@ def _functions(tools: Any) -> tuple[Function, ...]:
         return ()
     if not isinstance(tools, list):
         raise InvalidRequest("tools", "must be a list")
-    if len(tools) > _MAX_TOOLS:
-        raise InvalidRequest("tools", f"at most {_MAX_TOOLS}, got {len(tools)}")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"at most {MAX_TOOLS}, got {len(tools)}")
     functions = tuple(_function(f"tools[{at}]", tool) for at, tool in enumerate(tools))
     names: set[str] = set()
     for at, function in enumerate(functions):

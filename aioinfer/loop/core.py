@@ -21,7 +21,7 @@ from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop import factory
 from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
-from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
+from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.texts import Texts
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.faults import PolicyFailed
@@ -131,15 +131,22 @@ class Core:
             queue_behind=options.queue_behind,
         )
 
-    def source(self, prompt: Prompt, template_kwargs: Mapping[str, Any] | None = None) -> PromptSource:
+    def source(
+        self,
+        prompt: Prompt,
+        template_kwargs: Mapping[str, Any] | None = None,
+        form: PromptForm | None = None,
+    ) -> PromptSource:
         """A prompt, checked and copied; one that is a source of this core already is returned unchanged.
         Raises InvalidRequest."""
         if not isinstance(prompt, PromptSource):
-            return PromptSource(prompt, self.tokenizer, self.info, template_kwargs)
+            return PromptSource(prompt, self.tokenizer, self.info, template_kwargs, form or PromptForm())
         if not prompt.is_for(self.info):
             raise InvalidRequest("prompt", "was made by another engine, or before this one was started again")
         if template_kwargs is not None:
             raise InvalidRequest("chat_template_kwargs", "belong to the call that made the prompt")
+        if form is not None:
+            raise InvalidRequest("prompt", "has its form from the call that made it")
         return prompt
 
     def check_queue(self, arriving: int = 0, tokens: int = 0, arriving_tokens: int = 0) -> None:
@@ -368,8 +375,7 @@ class Core:
         advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
             advanced += self._record_logprobs(step, result, advanced)
-        for request in advanced:
-            self.texts.advanced(request, now)
+        self.texts.all_advanced(advanced, now)
         if not self.texts.behind:
             return advanced
         updated = dict.fromkeys([*advanced, *(self.texts.catch_up(seconds) if searching else ())])

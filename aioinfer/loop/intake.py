@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from aioinfer.errors import EngineError, InvalidRequest
+from aioinfer.errors import EngineClosed, EngineError, InvalidRequest
 from aioinfer.execution.workers import WorkerExecutor
 from aioinfer.loop.options import Prepared, PromptSource
 from aioinfer.params import SamplingParams
@@ -35,7 +35,7 @@ class Intake:
     withdrawn, and leaves nothing behind.
     """
 
-    __slots__ = ("_compilers", "_encodings", "_grammars", "_long", "_short", "_workers", "loop")
+    __slots__ = ("_asking", "_compilers", "_encodings", "_grammars", "_long", "_short", "_workers", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -46,6 +46,8 @@ class Intake:
         self._grammars = _Lane(loop, self._compilers, _THREADS)
         #: prompts that are being tokenized, each once for all requests that wait for it
         self._encodings: dict[PromptSource, _Encoding] = {}
+        #: coroutines that wait for one of them
+        self._asking: set[_Asking] = set()
 
     async def run(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The result of a blocking call, made on a worker thread."""
@@ -60,13 +62,31 @@ class Intake:
         if source.ids is not None:
             preparation.encoded(None)
             return preparation
+        self._encode(source, preparation)
+        return preparation
+
+    async def encode(self, source: PromptSource) -> Sequence[int]:
+        """The token ids of a prompt, made on a worker thread in its turn. Raises InvalidRequest, and
+        EngineClosed."""
+        if source.ids is None:
+            asking = _Asking(self.loop.create_future())
+            self._asking.add(asking)
+            self._encode(source, asking)
+            try:
+                await asking.known
+            finally:
+                self._asking.discard(asking)
+                if asking.encoding is not None:
+                    asking.encoding.leave(asking)
+        return source.encode()
+
+    def _encode(self, source: PromptSource, asking: _Asks) -> None:
         encoding = self._encodings.get(source)
         if encoding is None:
             lane = self._long if source.size > _LONG else self._short
             encoding = _Encoding(source, lane, self._encodings)
             lane.submit(encoding)
-        encoding.join(preparation)
-        return preparation
+        encoding.join(asking)
 
     @property
     def waiting(self) -> int:
@@ -84,6 +104,8 @@ class Intake:
 
     def close(self) -> None:
         """Let the threads end, and drop the calls that have not begun."""
+        for asking in self._asking:
+            asking.encoded(EngineClosed("the engine was closed"))
         for lane in (self._short, self._long, self._grammars):
             lane.waiting.clear()
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -98,6 +120,34 @@ class _Job(Protocol):
 
     def ended(self, result: Any, error: BaseException | None) -> None:
         """On the loop, after the call."""
+
+
+class _Asks(Protocol):
+    """What waits for the token ids of a prompt."""
+
+    #: while they are made
+    encoding: _Encoding | None
+
+    def encoded(self, error: BaseException | None) -> None:
+        """They are known, or could not be made."""
+
+
+class _Asking:
+    """A coroutine that waits for the token ids of a prompt."""
+
+    __slots__ = ("encoding", "known")
+
+    def __init__(self, known: asyncio.Future[None]) -> None:
+        self.known = known
+        self.encoding: _Encoding | None = None
+
+    def encoded(self, error: BaseException | None) -> None:
+        if self.known.done():
+            return
+        if error is None:
+            self.known.set_result(None)
+        else:
+            self.known.set_exception(_own(error))
 
 
 class _Lane:
@@ -151,14 +201,14 @@ class _Encoding:
         self._source = source
         self._lane = lane
         self._open = encodings
-        self._preparations: dict[Preparation, None] = {}
+        self._preparations: dict[_Asks, None] = {}
         encodings[source] = self
 
-    def join(self, preparation: Preparation) -> None:
+    def join(self, preparation: _Asks) -> None:
         self._preparations[preparation] = None
         preparation.encoding = self
 
-    def leave(self, preparation: Preparation) -> None:
+    def leave(self, preparation: _Asks) -> None:
         del self._preparations[preparation]
         if not self._preparations and self in self._lane.waiting:
             self._lane.withdraw(self)

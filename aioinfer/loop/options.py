@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from aioinfer.errors import InvalidRequest, shown
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
+    "MAX_LABEL",
     "GenerateOptions",
     "JobOptions",
     "Prepared",
     "Prompt",
+    "PromptForm",
     "PromptSource",
     "RequestOptions",
     "check_timeout",
@@ -35,7 +38,7 @@ __all__ = [
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | PromptSource"
 
 #: characters of a label that a caller gives
-_MAX_LABEL = 256
+MAX_LABEL = 256
 #: messages may have so many times the bytes of the longest prompt, and so many characters more, since
 #: templates omit the reasoning of earlier answers, for example
 _CHAT_FACTOR = 4
@@ -104,6 +107,31 @@ class Prepared(NamedTuple):
     grammar: GrammarState | None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """How a prompt becomes token ids. Raises InvalidRequest, by the name of the engine's argument."""
+
+    #: those that the model expects around a text; None: as usual, around text and not around a rendered chat
+    special_tokens: bool | None = None
+    #: only so many tokens of the prompt's end are kept
+    truncate: int | None = None
+    #: it is not to be computed, so it may have any number of tokens that a text of the longest prompt's
+    #: length can have
+    counted: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.special_tokens, (bool, NoneType)):
+            raise InvalidRequest(
+                "add_special_tokens", f"must be true or false, got {shown(self.special_tokens)}"
+            )
+        if self.truncate is not None and (type(self.truncate) is not int or self.truncate < 1):
+            message = f"must be a positive number of tokens, got {shown(self.truncate)}"
+            raise InvalidRequest("truncate_prompt_tokens", message)
+
+
+_AS_USUAL = PromptForm()
+
+
 class PromptSource:
     """A prompt that was checked and copied: what the caller gave is not read again.
 
@@ -111,7 +139,7 @@ class PromptSource:
     threads at the same time.
     """
 
-    __slots__ = ("_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "size")
+    __slots__ = ("_form", "_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "chat", "size")
 
     def __init__(
         self,
@@ -119,22 +147,27 @@ class PromptSource:
         tokenizer: Tokenizer | None,
         info: DeviceInfo,
         template_kwargs: Mapping[str, Any] | None = None,
+        form: PromptForm = _AS_USUAL,
     ) -> None:
         """Raises InvalidRequest for what can be seen without tokenizing, the length included."""
         self._tokenizer = tokenizer
         self._info = info
+        self._form = form
         self._ids: list[int] | None = None
         self._prompt: Any = None
         self._template_kwargs: Any = {}
         #: characters, roughly, that have to be tokenized
         self.size = 0
+        #: it was given as messages
+        self.chat = False
         given: Any = plain(prompt)
         if type(given) is str:
             self._take_text(given, template_kwargs)
             return
         if not isinstance(given, (list, tuple)) and not hasattr(given, "tolist"):
             raise InvalidRequest("prompt", f"must be text, token ids or messages, got {type(given).__name__}")
-        self._check_count(_length(given), "entries")
+        if form.truncate is None:
+            self._check_count(_length(given), "entries")
         # From here on the copy is read: another thread may change the original at any time.
         items = list(given) if isinstance(given, (list, tuple)) else _elements(given)
         if not items:
@@ -143,9 +176,7 @@ class PromptSource:
             self._take_chat(items, template_kwargs)
             return
         self._refuse_template(template_kwargs)
-        self._check_count(len(items), "tokens")
-        check_ids("prompt", items, info.vocab_size)
-        self._ids = items
+        self._ids = self._checked(items)
 
     def _take_text(self, text: str, template_kwargs: Mapping[str, Any] | None) -> None:
         self._refuse_template(template_kwargs)
@@ -158,6 +189,7 @@ class PromptSource:
 
     def _take_chat(self, messages: list[Any], template_kwargs: Mapping[str, Any] | None) -> None:
         self._require_tokenizer()
+        self.chat = True
         self._check_count(len(messages), "messages")
         self.size = sum(map(_content_length, messages))
         # A template can omit parts of messages: their lengths alone show only what is far too long.
@@ -197,21 +229,23 @@ class PromptSource:
         if self._ids is not None:
             return len(self._ids)
         text = self._prompt if isinstance(self._prompt, str) else ""
-        return max(1, len(text) // self._token_bytes)
+        least = max(1, len(text) // self._token_bytes)
+        return least if self._form.truncate is None else min(least, self._form.truncate)
 
     def encode(self) -> Sequence[int]:
         """Token ids of the prompt. Blocks if they are not known yet. Raises InvalidRequest."""
         tokenizer = self._tokenizer
         if self._ids is None and tokenizer is not None:
-            if isinstance(self._prompt, str):
+            special = self._form.special_tokens
+            if not isinstance(self._prompt, str):
+                ids = self._encode_chat(tokenizer)
+            elif special is None or special:
                 ids = tokenizer.encode(self._prompt)
             else:
-                ids = self._encode_chat(tokenizer)
+                ids = tokenizer.encode_part(self._prompt)
             if not ids:
                 raise InvalidRequest("prompt", "is empty")
-            self._check_count(len(ids), "tokens")
-            check_ids("prompt", ids, self._info.vocab_size)
-            self._ids = ids
+            self._ids = self._checked(ids)
             self._prompt = None
         assert self._ids is not None
         return self._ids
@@ -220,10 +254,21 @@ class PromptSource:
         messages, kwargs = self._prompt, self._template_kwargs
         render = getattr(tokenizer, "render_chat", None)
         if render is None:
+            if self._form.special_tokens:
+                raise InvalidRequest("add_special_tokens", "is not supported by this tokenizer's chats")
             return tokenizer.encode_chat(messages, **kwargs)
         text = render(messages, **kwargs)
         self._check_text(text)
-        return tokenizer.encode_part(text)
+        return tokenizer.encode(text) if self._form.special_tokens else tokenizer.encode_part(text)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """The ids that are the prompt."""
+        if self._form.truncate is not None:
+            ids = ids[-self._form.truncate :]
+        if not self._form.counted:
+            self._check_count(len(ids), "tokens")
+        check_ids("prompt", ids, self._info.vocab_size)
+        return ids
 
     def is_for(self, info: DeviceInfo) -> bool:
         """It was made for this model, as it was loaded."""
@@ -296,5 +341,5 @@ def check_timeout(field: str, value: float | None) -> None:
 
 
 def _check_label(field: str, value: str | None) -> None:
-    if value is not None and (type(value) is not str or len(value) > _MAX_LABEL):
-        raise InvalidRequest(field, f"must be a string of at most {_MAX_LABEL} characters")
+    if value is not None and (type(value) is not str or len(value) > MAX_LABEL):
+        raise InvalidRequest(field, f"must be a string of at most {MAX_LABEL} characters")

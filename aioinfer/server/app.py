@@ -20,11 +20,11 @@ from aioinfer.server.http.limits import MOST_BODY_MIB
 from aioinfer.server.http.listening import bind, cannot_listen, connection_limit
 from aioinfer.server.http.logs import ACCESS, ACCESS_FORMAT, HTTP
 from aioinfer.server.routes import Routes
+from aioinfer.server.status import HEALTH, OPEN_PATHS
 
 __all__ = ["create_app", "serve", "setup"]
 
 _MIB = 1 << 20
-_HEALTH = "/health"
 #: connections that the system keeps until they are accepted
 _BACKLOG = 1024
 #: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
@@ -39,7 +39,7 @@ def setup(
     health: str | None = "../health",
     config: ServerConfig | None = None,
 ) -> None:
-    """Add the OpenAI routes under ``prefix``, and a health route, to an application.
+    """Add the routes of an engine under ``prefix``, and a health route, to an application.
 
     ``health`` is an absolute path or relative to the prefix; None: no such route and no trace. An application
     can have several engines under different prefixes.
@@ -51,11 +51,7 @@ def setup(
 
     Raises ConfigError: the prefix is not a path, or the application already has one of the routes.
     """
-    mount = _mount(app, engine, prefix, health, config or ServerConfig())
-    if _DRAINED not in app:
-        app[_DRAINED] = []
-        app.on_shutdown.append(_drain)
-    app[_DRAINED].append(mount)
+    _drained(app, _mount(app, engine, prefix, health, config or ServerConfig()))
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
@@ -63,7 +59,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Applic
     path. It starts, drains and closes the engine as :func:`setup` says."""
     config = config or ServerConfig()
     app = _application(config)
-    setup(app, engine, health=_HEALTH, config=config)
+    _drained(app, _mount(app, engine, "/v1", HEALTH.path, config, whole=True))
     return app
 
 
@@ -105,10 +101,10 @@ async def _serve(
         limit=connection_limit(config.max_connections),
         header_timeout=config.header_timeout,
         send_timeout=config.send_timeout,
-        health=_HEALTH,
+        unlimited=OPEN_PATHS,
     )
     app = _application(config, connections.middleware)
-    _mount(app, engine, "/v1", _HEALTH, config)
+    _mount(app, engine, "/v1", HEALTH.path, config, whole=True)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -181,6 +177,14 @@ class _Mount:
 _DRAINED = web.AppKey("aioinfer.drained", list[_Mount])
 
 
+def _drained(app: web.Application, mount: _Mount) -> None:
+    """Drain the engine when the application shuts down."""
+    if _DRAINED not in app:
+        app[_DRAINED] = []
+        app.on_shutdown.append(_drain)
+    app[_DRAINED].append(mount)
+
+
 async def _drain(app: web.Application) -> None:
     async with asyncio.TaskGroup() as group:
         for mount in app[_DRAINED]:
@@ -188,14 +192,20 @@ async def _drain(app: web.Application) -> None:
 
 
 def _mount(
-    app: web.Application, engine: Engine, prefix: str, health: str | None, config: ServerConfig
+    app: web.Application,
+    engine: Engine,
+    prefix: str,
+    health: str | None,
+    config: ServerConfig,
+    *,
+    whole: bool = False,
 ) -> _Mount:
     prefix = prefix.rstrip("/")
     if prefix and not prefix.startswith("/"):
         raise ConfigError(f"prefix must begin with /, got {prefix!r}")
     if health is not None:
         health = posixpath.normpath(posixpath.join(prefix or "/", health))
-    Routes(engine, config).add_to(app, prefix, health)
+    Routes(engine, config).add_to(app, prefix, health, whole=whole)
     mount = _Mount(engine, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
@@ -212,11 +222,11 @@ def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
 
 
 def _but_health(middleware: Middleware) -> Middleware:
-    """A middleware for every path but the health route, which monitors ask by any name and without a key."""
+    """A middleware for every path but those that monitors ask by any name and without a key."""
 
     @web.middleware
     async def selective(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path == _HEALTH:
+        if request.path in OPEN_PATHS:
             return await handler(request)
         return await middleware(request, handler)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -21,24 +21,30 @@ from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, plain, refuse_large
-from aioinfer.server.http.pieces import PiecesPayload
+from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.server.operations.metrics import Metrics
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
 from aioinfer.text.tokenizer import end_of
 
 __all__ = ["Generation"]
 
+_T = TypeVar("_T")
+
 
 class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, model: str, metrics: Metrics | None = None
+    ) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._config = config
         self._model = model
         self._speller = Speller(self._spell)
@@ -46,6 +52,18 @@ class Generation:
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
+        call, limits = await self.parsed(request, wire.parse)
+        check_answer(call, limits)
+        if self._metrics is not None:
+            self._metrics.called(call.n)
+        try:
+            return await self._answer(request, call, wire)
+        except RequestError as error:
+            raise call.named(error) from None
+
+    async def parsed(self, request: web.Request, parse: Callable[[bytes, Served], _T]) -> tuple[_T, Limits]:
+        """The body of a request, read and parsed within the server's limits, and these. Raises Refused,
+        InvalidRequest, ClientGone."""
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         # The limit of the application, too, where the engine is mounted in one.
@@ -55,12 +73,7 @@ class Generation:
         chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
         served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
-        call = await self._parser.parse(lambda body: wire.parse(body, served), raw, limits)
-        check_answer(call, limits)
-        try:
-            return await self._answer(request, call, wire)
-        except RequestError as error:
-            raise call.named(error) from None
+        return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
 
     async def _answer(self, request: web.Request, call: Call, wire: Wire) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
@@ -85,10 +98,7 @@ class Generation:
                 )
             results = await unless_gone(request, _gather(streams))
             pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
-            body: bytes | PiecesPayload = pieces[0]
-            if len(pieces) > 1:
-                body = PiecesPayload(pieces, self._config.send_timeout, partial(_abort, request))
-            return web.Response(body=body, content_type="application/json", charset="utf-8")
+            return whole_response(request, pieces, self._config.send_timeout)
 
     async def _stream(
         self, request: web.Request, call: Call, writer: AnswerWriter, streams: Sequence[Stream]
@@ -156,11 +166,6 @@ async def _send_choice(writer: AnswerWriter, index: int, stream: Stream, events:
     assert last is not None
     assert last.usage is not None
     return last.usage
-
-
-def _abort(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()
 
 
 async def _accepted(streams: Sequence[Stream]) -> None:

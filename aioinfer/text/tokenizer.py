@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 from aioinfer.checkpoint.files import Checkpoint, Directory
 from aioinfer.errors import ConfigError, InvalidRequest, shown
 from aioinfer.text import template
+from aioinfer.text.byte_level import ByteLevelDetokenizer, token_texts
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from aioinfer.text.length import longest_token
 
@@ -126,6 +127,8 @@ class HFTokenizer:
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset(ends if eos is None else {eos, *ends})
         self.longest_token = None if self._fast is None else longest_token(self._fast)
+        #: by whether special tokens are left out; None if the decoder is not that of byte-level vocabularies
+        self._texts = None if self._fast is None else token_texts(self._fast)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -205,6 +208,21 @@ class HFTokenizer:
         _check_text("messages", text)
         return text
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them, such as "Ġthe"."""
+        found: list[str] = self._tokenizer.convert_ids_to_tokens(list(ids))
+        return found
+
+    def described(self) -> dict[str, Any]:
+        """What ``tokenizer_config.json`` says: class, chat template, and the tokens with a role."""
+        templates = self.chat_templates
+        roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "chat_template": templates[0] if templates else None,
+            **{role: getattr(self._tokenizer, role, None) for role in roles},
+        }
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` from the model's decoder, without transformers' clean-up of spaces."""
         text: str
@@ -218,6 +236,8 @@ class HFTokenizer:
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """For an output that continues ``prompt_ids``; agrees with :meth:`decode`."""
+        if self._texts is not None:
+            return ByteLevelDetokenizer(self._texts[skip_special_tokens], prompt_ids)
         if self._fast is not None:
             return DecodeStreamDetokenizer(self._fast, prompt_ids, skip_special_tokens=skip_special_tokens)
         return OffsetDetokenizer(

@@ -116,7 +116,7 @@ class Writes(asyncio.Protocol):
 
 
 async def test_a_client_that_does_not_read_its_whole_answer_is_dropped() -> None:
-    connections = Connections(limit=8, header_timeout=600.0, send_timeout=0.1, health="/health")
+    connections = Connections(limit=8, header_timeout=600.0, send_timeout=0.1, unlimited={"/health"})
     handler = Writes()
     connections.start(lambda: handler)
     server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
@@ -144,7 +144,7 @@ class Buffered:
 
 @pytest.mark.parametrize("closing", [False, True])
 async def test_a_client_that_reads_slowly_is_not_dropped(closing: bool) -> None:
-    connections = Connections(limit=8, header_timeout=600.0, send_timeout=10.0, health="/health")
+    connections = Connections(limit=8, header_timeout=600.0, send_timeout=10.0, unlimited={"/health"})
     transport: Any = Buffered()
     connection: Any = connections()
     connection.connection_made(transport)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import cast
 
 from aiohttp import web
@@ -29,14 +29,16 @@ class Connections:
     aiohttp closes idle connections. This closes those without a first request after ``header_timeout``
     seconds, and those whose client has not read for ``send_timeout`` seconds. Beyond ``limit`` connections,
     the one that has been without a request for longest makes room. If all have one, requests of new
-    connections other than to ``health`` get 503.
+    connections get 503, except for the paths ``unlimited``.
     """
 
-    def __init__(self, *, limit: int, header_timeout: float, send_timeout: float, health: str) -> None:
+    def __init__(
+        self, *, limit: int, header_timeout: float, send_timeout: float, unlimited: Container[str]
+    ) -> None:
         self._limit = limit
         self._header_timeout = header_timeout
         self._send_timeout = send_timeout
-        self._health = health
+        self._unlimited = unlimited
         self._open: set[_Connection] = set()
         #: those without a request, longest first
         self._waiting: dict[_Connection, None] = {}
@@ -112,7 +114,7 @@ class Connections:
             protocol.served = protocol.busy = True
             self._waiting.pop(protocol, None)
             try:
-                if protocol.surplus and request.path != self._health:
+                if protocol.surplus and request.path not in self._unlimited:
                     return self._refusal()
                 return await handler(request)
             finally:

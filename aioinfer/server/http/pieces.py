@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
 
+from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 
 from aioinfer.server.http.pace import Pace
 
-__all__ = ["PIECE", "Pieces", "PiecesPayload", "cut"]
+__all__ = ["PIECE", "Pieces", "PiecesPayload", "cut", "whole_response"]
 
 #: characters, or values of a list, that are converted at once
 PIECE = 1 << 15
@@ -109,3 +111,16 @@ class PiecesPayload(Payload):
                 self._give_up()
                 raise ConnectionResetError(f"the client has not read for {self._timeout:g} s") from None
             await pace()
+
+
+def whole_response(request: web.Request, pieces: Sequence[bytes], timeout: float) -> web.Response:
+    """JSON as a response. A client that reads none of it for ``timeout`` seconds is disconnected."""
+    body: bytes | PiecesPayload = pieces[0]
+    if len(pieces) > 1:
+        body = PiecesPayload(pieces, timeout, partial(_abort, request))
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()

@@ -11,9 +11,33 @@ from collections.abc import Mapping
 from aioinfer import plugins
 from aioinfer.chat import fields as chat
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.chat.schemas import (
+    ANY,
+    FLAG,
+    OBJECT,
+    TEXT,
+    array,
+    choice,
+    diffusion,
+    either,
+    integer,
+    of_param,
+    text,
+)
+from aioinfer.chat.tools import MAX_TOOLS
+from aioinfer.loop.options import MAX_LABEL
 
-__all__ = ["CHAT", "COMPLETION", "NESTED"]
+__all__ = ["CHAT", "COMPLETION", "MAX_CHOICES", "NESTED", "REQUEST_ID"]
 
+#: choices of one call: prompts x n
+MAX_CHOICES = 128
+#: what a client can choose as the second half of an answer's id
+REQUEST_ID = "[A-Za-z0-9._:-]{1,128}"
+
+_SCHEMA = either(OBJECT, FLAG, TEXT)
+_LABEL = text(0, MAX_LABEL)
+_IDS = array(integer(0, 2**31 - 1), 1)
+_PROMPT = either(text(1), _IDS, array(either(text(1), _IDS), 1, MAX_CHOICES))
 _OFF = Unsupported((False,))
 _NO = Unsupported()
 _ZERO = Unsupported((0,))
@@ -46,15 +70,15 @@ _SAMPLING: Table = {
 _GRAMMARS: Table = {
     "response_format": Honoured("JSON, or an instance of a JSON schema"),
     "structured_outputs": Honoured("vLLM's object of one constraint"),
-    "guided_json": Honoured("an instance of this JSON schema"),
-    "guided_json_object": Honoured("any JSON object"),
-    "guided_regex": Honoured("a match of this regular expression"),
-    "guided_choice": Honoured("one of these texts"),
-    "guided_grammar": Honoured("a text of this grammar, in Lark or GBNF"),
-    "json_schema": Honoured("SGLang's name of `guided_json`"),
-    "regex": Honoured("SGLang's name of `guided_regex`"),
-    "ebnf": Honoured("SGLang's name of `guided_grammar`"),
-    "grammar": Honoured("llama.cpp's name of `guided_grammar`"),
+    "guided_json": Honoured("an instance of this JSON schema", schema=_SCHEMA),
+    "guided_json_object": Honoured("any JSON object", schema=FLAG),
+    "guided_regex": Honoured("a match of this regular expression", schema=TEXT),
+    "guided_choice": Honoured("one of these texts", schema=either(array(TEXT, 1), TEXT)),
+    "guided_grammar": Honoured("a text of this grammar, in Lark or GBNF", schema=TEXT),
+    "json_schema": Honoured("SGLang's name of `guided_json`", schema=_SCHEMA),
+    "regex": Honoured("SGLang's name of `guided_regex`", schema=TEXT),
+    "ebnf": Honoured("SGLang's name of `guided_grammar`", schema=TEXT),
+    "grammar": Honoured("llama.cpp's name of `guided_grammar`", schema=TEXT),
     "guided_decoding_backend": Harmless("which library enforces a grammar"),
     "guided_whitespace_pattern": _NO,
 }
@@ -62,17 +86,18 @@ _GRAMMARS: Table = {
 _COMMON: Table = {
     **_SAMPLING,
     **_GRAMMARS,
-    "model": Honoured("the served model's name; a request without it gets the served model"),
-    "n": Honoured("choices per prompt"),
-    "stream": Honoured("server-sent events"),
+    "model": Honoured("the served model's name; a request without it gets the served model", schema=TEXT),
+    "n": Honoured("choices per prompt", schema=integer(1, MAX_CHOICES)),
+    "stream": Honoured("server-sent events", schema=FLAG),
     "stream_options": Honoured("what a stream includes"),
-    "diffusion": Honoured("how a diffusion model denoises"),
-    "priority": Honoured("see scheduling"),
-    "cache_salt": Honoured("see scheduling"),
-    "routing_key": Honoured("see scheduling"),
-    "prompt_cache_key": Honoured("`routing_key`, unless that is given"),
+    "diffusion": Honoured("how a diffusion model denoises", schema=diffusion()),
+    "priority": Honoured("see scheduling", schema=integer(-(2**31), 2**31 - 1)),
+    "cache_salt": Honoured("see scheduling", schema=_LABEL),
+    "routing_key": Honoured("see scheduling", schema=_LABEL),
+    "prompt_cache_key": Honoured("`routing_key`, unless that is given", schema=_LABEL),
     "request_id": Honoured(
-        "the second half of the answer's `id`; 1 to 128 letters, digits, `.`, `_`, `:`, `-`"
+        "the second half of the answer's `id`; 1 to 128 letters, digits, `.`, `_`, `:`, `-`",
+        schema=text(pattern=REQUEST_ID),
     ),
     # accepted
     "user": _BOOKKEEPING,
@@ -160,17 +185,21 @@ _COMMON: Table = {
 #: of ``/v1/chat/completions``
 CHAT: Table = {
     **_COMMON,
-    "messages": Honoured("the conversation"),
-    "logprobs": Honoured("whether logprobs of the tokens are reported"),
-    "top_logprobs": Honoured("with so many likely alternatives"),
-    "tools": Honoured("functions that the model may call"),
-    "tool_choice": Honoured("`none`, `auto`, `required`, or one function"),
-    "parallel_tool_calls": Honoured("false: one call at most"),
-    "chat_template_kwargs": Honoured("variables of the chat template; one that it does not read is refused"),
-    "add_generation_prompt": Honoured("false: the prompt ends with the last message"),
-    "continue_final_message": Honoured("the answer continues the last message"),
-    "documents": Honoured("goes to the chat template; refused if that does not read it"),
-    "reasoning_effort": Honoured("goes to the chat template; refused if that does not read it"),
+    "messages": Honoured("the conversation", schema=array(ANY, 1), required=True),
+    "logprobs": Honoured("whether logprobs of the tokens are reported", schema=FLAG),
+    "top_logprobs": Honoured("with so many likely alternatives", schema=of_param("logprobs")),
+    "tools": Honoured("functions that the model may call", schema=array(ANY, 0, MAX_TOOLS)),
+    "tool_choice": Honoured(
+        "`none`, `auto`, `required`, or one function", schema=choice("none", "auto", "required")
+    ),
+    "parallel_tool_calls": Honoured("false: one call at most", schema=FLAG),
+    "chat_template_kwargs": Honoured(
+        "variables of the chat template; one that it does not read is refused", schema=OBJECT
+    ),
+    "add_generation_prompt": Honoured("false: the prompt ends with the last message", schema=FLAG),
+    "continue_final_message": Honoured("the answer continues the last message", schema=FLAG),
+    "documents": Honoured("goes to the chat template; refused if that does not read it", schema=ANY),
+    "reasoning_effort": Honoured("goes to the chat template; refused if that does not read it", schema=ANY),
     "prompt": Unsupported((), "is for /v1/completions"),
     "suffix": Unsupported(("",)),
     "best_of": _ONE,
@@ -191,10 +220,12 @@ CHAT: Table = {
 #: of ``/v1/completions``
 COMPLETION: Table = {
     **_COMMON,
-    "prompt": Honoured("text, token ids, or a list of either"),
-    "logprobs": Honoured("logprobs of the tokens with so many likely alternatives"),
-    "echo": Honoured("the answer begins with the prompt"),
-    "best_of": Honoured("must equal `n`"),
+    "prompt": Honoured("text, token ids, or a list of either", schema=_PROMPT, required=True),
+    "logprobs": Honoured(
+        "logprobs of the tokens with so many likely alternatives", schema=of_param("logprobs")
+    ),
+    "echo": Honoured("the answer begins with the prompt", schema=FLAG),
+    "best_of": Honoured("must equal `n`", schema=integer(1, MAX_CHOICES)),
     "messages": Unsupported((), "is for /v1/chat/completions"),
     "tools": Unsupported(([],), "is for /v1/chat/completions"),
     "tool_choice": Unsupported(("none", "auto"), "is for /v1/chat/completions"),
@@ -210,8 +241,10 @@ COMPLETION: Table = {
 #: objects within a body, by their path
 NESTED: Mapping[str, Table] = {
     "stream_options": {
-        "include_usage": Honoured("token counts as the last event"),
-        "continuous_usage_stats": Honoured("every event has the token counts of its choice so far"),
+        "include_usage": Honoured("token counts as the last event", schema=FLAG),
+        "continuous_usage_stats": Honoured(
+            "every event has the token counts of its choice so far", schema=FLAG
+        ),
         "include_obfuscation": Harmless("padding of events"),
     },
     **chat.NESTED,

@@ -19,20 +19,28 @@ from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.fields import Honoured, Table, check
 from aioinfer.chat.messages import check_variables, parse_messages
 from aioinfer.chat.structured import parse_grammar
-from aioinfer.chat.tools import parse_tools
+from aioinfer.chat.tools import Tools, parse_tools
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest, renamed, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
-from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
+from aioinfer.server.openai.fields import CHAT, COMPLETION, MAX_CHOICES, NESTED, REQUEST_ID
 
-__all__ = ["Call", "Served", "model_not_found", "parse_chat", "parse_completion"]
+__all__ = [
+    "Call",
+    "Served",
+    "conversation",
+    "flag_of",
+    "model_not_found",
+    "object_of",
+    "parse_chat",
+    "parse_completion",
+]
 
-_MAX_CHOICES = 128
 _LONGEST_INTEGER = 64
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_ID = re.compile(REQUEST_ID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +94,12 @@ class Call:
 
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
-    body = _object(raw, served, CHAT)
-    template_names = served.chat.template_names
-    messages = body.get("messages")
-    if isinstance(messages, list) and len(messages) > served.max_messages:
-        most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
-        raise InvalidRequest("messages", most)
-    messages = parse_messages(messages, template_names)
-    kwargs = _template_kwargs(body, template_names)
+    body = object_of(raw, served, CHAT)
+    messages, kwargs, tools = conversation(body, served)
     top = body.get("top_logprobs")
-    if top is not None and not _flag(body, "logprobs"):
+    if top is not None and not flag_of(body, "logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs")
-    logprobs = (0 if top is None else top) if _flag(body, "logprobs") else None
-    tools = parse_tools(body)
-    if tools is not None:
-        kwargs["tools"] = served.chat.offered(tools)
+    logprobs = (0 if top is None else top) if flag_of(body, "logprobs") else None
     names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
     call = _call("chatcmpl", body, served, [messages], logprobs, CHAT, names, kwargs or None)
     try:
@@ -112,12 +111,29 @@ def parse_chat(raw: bytes, served: Served) -> Call:
     return replace(call, params=params, answer=answer)
 
 
+def conversation(
+    body: Mapping[str, Any], served: Served
+) -> tuple[list[dict[str, Any]], dict[str, Any], Tools | None]:
+    """The messages of a chat, the variables of its template and its tools. Raises InvalidRequest."""
+    template_names = served.chat.template_names
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > served.max_messages:
+        most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
+        raise InvalidRequest("messages", most)
+    messages = parse_messages(messages, template_names)
+    kwargs = _template_kwargs(body, template_names)
+    tools = parse_tools(body)
+    if tools is not None:
+        kwargs["tools"] = served.chat.offered(tools)
+    return messages, kwargs, tools
+
+
 def parse_completion(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/completions``; ``max_tokens`` is 16 by default.
 
     Raises InvalidRequest, and Refused for another model.
     """
-    body = _object(raw, served, COMPLETION)
+    body = object_of(raw, served, COMPLETION)
     prompt = body.get("prompt")
     prompts: list[Any]
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
@@ -138,7 +154,7 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = 16
     logprobs = body.get("logprobs")
-    if logprobs is not None and _flag(body, "echo") and _flag(body, "stream"):
+    if logprobs is not None and flag_of(body, "echo") and flag_of(body, "stream"):
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
     return _call("cmpl", body, served, prompts, logprobs, COMPLETION, {})
 
@@ -155,7 +171,7 @@ def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | N
         if body.get(name) is not None:
             fields[name], kwargs[name] = name, body[name]
     for name in ("add_generation_prompt", "continue_final_message"):
-        kwargs.update({name: _flag(body, name)} if body.get(name) is not None else {})
+        kwargs.update({name: flag_of(body, name)} if body.get(name) is not None else {})
     check_variables(kwargs, fields, template_names)
     return kwargs
 
@@ -166,7 +182,7 @@ def model_not_found(served: str, wanted: Any) -> Refused:
     return Refused(Failure(404, "invalid_request_error", message, param="model", code="model_not_found"))
 
 
-def _object(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
+def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
     ``table`` are refused."""
     try:
@@ -203,8 +219,8 @@ def _call(
 ) -> Call:
     """The fields that both endpoints have. ``names`` is completed."""
     n = 1 if body.get("n") is None else body["n"]
-    if type(n) is not int or not 1 <= n * len(prompts) <= _MAX_CHOICES:
-        raise InvalidRequest("n", f"prompts times n must be 1 to {_MAX_CHOICES}")
+    if type(n) is not int or not 1 <= n * len(prompts) <= MAX_CHOICES:
+        raise InvalidRequest("n", f"prompts times n must be 1 to {MAX_CHOICES}")
     diffusion, step_map = parse_diffusion(body, served.defaults.diffusion)
     options = {} if body.get("stream_options") is None else body["stream_options"]
     if not isinstance(options, dict):
@@ -221,10 +237,10 @@ def _call(
         prompts=prompts,
         params=params,
         n=n,
-        stream=_flag(body, "stream"),
-        include_usage=_flag(options, "include_usage", "stream_options."),
-        continuous_usage=_flag(options, "continuous_usage_stats", "stream_options."),
-        echo=_flag(body, "echo"),
+        stream=flag_of(body, "stream"),
+        include_usage=flag_of(options, "include_usage", "stream_options."),
+        continuous_usage=flag_of(options, "continuous_usage_stats", "stream_options."),
+        echo=flag_of(body, "echo"),
         chat_template_kwargs=chat_template_kwargs,
         scheduling={
             "priority": 0 if body.get("priority") is None else body["priority"],
@@ -269,7 +285,7 @@ def _sampling(
     if grammar is not None:
         names["grammar"], values["grammar"] = grammar
     values["logprobs"] = logprobs
-    if logprobs is not None and _flag(body, "echo"):
+    if logprobs is not None and flag_of(body, "echo"):
         values["prompt_logprobs"], names["prompt_logprobs"] = logprobs, "echo"
     try:
         return SamplingParams(**values)
@@ -298,7 +314,8 @@ def _bias(value: Any) -> Any:
     return {int(token): bias for token, bias in value.items()}
 
 
-def _flag(body: Mapping[str, Any], name: str, path: str = "") -> bool:
+def flag_of(body: Mapping[str, Any], name: str, path: str = "") -> bool:
+    """A field that is true or false; absent or null it is false. Raises InvalidRequest."""
     value = body.get(name)
     if value is None:
         return False

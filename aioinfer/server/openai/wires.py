@@ -15,14 +15,24 @@ from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import cut
+from aioinfer.server.openai import fields
 from aioinfer.server.openai.logprobs import divided
+from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_completion
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
+from aioinfer.server.openapi.endpoints import Body, Endpoint
 from aioinfer.server.wire import AnswerContext, Events
 from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["CHAT_WIRE", "COMPLETION_WIRE", "OpenAIAnswer", "OpenAIWire"]
+__all__ = [
+    "CHAT_ENDPOINT",
+    "CHAT_WIRE",
+    "COMPLETION_ENDPOINT",
+    "COMPLETION_WIRE",
+    "OpenAIAnswer",
+    "OpenAIWire",
+]
 
 _DONE = "[DONE]"
 
@@ -127,3 +137,32 @@ def _echo(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -
 
 CHAT_WIRE = OpenAIWire(parse_chat, CHAT)
 COMPLETION_WIRE = OpenAIWire(parse_completion, COMPLETION)
+
+CHAT_ENDPOINT = Endpoint(
+    "POST",
+    "/chat/completions",
+    "Generate the answer in a chat",
+    body=Body(
+        "ChatRequest",
+        fields.CHAT,
+        fields.NESTED,
+        examples=({"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 64},),
+    ),
+    answer=ChatAnswer,
+    events=ChatChunk,
+    generates=True,
+)
+COMPLETION_ENDPOINT = Endpoint(
+    "POST",
+    "/completions",
+    "Generate text behind a prompt",
+    body=Body(
+        "CompletionRequest",
+        fields.COMPLETION,
+        fields.NESTED,
+        examples=({"prompt": "Once upon a time", "max_tokens": 32},),
+    ),
+    answer=CompletionAnswer,
+    events=CompletionChunk,
+    generates=True,
+)

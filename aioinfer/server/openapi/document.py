@@ -1,0 +1,142 @@
+"""The OpenAPI document of an engine's routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from aioinfer import __version__
+from aioinfer.server.openapi.bodies import body_schema
+from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
+from aioinfer.server.openapi.typed import schema_of
+
+__all__ = ["OPENAI_ERROR", "document", "statuses"]
+
+#: statuses with an error object, and when they occur
+STATUSES: Mapping[int, str] = {
+    400: "The request is not valid; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The `Host` or the `Origin` is not allowed.",
+    404: "There is no such model or path.",
+    405: "The path has no such method.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The content type or encoding of the body is not supported.",
+    417: "The `Expect` is not supported.",
+    429: "The queue is full: try again after `Retry-After` seconds.",
+    500: "The request failed in the server.",
+    503: "The engine is not serving, or the server has too many connections.",
+    504: "The request did not begin or end within its timeout.",
+}
+_ALWAYS = (405, 417, 500, 503)
+_WITH_BODY = (400, 404, 408, 413, 415)
+_GENERATING = (429, 504)
+
+OPENAI_ERROR = ErrorBody(
+    "Error",
+    {
+        "type": "object",
+        "description": "OpenAI's error object.",
+        "properties": {
+            "error": {
+                "type": "object",
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"], "description": "the field of the body"},
+                    "code": {"type": ["string", "null"]},
+                },
+                "required": ["message", "type", "param", "code"],
+            }
+        },
+        "required": ["error"],
+    },
+)
+
+
+def statuses(endpoint: Endpoint) -> list[int]:
+    """The statuses of an endpoint with an error object."""
+    found = {*_ALWAYS, *endpoint.statuses}
+    if not endpoint.open:
+        found |= {401, 403}
+    if endpoint.body is not None:
+        found.update(_WITH_BODY)
+    if "{" in endpoint.path:
+        found.add(404)
+    if endpoint.generates:
+        found.update(_GENERATING)
+    return sorted(found - endpoint.answers.keys())
+
+
+def document(endpoints: Iterable[tuple[str, Endpoint]], *, keyed: bool) -> dict[str, Any]:
+    """The document of these endpoints, each with its whole path; ``keyed``: they need an API key. It has no
+    ``servers``."""
+    components: dict[str, Any] = {}
+    paths: dict[str, dict[str, Any]] = {}
+    for path, endpoint in endpoints:
+        operations = paths.setdefault(path, {})
+        operations[endpoint.method.lower()] = _operation(path, endpoint, components)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "aioinfer",
+            "version": __version__,
+            "description": "A language model over HTTP. No field of a body is ignored: one that could change "
+            "the answer is honoured or refused.",
+        },
+        "security": [{"key": []}] if keyed else [{}, {"key": []}],
+        "paths": paths,
+        "components": {
+            "schemas": dict(sorted(components.items())),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(path: str, endpoint: Endpoint, components: dict[str, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "operationId": f"{endpoint.method.lower()}{path.replace('{', '').replace('}', '').replace('/', '_')}",
+        "tags": [endpoint.tag],
+    }
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if endpoint.body is not None:
+        operation["requestBody"] = _request(endpoint.body, components)
+    if endpoint.open:
+        operation["security"] = []
+    operation["responses"] = _responses(endpoint, components)
+    return operation
+
+
+def _request(body: Body, components: dict[str, Any]) -> dict[str, Any]:
+    components[body.name] = body_schema(body)
+    reference = {"$ref": f"#/components/schemas/{body.name}"}
+    return {"required": True, "content": {"application/json": {"schema": reference}}}
+
+
+def _responses(endpoint: Endpoint, components: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {endpoint.media: {}}
+    if endpoint.answer is not None:
+        content[endpoint.media] = {"schema": schema_of(endpoint.answer, components)}
+    responses: dict[str, Any] = {"200": {"description": endpoint.summary, "content": content}}
+    for status, meaning in endpoint.answers.items():
+        responses[str(status)] = {"description": meaning, "content": content}
+    if endpoint.events is not None:
+        text = "Events, each a line `data: ` with JSON and an empty line. The last one is `data: [DONE]`."
+        events = {"schema": {"type": "string", "description": text}}
+        responses["200"]["content"] = {
+            **content,
+            "text/event-stream": {**events, "x-event-schema": schema_of(endpoint.events, components)},
+        }
+    error = endpoint.error or OPENAI_ERROR
+    components[error.name] = dict(error.schema)
+    failed = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error.name}"}}}
+    for status in statuses(endpoint):
+        meaning = endpoint.statuses.get(status, STATUSES.get(status, "An error."))
+        responses[str(status)] = {"description": meaning, "content": failed}
+    return dict(sorted(responses.items()))

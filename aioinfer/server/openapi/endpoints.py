@@ -1,0 +1,85 @@
+"""Endpoints: what a route is, declared once for the router and for the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from aiohttp import web
+
+from aioinfer.chat.fields import Table
+from aioinfer.chat.schemas import Schema
+
+__all__ = ["Body", "Endpoint", "ErrorBody", "Handler", "Place", "Route"]
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+#: Where a path begins. "prefix": at that of the engine. "here": at the root of a server, and at the prefix of
+#: an engine that is mounted in an application. "root": at the root of a server; mounted, it is not there.
+Place = Literal["prefix", "here", "root"]
+
+
+class ErrorBody(NamedTuple):
+    """A form of errors: the name of its schema, and the schema."""
+
+    name: str
+    schema: Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A request's body: the name of its schema, the table of its fields, and the tables of the objects in it
+    by their path, as ``tools[].function``."""
+
+    name: str
+    table: Table
+    nested: Mapping[str, Table] = field(default_factory=dict)
+    #: further keywords of the schema, for what no table says (fields that need each other)
+    further: Mapping[str, Any] = field(default_factory=dict)
+    examples: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One method of one path.
+
+    Attributes:
+        method: ``GET`` or ``POST``.
+        path: relative to ``place``; parameters are in braces.
+        summary: what it does, in a few words.
+        body: of a ``POST``.
+        answer: of status 200: a TypedDict, a schema, or None if it is not JSON.
+        media: the content type of the answer.
+        events: the data of an event of a streamed answer: a TypedDict; None if it cannot be streamed.
+        statuses: further statuses and their meaning; those with an error object follow from the rest.
+        answers: statuses besides 200 with a body of ``answer``, and their meaning.
+        generates: it computes tokens.
+        open: without an API key.
+        place: where the path begins.
+        error: the form of its errors; None for OpenAI's.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: Body | None = None
+    answer: Any = None
+    media: str = "application/json"
+    events: Any = None
+    statuses: Mapping[int, str] = field(default_factory=dict)
+    answers: Mapping[int, str] = field(default_factory=dict)
+    generates: bool = False
+    open: bool = False
+    place: Place = "prefix"
+    error: ErrorBody | None = None
+    tag: str = "OpenAI"
+
+    def route(self, handler: Handler) -> Route:
+        return Route(self, handler)
+
+
+class Route(NamedTuple):
+    """An endpoint and what answers it."""
+
+    endpoint: Endpoint
+    handler: Handler

@@ -1,0 +1,154 @@
+"""Status: is the process alive, does the engine serve, which model and version it is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal, TypedDict
+
+from aiohttp import web
+
+from aioinfer import __version__
+from aioinfer.config import ServerConfig
+from aioinfer.engine import Engine
+from aioinfer.server.http.access import ApiKey, WebAccess
+from aioinfer.server.openai.objects import Model, Models, Permission
+from aioinfer.server.openai.protocol import model_not_found
+from aioinfer.server.openapi.endpoints import Endpoint, Route
+
+__all__ = ["HEALTH", "OPEN_PATHS", "TRACE", "Status"]
+
+
+class Health(TypedDict):
+    """``status`` is ``ok``, ``stalled`` if steps do not finish, or the state of the engine."""
+
+    status: str
+
+
+class Live(TypedDict):
+    status: Literal["ok"]
+
+
+class Version(TypedDict):
+    version: str
+
+
+_NOT_SERVING = {503: "No requests are accepted, or steps do not finish."}
+
+HEALTH = Endpoint(
+    "GET",
+    "/health",
+    "Whether requests are accepted",
+    answer=Health,
+    answers=_NOT_SERVING,
+    open=True,
+    tag="status",
+)
+TRACE = Endpoint("GET", "/debug/trace", "The latest steps as a Chrome trace", answer={}, tag="status")
+_READY = Endpoint(
+    "GET",
+    "/readyz",
+    "Whether requests are accepted",
+    answer=Health,
+    answers=_NOT_SERVING,
+    open=True,
+    place="root",
+    tag="status",
+)
+_PING = Endpoint(
+    "GET",
+    "/ping",
+    "Whether requests are accepted, for SageMaker",
+    answer=Health,
+    answers=_NOT_SERVING,
+    open=True,
+    place="root",
+    tag="status",
+)
+_LIVE = Endpoint("GET", "/livez", "The process is alive", answer=Live, open=True, place="root", tag="status")
+_VERSION = Endpoint("GET", "/version", "The version of aioinfer", answer=Version, place="root", tag="status")
+_MODELS = Endpoint("GET", "/models", "The served model, as a list", answer=Models)
+_MODEL = Endpoint("GET", "/models/{model}", "The served model", answer=Model)
+
+#: paths of a server that monitors ask by any name, without a key and beyond the limit of connections
+OPEN_PATHS = frozenset({HEALTH.path, _READY.path, _PING.path, _LIVE.path})
+
+
+class Status:
+    """The handlers, of one engine."""
+
+    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+        self._engine = engine
+        self._config = config
+        self._model = model
+        self._key = ApiKey(config.api_key)
+        self._access = WebAccess(config)
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            _MODELS.route(self.models),
+            _MODEL.route(self.model),
+            _READY.route(self.health),
+            _PING.route(self.health),
+            _LIVE.route(self.live),
+            _VERSION.route(self.version),
+        ]
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        found: Models = {"object": "list", "data": [self._body()]}
+        return web.json_response(found)
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        if request.match_info["model"] != self._model:
+            raise model_not_found(self._model, request.match_info["model"])
+        return web.json_response(self._body())
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """200 while requests are accepted and steps finish, 503 otherwise."""
+        status = self._engine.state.value
+        if self._engine.ready:
+            stalled = self._engine.stats().stalled > self._config.stall_timeout
+            status = "stalled" if stalled else "ok"
+        return web.json_response({"status": status}, status=200 if status == "ok" else 503)
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok"})
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": __version__})
+
+    async def trace(self, request: web.Request) -> web.StreamResponse:
+        """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
+        if not self._key.given:
+            self._access.check_local(request)
+        trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
+        return web.Response(text=trace, content_type="application/json")
+
+    def _body(self) -> Model:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "aioinfer",
+            "root": self._engine.config.model_name,
+            "parent": None,
+            "max_model_len": self._engine.info.max_model_len if self._engine.ready else None,
+            "permission": [self._permission()],
+        }
+
+    def _permission(self) -> Permission:
+        return {
+            "id": f"modelperm-{self._created}",
+            "object": "model_permission",
+            "created": self._created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }

@@ -1,0 +1,217 @@
+"""Tokens: texts and chats as token ids, and back, with vLLM's paths and objects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NotRequired, TypedDict
+
+from aiohttp import web
+
+from aioinfer.chat.fields import Honoured, Table, Unsupported
+from aioinfer.chat.schemas import FLAG, array, integer, text
+from aioinfer.config import ServerConfig
+from aioinfer.engine import Engine, Prompt
+from aioinfer.errors import EngineClosed, InvalidRequest
+from aioinfer.server.generation import Generation
+from aioinfer.server.http.disconnects import unless_gone
+from aioinfer.server.http.pace import Pace
+from aioinfer.server.http.pieces import Pieces, whole_response
+from aioinfer.server.openai.fields import CHAT, NESTED
+from aioinfer.server.openai.protocol import Served, conversation, flag_of, object_of
+from aioinfer.server.openapi.endpoints import Body, Endpoint, Route
+
+__all__ = ["Tokens"]
+
+#: what a chat is rendered from
+_CHAT = (
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort", "chat_template"),
+)
+_OF_CHATS: Table = {name: CHAT[name] for name in _CHAT if name != "messages"}
+TOKENIZE: Table = {
+    "model": CHAT["model"],
+    "prompt": Honoured("a text; or `messages`", schema=text(1)),
+    "messages": Honoured("a conversation; or `prompt`", schema=array({}, 1)),
+    **_OF_CHATS,
+    "add_special_tokens": Honoured(
+        "the special tokens that the model expects around a text; by default they are added to a `prompt` "
+        "and not to `messages`, whose template has them",
+        schema=FLAG,
+    ),
+    "return_token_strs": Honoured("the tokens as the vocabulary writes them, too", schema=FLAG),
+    "mm_processor_kwargs": Unsupported(({},)),
+    "media_io_kwargs": Unsupported(({},)),
+}
+DETOKENIZE: Table = {
+    "model": CHAT["model"],
+    "tokens": Honoured("token ids", schema=array(integer(0, 2**31 - 1)), required=True),
+}
+
+
+class Tokenized(TypedDict):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    """The text of tokens, special ones included."""
+
+    prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """The tokenizer. With a tokenizer of Hugging Face, the rest is as in `tokenizer_config.json`."""
+
+    tokenizer_class: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    special_tokens: list[str]
+    chat_template: str | None
+    bos_token: NotRequired[str | None]
+    eos_token: NotRequired[str | None]
+    unk_token: NotRequired[str | None]
+    pad_token: NotRequired[str | None]
+
+
+_TOKENIZE = Endpoint(
+    "POST",
+    "/tokenize",
+    "The token ids of a text or a chat",
+    body=Body(
+        "TokenizeRequest",
+        TOKENIZE,
+        NESTED,
+        further={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
+        examples=({"prompt": "Once upon a time"},),
+    ),
+    answer=Tokenized,
+    place="here",
+    tag="tokens",
+)
+_DETOKENIZE = Endpoint(
+    "POST",
+    "/detokenize",
+    "The text of token ids",
+    body=Body("DetokenizeRequest", DETOKENIZE, examples=({"tokens": [1, 2, 3]},)),
+    answer=Detokenized,
+    place="here",
+    tag="tokens",
+)
+_INFO = Endpoint("GET", "/tokenizer_info", "The tokenizer", answer=TokenizerInfo, place="here", tag="tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A body of ``/tokenize``."""
+
+    prompt: Prompt
+    kwargs: Mapping[str, Any] | None
+    special_tokens: bool | None
+    strings: bool
+    #: argument of the engine -> field of the body
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+class Tokens:
+    """The handlers, of one engine."""
+
+    def __init__(self, engine: Engine, config: ServerConfig, generation: Generation) -> None:
+        self._engine = engine
+        self._config = config
+        self._generation = generation
+
+    def routes(self) -> list[Route]:
+        return [
+            _TOKENIZE.route(self.tokenize),
+            _DETOKENIZE.route(self.detokenize),
+            _INFO.route(self.info),
+        ]
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        asked, _ = await self._generation.parsed(request, _parse_tokenize)
+        tokenizing = self._engine.tokenize(
+            asked.prompt, chat_template_kwargs=asked.kwargs, add_special_tokens=asked.special_tokens
+        )
+        try:
+            ids = await unless_gone(request, tokenizing)
+        except InvalidRequest as refused:
+            name = asked.names.get(refused.field, refused.field)
+            raise InvalidRequest(name, refused.message, code=refused.code) from None
+        strings = None
+        if asked.strings:
+            strings = await asyncio.get_running_loop().run_in_executor(None, self._strings, ids)
+        found: Tokenized = {
+            "count": len(ids),
+            "max_model_len": self._engine.info.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+        return await self._json(request, found)
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        ids, _ = await self._generation.parsed(request, _parse_detokenize)
+        text = await unless_gone(request, self._engine.detokenize(ids, skip_special_tokens=False))
+        return await self._json(request, {"prompt": text})
+
+    async def info(self, request: web.Request) -> web.StreamResponse:
+        if not self._engine.ready:
+            raise EngineClosed("the engine is not serving")
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("model", "has no tokenizer")
+        templates = tokenizer.chat_templates
+        described = getattr(tokenizer, "described", None)
+        found: dict[str, Any] = {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "max_model_len": self._engine.info.max_model_len,
+            "eos_token_ids": sorted(tokenizer.eos_token_ids),
+            "special_tokens": sorted(tokenizer.special_tokens),
+            "chat_template": templates[0] if templates else None,
+            **({} if described is None else described()),
+        }
+        return await self._json(request, found)
+
+    def _strings(self, ids: Sequence[int]) -> list[str]:
+        """As the vocabulary writes the tokens; as text if the tokenizer does not tell."""
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None
+        written = getattr(tokenizer, "token_strings", None)
+        if written is not None:
+            found: list[str] = written(ids)
+            return found
+        return [tokenizer.decode([each], skip_special_tokens=False) for each in ids]
+
+    async def _json(self, request: web.Request, found: Mapping[str, Any]) -> web.Response:
+        pieces = Pieces()
+        await pieces.add_json(dict(found), Pace())
+        return whole_response(request, pieces.end(), self._config.send_timeout)
+
+
+def _parse_tokenize(raw: bytes, served: Served) -> _Asked:
+    body = object_of(raw, served, TOKENIZE)
+    special = flag_of(body, "add_special_tokens") if body.get("add_special_tokens") is not None else None
+    strings = flag_of(body, "return_token_strs")
+    if body.get("prompt") is None:
+        messages, kwargs, _ = conversation(body, served)
+        return _Asked(messages, kwargs or None, special, strings, {"prompt": "messages"})
+    for name in ("messages", *_OF_CHATS):
+        if body.get(name) is not None:
+            raise InvalidRequest(name, "cannot be combined with prompt")
+    if not isinstance(body["prompt"], str):
+        raise InvalidRequest("prompt", "must be text")
+    return _Asked(body["prompt"], None, special, strings)
+
+
+def _parse_detokenize(raw: bytes, served: Served) -> list[int]:
+    tokens = object_of(raw, served, DETOKENIZE).get("tokens")
+    if not isinstance(tokens, list):
+        raise InvalidRequest("tokens", "must be a list of token ids")
+    return tokens

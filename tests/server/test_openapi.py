@@ -1,0 +1,313 @@
+"""The OpenAPI document: it has every route, and says what the server accepts and answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from jsonschema import Draft202012Validator
+
+import aioinfer
+from aioinfer.chat.fields import Honoured, Table
+from aioinfer.errors import InvalidRequest
+from aioinfer.loop.options import RequestOptions
+from aioinfer.params import BOUNDS, SamplingParams
+from aioinfer.server import create_app, setup
+from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
+from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, Models
+from aioinfer.server.openai.wires import CHAT_ENDPOINT
+from aioinfer.server.openapi.bodies import body_schema
+from aioinfer.server.openapi.typed import schema_of
+from tests.server.conftest import Bundled, Serving
+from tests.server.test_fields import chat, completion
+from tests.server.test_mounting import make_engine, running
+
+USER = [{"role": "user", "content": "abc"}]
+
+
+def routes_of(app: web.Application) -> set[tuple[str, str]]:
+    return {
+        (route.method, route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+
+
+def operations(document: Mapping[str, Any]) -> set[tuple[str, str]]:
+    return {(method.upper(), path) for path, found in document["paths"].items() for method in found}
+
+
+async def fetched(url: str) -> Any:
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        assert response.status == 200
+        assert response.content_type == "application/json"
+        return await response.json()
+
+
+async def test_every_route_of_a_server_is_in_its_document() -> None:
+    app = create_app(make_engine())
+    async with running(app) as url:
+        document = await fetched(f"{url}/openapi.json")
+    assert operations(document) == routes_of(app)
+    assert {"/v1/chat/completions", "/v1/models/{model}", "/health", "/docs"} <= document["paths"].keys()
+
+
+async def test_mounted_engines_have_documents_of_their_own() -> None:
+    app = web.Application()
+    setup(app, make_engine(), "/a/v1")
+    setup(app, make_engine(), "/b/v1", health=None)
+    outer = web.Application()
+    outer.add_subapp("/llm/", app)
+    async with running(outer) as url:
+        first = await fetched(f"{url}/llm/a/v1/openapi.json")
+        second = await fetched(f"{url}/llm/b/v1/openapi.json")
+        async with aiohttp.ClientSession() as session:
+            base = first["servers"][0]["url"]
+            assert base == "/llm"
+            async with session.get(f"{url}{base}/a/health") as response:
+                assert response.status == 200
+    assert operations(first) | operations(second) == {
+        (method, path.removeprefix("/llm")) for method, path in routes_of(app)
+    }
+    assert not operations(first) & operations(second)
+
+
+async def test_the_document_is_well_formed() -> None:
+    async with running(create_app(make_engine())) as url:
+        document = await fetched(f"{url}/openapi.json")
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        Draft202012Validator.check_schema(schema)
+    references = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document)))
+    assert references <= {f"#/components/schemas/{name}" for name in schemas}
+    assert len(references) > 10
+    names = [found["operationId"] for path in document["paths"].values() for found in path.values()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_the_document_and_the_page_need_no_key(serving: Serving, keyed: bool) -> None:
+    async with serving(server={"api_key": "secret"} if keyed else {}) as served:
+        document = await fetched(f"{served.url}/openapi.json")
+        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/docs") as response:
+            page = await response.text()
+            assert response.content_type == "text/html"
+            assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    assert document["security"] == ([{"key": []}] if keyed else [{}, {"key": []}])
+    # Nothing from outside.
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", page)
+
+
+# -- requests ------------------------------------------------------------------------------------------
+
+
+def tables() -> Iterator[tuple[str, Table]]:
+    yield from (("", CHAT), ("", COMPLETION), *((f"{path}.", table) for path, table in NESTED.items()))
+
+
+def test_every_honoured_field_has_a_schema() -> None:
+    bare = [
+        f"{path}{name}"
+        for path, table in tables()
+        for name, rule in table.items()
+        if isinstance(rule, Honoured)
+        and not (rule.schema or rule.param in SamplingParams.__dataclass_fields__)
+        and not ({f"{path}{name}", f"{path}{name}[]"} & NESTED.keys())
+    ]
+    # keys of messages that the chat template alone knows
+    free = {"name", "reasoning_content", "reasoning", "id", "documents", "reasoning_effort"}
+    assert {name.rsplit(".", 1)[-1] for name in bare} <= free
+
+
+def refuses(body: dict[str, Any]) -> bool:
+    return not Draft202012Validator(SCHEMA).is_valid(body)
+
+
+assert CHAT_ENDPOINT.body is not None
+SCHEMA = body_schema(CHAT_ENDPOINT.body)
+NUMBERS = [name for name, rule in CHAT.items() if isinstance(rule, Honoured) and rule.param in BOUNDS]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_bounds_of_numbers_are_those_of_the_server(name: str) -> None:
+    rule = CHAT[name]
+    assert isinstance(rule, Honoured)
+    low, high, whole, low_open = BOUNDS[rule.param or ""]
+    step = 1 if whole else 0.001
+    inside, outside = [high], [low - step, high + step, "1", True]
+    (outside if low_open else inside).append(low)
+    if whole:
+        outside.append(1.5)
+    for value in inside:
+        assert not refuses({"messages": USER, name: value})
+        chat(**{name: value, **({"max_tokens": value} if rule.param == "min_tokens" and value else {})})
+    for value in outside:
+        assert refuses({"messages": USER, name: value}), value
+        with pytest.raises(InvalidRequest):
+            chat(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stop": ["a"] * 17},
+        {"stop": ""},
+        {"stop": ["a" * 1025]},
+        {"stop_regex": ["a"] * 9},
+        {"logit_bias": {"01": 1}},
+        {"logit_bias": {"1": 101}},
+        {"bad_words": [[]]},
+        {"allowed_token_ids": []},
+        {"n": 0},
+        {"n": 129},
+        {"stream": 1},
+        {"request_id": "a b"},
+        {"cache_salt": "a" * 257},
+        {"priority": 2**31},
+        {"tool_choice": "any"},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {}},
+        {"diffusion": {"threshold": 2}},
+        {"diffusion": {"algorithm": "none"}},
+        {"use_beam_search": True},
+        {"temprature": 1},
+        {"messages": []},
+        {"messages": None},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": [{"content": "a"}]},
+    ],
+    ids=lambda body: json.dumps(body)[:60],
+)
+def test_what_the_schema_refuses_the_server_refuses(body: dict[str, Any]) -> None:
+    assert refuses({"messages": USER, **body})
+    if next(iter(body)) == "messages" and body["messages"]:
+        return  # the tokenizer refuses these
+    with pytest.raises(InvalidRequest):
+        RequestOptions(**chat(**{"messages": USER, **body}).scheduling)
+
+
+def test_a_body_with_every_kind_of_field_fits_the_schema() -> None:
+    body = {
+        "model": "toy", "messages": [{"role": "assistant", "content": None, "mood": "good", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        "temperature": 0.5, "stop": "a", "logit_bias": {"1": 1}, "bad_words": ["a", [1]], "user": "me",
+        "stream_options": {"include_usage": True}, "store": False, "seed": None, "n": 2,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}}, "diffusion": {"steps": 3},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "name": "x"}},
+    }  # fmt: skip
+    assert [*Draft202012Validator(SCHEMA).iter_errors(body)] == []
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+def violations(kind: Any, instance: Any) -> list[str]:
+    """Against the schema of a type whose objects have no further keys."""
+    components: dict[str, Any] = {}
+    schema = {**schema_of(kind, components, closed=True), "components": {"schemas": components}}
+    return [error.message for error in Draft202012Validator(schema).iter_errors(instance)]
+
+
+def test_an_answer_with_a_key_too_many_or_too_few_violates_its_type() -> None:
+    good = {"id": "a", "object": "text_completion", "created": 1, "model": "m", "system_fingerprint": "f",
+            "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2,
+                                     "prompt_tokens_details": {"cached_tokens": 0}}}  # fmt: skip
+    assert not violations(CompletionAnswer, good)
+    assert violations(CompletionAnswer, {**good, "more": 1})
+    assert violations(CompletionAnswer, {key: good[key] for key in good if key != "usage"})
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+    "a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}}}  # fmt: skip
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"n": 2, "logprobs": True, "top_logprobs": 2},
+    {"tools": [TOOL], "tool_choice": "required", "max_tokens": 64},
+    {"stop": ["e", "a"]},
+]
+COMPLETIONS: list[dict[str, Any]] = [
+    {"prompt": ["a", "b"], "n": 2},
+    {"prompt": "abc", "logprobs": 3},
+    {"prompt": [1, 2, 3], "echo": True},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_have_the_declared_types(bundled: Bundled, stream: bool) -> None:
+    async with bundled() as client, aiohttp.ClientSession(str(client.base_url)) as session:
+        for path, bodies, whole, event in (
+            ("chat/completions", CHATS, ChatAnswer, ChatChunk),
+            ("completions", COMPLETIONS, CompletionAnswer, CompletionChunk),
+        ):
+            for body in bodies:
+                given = {"messages": USER} if whole is ChatAnswer else {}
+                options = {"stream_options": {"include_usage": True}} if stream else {}
+                sent = {"max_tokens": 8, **given, **body, "stream": stream, **options}
+                async with session.post(path, json=sent) as response:
+                    text = await response.text()
+                    assert response.status == 200, text
+                answers = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+                for answer in answers if stream else [text]:
+                    assert not violations(event if stream else whole, json.loads(answer)), answer
+
+
+def test_completions_are_parsed_as_their_schema_says() -> None:
+    assert completion(prompt=[[1, 2], "a"]).prompts == [[1, 2], "a"]
+
+
+# -- status --------------------------------------------------------------------------------------------
+
+MONITORED = ("/health", "/readyz", "/ping", "/livez")
+
+
+async def test_monitors_ask_without_a_key_and_by_any_name(serving: Serving) -> None:
+    async with serving(server={"api_key": "secret"}) as served, aiohttp.ClientSession(served.url) as session:
+        for path in MONITORED:
+            async with session.get(path, headers={"Host": "pod-7.internal"}) as response:
+                assert (response.status, await response.json()) == (200, {"status": "ok"})
+        for path in ("/version", "/tokenizer_info", "/v1/models"):
+            async with session.get(path) as response:
+                assert response.status == 401
+
+
+async def test_a_process_without_a_serving_engine_is_alive_and_not_ready() -> None:
+    engine = make_engine()
+    async with running(create_app(engine)) as url:
+        await engine.aclose()
+        found = {}
+        async with aiohttp.ClientSession(url) as session:
+            for path in MONITORED:
+                async with session.get(path) as response:
+                    found[path] = response.status
+            for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+                async with session.post(path, json=body) as response:
+                    assert response.status == 503
+            async with session.get("/tokenizer_info") as response:
+                assert response.status == 503
+            async with session.get("/v1/models") as response:
+                assert violations(Models, await response.json()) == []
+    assert found == {"/health": 503, "/readyz": 503, "/ping": 503, "/livez": 200}
+
+
+async def test_the_model_is_described_in_full(serving: Serving) -> None:
+    before = int(time.time())
+    async with serving() as served, aiohttp.ClientSession(served.url) as session:
+        async with session.get("/v1/models") as response:
+            models = await response.json()
+        async with session.get("/v1/models/toy") as response:
+            assert await response.json() == models["data"][0]
+        async with session.get("/version") as response:
+            assert await response.json() == {"version": aioinfer.__version__}
+    assert violations(Models, models) == []
+    model = models["data"][0]
+    assert before <= model["created"] <= time.time()
+    assert (model["root"], model["parent"], model["max_model_len"]) == ("toy", None, 4096)
