@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -29,6 +30,7 @@ from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.params import SamplingParams
 from aioinfer.requests import Requests
+from aioinfer.threadsafe import ThreadsafeEngine
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -93,7 +95,7 @@ class Engine(Requests):
         again meanwhile, that goes on in the background. Then the engine is closed and can be started again.
 
         ``progress(stage, done, total)`` is called from other threads while the model is downloaded
-        ("download", bytes, all bytes) and loads.
+        ("download", bytes, all bytes) and loads, with the context variables of the caller.
         """
         self._forget_dead_loop()
         if self.state not in (EngineState.NEW, EngineState.CLOSED):
@@ -104,7 +106,7 @@ class Engine(Requests):
             # An earlier start may hold memory still, which this one would find missing.
             if self._leaving is not None and self._leaving.get_loop() is loop:
                 await asyncio.wait([self._leaving])
-            self._runtime = await self._begin(loop, progress)
+            self._runtime = await self._begin(loop, None if progress is None else _in_context(progress))
         except BaseException:
             self._reset(EngineState.CLOSED)
             raise
@@ -218,6 +220,12 @@ class Engine(Requests):
                 self._runtime.outlive_loop()
             self._reset(EngineState.CLOSED)
 
+    def threadsafe(self) -> ThreadsafeEngine:
+        """The running engine for other threads than that of its loop, and for other loops; it can be used
+        until the engine is closed. Raises EngineClosed, EngineFailed, WrongLoop."""
+        runtime = self._serving()
+        return ThreadsafeEngine(self, runtime.core, runtime.loop)
+
     # -- pausing --------------------------------------------------------------------------------
 
     async def pause(self) -> None:
@@ -253,6 +261,11 @@ class Engine(Requests):
     @property
     def state(self) -> EngineState:
         return self._idle if self._runtime is None else self._runtime.state
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more comes from it until it is started again."""
+        return self.state in (EngineState.NEW, EngineState.CLOSED)
 
     @property
     def ready(self) -> bool:
@@ -368,6 +381,12 @@ class Engine(Requests):
         runtime = self._started()
         runtime.check_serving()
         return runtime
+
+
+def _in_context(progress: Progress) -> Progress:
+    """The callable, with the context of this moment wherever it is called; several threads may call it."""
+    context = contextvars.copy_context()
+    return lambda *stage: context.copy().run(progress, *stage)
 
 
 async def _leave(launcher: Launcher | None, intake: Intake) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.asking import chat_request
+from aioinfer.chat.asking import ChatRequest, chat_request
 from aioinfer.chat.functions import Tool
 from aioinfer.chats import ChatStream
 from aioinfer.config import EngineConfig
-from aioinfer.errors import InvalidRequest, RequestError, renamed, shown
+from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import (
     GenerateOptions,
     JobOptions,
@@ -40,7 +40,16 @@ class Requests(ABC):
     config: EngineConfig
     #: what the model recommends
     default_params: SamplingParams
-    _chat_format: ChatFormat
+
+    @property
+    @abstractmethod
+    def chat_format(self) -> ChatFormat:
+        """The formats of tool calls and reasoning of the model, and what its chat template reads."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Nothing more comes from it until it is started again."""
 
     @abstractmethod
     def _serving(self) -> Runtime:
@@ -63,6 +72,7 @@ class Requests(ABC):
         routing_key: str | None = None,
         queue_behind: int = 0,
         max_lag: int | None = None,
+        request_id: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Queue a generation and return its :class:`~aioinfer.Stream` at once.
@@ -83,6 +93,8 @@ class Requests(ABC):
                 parts of one job, a large job does not keep others waiting: others get their turn between.
             max_lag: when the consumer has left more than this many tokens unread, nothing more is
                 computed until it reads (tokens in flight still arrive); default from the config.
+            request_id: a name of at most 256 characters, which stream, result, errors and logs have; it need
+                not be unique. By default one is made.
             chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
@@ -101,9 +113,14 @@ class Requests(ABC):
             waiting_timeout=self.config.waiting_timeout if waiting_timeout is None else waiting_timeout,
             running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
             max_lag=self.config.max_lag if max_lag is None else max_lag,
+            request_id=request_id,
         )
-        source = runtime.core.source(prompt, chat_template_kwargs)
-        return self._queue(runtime, source, params, options)
+        try:
+            source = runtime.core.source(prompt, chat_template_kwargs)
+            return self._queue(runtime, source, params, options)
+        except AioInferError as error:
+            error.request_id = options.request_id
+            raise
 
     def _queue(
         self, runtime: Runtime, prompt: PromptSource, params: SamplingParams, options: RequestOptions
@@ -144,7 +161,7 @@ class Requests(ABC):
         """
         self._serving()
         asked = chat_request(
-            self._chat_format,
+            self.chat_format,
             messages,
             inherited(params, self.default_params),
             tools=tools,
@@ -155,6 +172,15 @@ class Requests(ABC):
         )
         try:
             prompt = self.prompt(asked.messages, chat_template_kwargs=asked.template_kwargs)
+        except RequestError as error:
+            raise renamed(error, asked.names) from error.__cause__
+        return self.open_chat(asked, prompt, **options)
+
+    def open_chat(
+        self, asked: ChatRequest, prompt: PromptSource, **options: Unpack[GenerateOptions]
+    ) -> ChatStream:
+        """The second half of :meth:`chat`: queue a chat that was checked."""
+        try:
             stream = self.generate(prompt, asked.params, **options)
         except RequestError as error:
             raise renamed(error, asked.names) from error.__cause__

@@ -13,7 +13,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
-from aioinfer.errors import Cancelled
+from aioinfer.errors import AioInferError, Cancelled
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
@@ -210,6 +210,11 @@ class Stream(Coroutine[Any, Any, Result]):
         """The token counts so far; of the prompt, 0 before it is tokenized."""
         return self._cell.request.usage
 
+    @property
+    def request_id(self) -> str:
+        """The caller's name for the request, or one that was made for it."""
+        return self._cell.request.request_id
+
     def result(self) -> Result:
         """The output so far, without waiting, also of a request that failed after it was queued.
 
@@ -344,8 +349,12 @@ class Stream(Coroutine[Any, Any, Result]):
             cell.waiter = None
 
     def _raise_error(self) -> None:
-        if self._cell.request.error is not None:
-            raise self._cell.request.error
+        error = self._cell.request.error
+        if error is None:
+            return
+        if isinstance(error, AioInferError) and error.request_id is None:
+            error.request_id = self.request_id
+        raise error
 
 
 def request_of(stream: Stream) -> Request:

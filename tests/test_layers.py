@@ -29,6 +29,8 @@ LAYERS: list[set[str]] = [
     {"server", "testing"},
     # what an application holds: the engine in its event loop, and the one without a loop
     {"engine", "llm"},
+    # an engine for other threads
+    {"threadsafe"},
     # what an engine takes: the part of it that makes requests
     {"requests"},
     # chats and maps in this process: what reads streams

@@ -63,6 +63,7 @@ class GenerateOptions(JobOptions, total=False):
     """The same for one request."""
 
     queue_behind: int
+    request_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class RequestOptions:
     running_timeout: float | None = None
     #: unread output tokens beyond which the request is parked; None for no limit
     max_lag: int | None = None
+    #: the caller's name for it, in results, errors and logs
+    request_id: str | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
@@ -97,6 +100,7 @@ class RequestOptions:
             )
         _check_label("cache_salt", self.cache_salt)
         _check_label("routing_key", self.routing_key)
+        _check_label("request_id", self.request_id)
 
 
 class Prepared(NamedTuple):
