@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from aioinfer.chat.results import ChatDelta, ChatResult, ToolCall
     from aioinfer.chats import ChatStream
     from aioinfer.config import EngineConfig, ServerConfig
+    from aioinfer.disconnects import until_disconnected
     from aioinfer.engine import Engine, EngineState
     from aioinfer.errors import (
         AioInferError,
@@ -78,6 +79,7 @@ _HOME = {
     "TimedOut": "errors",
     "Usage": "outputs",
     "WrongLoop": "errors",
+    "until_disconnected": "disconnects",
 }
 
 __all__ = [
@@ -115,6 +117,7 @@ __all__ = [
     "ToolCall",
     "Usage",
     "WrongLoop",
+    "until_disconnected",
 ]
 
 
