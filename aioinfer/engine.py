@@ -23,7 +23,7 @@ from aioinfer.loop import factory
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prompt, check_timeout
-from aioinfer.loop.runtime import EngineState, Runtime, require_loop
+from aioinfer.loop.runtime import EngineState, Runtime, asyncio_loop, require_loop
 from aioinfer.observe import tracing
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.stats import EngineStats
@@ -89,7 +89,8 @@ class Engine(Requests):
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self, progress: Progress | None = None) -> None:
-        """Load the model and begin to serve on the running loop. Raises ConfigError, OutOfMemory.
+        """Load the model and begin to serve on the running loop. Raises ConfigError, OutOfMemory, and
+        WrongLoop where asyncio does not run, under trio for example.
 
         When cancelled, it ends the compilers, threads and files of the start before it raises; when cancelled
         again meanwhile, that goes on in the background. Then the engine is closed and can be started again.
@@ -97,11 +98,12 @@ class Engine(Requests):
         ``progress(stage, done, total)`` is called from other threads while the model is downloaded
         ("download", bytes, all bytes) and loads, with the context variables of the caller.
         """
+        loop = asyncio_loop()
         self._forget_dead_loop()
         if self.state not in (EngineState.NEW, EngineState.CLOSED):
             raise EngineError(f"the engine cannot be started: it is {self.state.value}")
         self._reset(EngineState.STARTING)
-        self._starting = loop = asyncio.get_running_loop()
+        self._starting = loop
         try:
             # An earlier start may hold memory still, which this one would find missing.
             if self._leaving is not None and self._leaving.get_loop() is loop:
