@@ -8,16 +8,17 @@ it is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from asyncio import get_running_loop
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
 from aioinfer.errors import AioInferError, Cancelled
-from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
-__all__ = ["Stream", "StreamCell", "request_of", "when_ended"]
+__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of", "when_ended"]
 
 
 class Want(Enum):
@@ -26,6 +27,10 @@ class Want(Enum):
     CHUNK = "chunk"
     RESULT = "result"
     ACCEPTANCE = "acceptance"
+
+
+_CHUNK = Want.CHUNK
+_FINISHED = RequestState.FINISHED
 
 
 class StreamOwner(Protocol):
@@ -62,6 +67,22 @@ class _Callback:
             call()
 
 
+class Outlet(Protocol):
+    """Takes the text of one stream from its cell, so that no task is woken for it: see
+    :meth:`Stream.until_ended`."""
+
+    @property
+    def lane(self) -> Lane: ...
+
+
+class Lane(Protocol):
+    """Outlets that write together."""
+
+    def moved(self, outlets: Sequence[Outlet]) -> None:
+        """There may be text for each of these. Called amid a step: it is written in a later callback, and
+        nothing is raised."""
+
+
 class StreamCell:
     """The position of one consumer in the output of its request, and the future that wakes it.
 
@@ -72,8 +93,10 @@ class StreamCell:
     """
 
     __slots__ = (
+        "blocked",
         "closed",
         "max_lag",
+        "outlet",
         "request",
         "running_timeout",
         "taken_draft",
@@ -95,6 +118,10 @@ class StreamCell:
         self.taken_ids = 0
         self.taken_draft = 0
         self.waiter: asyncio.Future[None] | _Callback | None = None
+        #: what takes the text while the consumer waits for the end
+        self.outlet: Outlet | None = None
+        #: the outlet could not take it when it last wanted to
+        self.blocked = False
         #: what wakes the waiting consumer, besides the end
         self.wants = Want.CHUNK
         #: the deadline of the phase the request is in
@@ -107,8 +134,10 @@ class StreamCell:
     @property
     def unread(self) -> int:
         """Tokens that the consumer could read and has not. (A waiting consumer has read all that there is;
-        the other tokens are then held back for a stop string, or it waits for the whole result.)"""
-        return 0 if self.waiter is not None else len(self.request.token_times) - self.taken_ids
+        the other tokens are then held back for a stop string, or it waits for the whole result. One with an
+        outlet always waits, and has read all unless that is blocked.)"""
+        reading = self.waiter is not None if self.outlet is None else not self.blocked
+        return 0 if reading else len(self.request.token_times) - self.taken_ids
 
     @property
     def lags(self) -> bool:
@@ -131,9 +160,18 @@ class StreamCell:
         return more or (request.draft_version > self.taken_draft and not request.text_behind)
 
     def notify(self) -> None:
-        """Wake the consumer if what it waits for is there."""
-        waiter = self.waiter
-        if waiter is not None and self.ready() and not waiter.done():
+        """Wake the consumer if what it waits for is there, or its outlet."""
+        waiter, request, outlet = self.waiter, self.request, self.outlet
+        if outlet is not None and not (self.closed or request.ended):
+            outlet.lane.moved((outlet,))
+            return
+        if waiter is None:
+            return
+        if request.plain and self.wants is _CHUNK and request.state is not _FINISHED and not self.closed:
+            ready = len(request.text.pieces) > self.taken_pieces  # as in ready(), but short: once per token
+        else:
+            ready = self.ready()
+        if ready and not waiter.done():
             waiter.set_result(None)
 
     def cancel_timer(self) -> None:
@@ -186,12 +224,14 @@ class Stream(Coroutine[Any, Any, Result]):
     :class:`~aioinfer.EngineError`) are raised where it is read.
     """
 
-    __slots__ = ("__weakref__", "_cell", "_ended", "_owner", "_running")
+    __slots__ = ("__weakref__", "_cell", "_ended", "_loop", "_owner", "_running")
 
     def __init__(self, owner: StreamOwner, cell: StreamCell) -> None:
         self._owner = owner
         self._cell = cell
         self._ended = False
+        #: the loop on which it was read last
+        self._loop: asyncio.AbstractEventLoop | None = None
         #: what a task that was made of the stream runs
         self._running: Coroutine[Any, Any, Result] | None = None
 
@@ -215,6 +255,16 @@ class Stream(Coroutine[Any, Any, Result]):
         """The caller's name for the request, or one that was made for it."""
         return self._cell.request.request_id
 
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The times so far."""
+        return self._cell.request.metrics
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output has ended; "abort" also for an error. None while it goes on."""
+        return self._cell.request.finish_reason if self.done else None
+
     def result(self) -> Result:
         """The output so far, without waiting, also of a request that failed after it was queued.
 
@@ -235,20 +285,47 @@ class Stream(Coroutine[Any, Any, Result]):
 
     async def __anext__(self) -> Chunk:
         """Raises the request's error, once everything produced before it was delivered."""
+        # Runs once per token: what most chunks need is written out here, the rest is called.
         cell = self._cell
-        self._owner.check_loop()
+        request = cell.request
+        try:
+            loop = get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self._loop or loop is None:
+            self._owner.check_loop()
+            self._loop = loop
         while not (cell.closed or self._ended):
-            chunk = cell.take()
+            chunk = None
+            if request.plain and request.state is not _FINISHED:
+                pieces, first, count = request.text.pieces, cell.taken_pieces, len(request.text.pieces)
+                if count > first:
+                    known = len(request.token_times)
+                    text = pieces[first] if count - first == 1 else "".join(pieces[first:])
+                    chunk = Chunk(text, request.output_ids[cell.taken_ids : known])
+                    cell.taken_pieces, cell.taken_ids = count, known
+            else:
+                chunk = cell.take()
+                self._ended = request.ended if chunk is None else chunk.finish_reason is not None
             if chunk is not None:
-                self._ended = chunk.finish_reason is not None
-                if ParkedFor.READER in cell.request.parked_for:
-                    self._owner.caught_up(cell.request)
+                if request.parked_for:
+                    self.caught_up()
                 return chunk
-            if cell.request.ended:
-                self._ended = True
+            if self._ended:
                 self._raise_error()
                 break
-            await self._wait(Want.CHUNK)
+            if cell.waiter is not None or loop is None or request.parked_for:
+                await self._wait(_CHUNK)
+            else:
+                cell.wants = _CHUNK
+                cell.waiter = waiter = loop.create_future()
+                try:
+                    await waiter
+                except BaseException as error:
+                    self._interrupted(error)
+                    raise
+                finally:
+                    cell.waiter = None
             if cell.closed:
                 raise Cancelled("the stream was closed while it was being read")
         raise StopAsyncIteration
@@ -280,6 +357,34 @@ class Stream(Coroutine[Any, Any, Result]):
         if cell.request.finish_reason == "abort":
             raise Cancelled("the stream was closed before its end")
         return cell.request.result()
+
+    async def until_ended(self, outlet: Outlet) -> None:
+        """Have ``outlet`` take the text as it comes, and wait for the end of the request.
+
+        The outlet moves the cursors of ``cell``. What it has not taken, the finish reason and errors are read
+        as usual afterwards.
+        """
+        self._owner.check_loop()
+        cell = self._cell
+        if cell.outlet is not None:
+            raise RuntimeError("another task is reading this stream")
+        cell.outlet = outlet
+        try:
+            outlet.lane.moved((outlet,))
+            while not self.done:
+                await self._wait(Want.RESULT)
+        finally:
+            cell.outlet, cell.blocked = None, False
+
+    @property
+    def cell(self) -> StreamCell:
+        """For outlets: what was produced, and how much of it was taken."""
+        return self._cell
+
+    def caught_up(self) -> None:
+        """For readers, behind a move of the cursors: a request that was parked for its reader goes on."""
+        if ParkedFor.READER in self._cell.request.parked_for:
+            self._owner.caught_up(self._cell.request)
 
     async def accepted(self) -> None:
         """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
@@ -331,22 +436,24 @@ class Stream(Coroutine[Any, Any, Result]):
         cell = self._cell
         if cell.waiter is not None:
             raise RuntimeError("another task is reading this stream")
-        waiter = cell.waiter = asyncio.get_running_loop().create_future()
+        cell.waiter = waiter = get_running_loop().create_future()
         cell.wants = want
-        if ParkedFor.READER in cell.request.parked_for:
-            self._owner.caught_up(cell.request)
+        self.caught_up()
         try:
             await waiter
-        except GeneratorExit:
-            # Closed, by the collector for example: on any thread and at any point, amid a step, too.
-            self.leave()
-            raise
-        except BaseException:
-            # The task was cancelled, by a timeout for example: the consumer has left.
-            self.close()
+        except BaseException as error:
+            self._interrupted(error)
             raise
         finally:
             cell.waiter = None
+
+    def _interrupted(self, error: BaseException) -> None:
+        """The consumer has left while it waited."""
+        if isinstance(error, GeneratorExit):
+            # Closed, by the collector for example: on any thread and at any point, amid a step, too.
+            self.leave()
+        else:
+            self.close()  # its task was cancelled, by a timeout for example
 
     def _raise_error(self) -> None:
         error = self._cell.request.error

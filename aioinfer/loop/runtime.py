@@ -32,8 +32,8 @@ from aioinfer.observe.observers import Observers
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import audit
-from aioinfer.scheduling.request import Request
-from aioinfer.stream import Stream, StreamCell
+from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.stream import Lane, Outlet, Stream, StreamCell
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
@@ -156,6 +156,8 @@ class Runtime:
             self.observers.opened(request, chat=prompt.chat)
         if options.waiting_timeout is not None:
             self._set_timer(request, "waiting", options.waiting_timeout)
+        if self.tuning.garbage is not None:
+            self.tuning.garbage.arrived()
         return Stream(self, cell)
 
     async def encode(self, prompt: PromptSource) -> Sequence[int]:
@@ -227,13 +229,34 @@ class Runtime:
 
     def updated(self, request: Request) -> None:
         """Wake the consumer, or end its stream; park the request if the consumer lags."""
-        if request.ended:
+        cell = request.consumer
+        assert isinstance(cell, StreamCell)
+        if request.state is RequestState.FINISHED and request.ended:
             self._ended(request)
             return
-        cell = _cell(request)
         cell.notify()
         if cell.max_lag is not None and cell.lags:
             self.core.scheduler.queues.park(request)
+
+    def moved(self, requests: list[Request]) -> list[Request]:
+        """As in DriverEvents: the streams with an outlet, lane by lane."""
+        others: list[Request] = []
+        lane: Lane | None = None
+        outlets: list[Outlet] = []
+        for request in requests:
+            cell = _cell(request)
+            outlet = cell.outlet
+            if outlet is None or cell.max_lag is not None or request.state is RequestState.FINISHED:
+                others.append(request)
+                continue
+            if outlet.lane is not lane:
+                if lane is not None:
+                    lane.moved(outlets)
+                lane, outlets = outlet.lane, []
+            outlets.append(outlet)
+        if lane is not None:
+            lane.moved(outlets)
+        return others
 
     def audit(self) -> None:
         """As in DriverEvents."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -15,13 +17,15 @@ from aioinfer.engine import Engine
 from aioinfer.errors import RequestError
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.server.express import ExpressLane
 from aioinfer.server.http.bodies import read_body
-from aioinfer.server.http.disconnects import ClientGone, ended, unless_gone, unless_raises
+from aioinfer.server.http.disconnects import ClientGone, Watched, Watcher
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, plain, refuse_large
 from aioinfer.server.http.pieces import whole_response
+from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
@@ -41,23 +45,42 @@ class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
     def __init__(
-        self, engine: Engine, config: ServerConfig, model: str, metrics: Metrics | None = None
+        self, engine: Engine, config: ServerConfig, models: Sequence[str], metrics: Metrics | None = None
     ) -> None:
+        """``models``: the names of the model, that of answers to calls without a name first."""
         self._engine = engine
         self._metrics = metrics
         self._config = config
-        self._model = model
+        self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
+        self._watcher = Watcher(min(config.ping_interval, config.send_timeout))
+        self._lane = ExpressLane()
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
-        call, limits = await self.parsed(request, wire.parse)
-        check_answer(call, limits)
-        if self._metrics is not None:
-            self._metrics.called(call.n)
+        record = record_of(request)
+        with record.admitted():
+            call, limits = await self.parsed(request, wire.parse)
+            check_answer(call, limits)
+            if self._metrics is not None:
+                self._metrics.called(call.n)
+            record.model, record.call = call.model, call.id
+            try:
+                return await self._answer(request, call, wire, record)
+            except RequestError as error:
+                raise call.named(error) from None
+            finally:
+                self._engine.timeline.request(record.id, record.started, record.output_tokens)
+
+    async def count(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> int:
+        """How many tokens the prompt of a request has."""
+        call, _ = await self.parsed(request, parse)
         try:
-            return await self._answer(request, call, wire)
+            kwargs = call.chat_template_kwargs
+            source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
+            async with self.watched(request):
+                return len(await asyncio.to_thread(source.encode))
         except RequestError as error:
             raise call.named(error) from None
 
@@ -72,51 +95,111 @@ class Generation:
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
         chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
-        served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
+        served = Served(
+            self._model,
+            engine.default_params,
+            chat,
+            self._config.max_messages,
+            computes,
+            aliases=self._aliases,
+            request_id=record_of(request).id,
+        )
         return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
 
-    async def _answer(self, request: web.Request, call: Call, wire: Wire) -> web.StreamResponse:
+    def watched(self, request: web.Request) -> Watched:
+        """``async with``: raises ClientGone where the task waits if the client disconnects."""
+        return Watched(request, self._watcher)
+
+    async def _answer(
+        self, request: web.Request, call: Call, wire: Wire, record: Record
+    ) -> web.StreamResponse:
+        streams: list[Stream] = []
+        # The stack closes every stream, on errors and cancellation too, once they are counted.
         async with AsyncExitStack() as stack:
-            # Each prompt is tokenized once for its n choices.
-            prompts = [
-                self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
-                for prompt in call.prompts
-            ]
-            # The stack closes every stream, on errors and cancellation too.
-            pace, streams = Pace(), []
-            for index, (_, params) in enumerate(call.choices()):
-                # A request of many choices gets its turns among other requests, not before them.
-                prompt = prompts[index // call.n]
-                stream = self._engine.generate(
-                    prompt, params, queue_behind=index, request_id=call.id, **call.scheduling
-                )
-                streams.append(await stack.enter_async_context(stream))
-                await pace()
-            if call.stream:
-                # A refusal at tokenizing still gets its HTTP status, before the response begins.
-                await unless_gone(request, _accepted(streams))
-                return await self._stream(
-                    request, call, await self._writer(wire, call, prompts, streams), streams
-                )
-            results = await unless_gone(request, _gather(streams))
-            pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
-            return whole_response(request, pieces, self._config.send_timeout)
+            with record.counting(streams, call.n):
+                # Each prompt is tokenized once for its n choices.
+                prompts = [
+                    self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
+                    for prompt in call.prompts
+                ]
+                pace = Pace()
+                for index, (_, params) in enumerate(call.choices()):
+                    # A request of many choices gets its turns among other requests, not before them.
+                    prompt = prompts[index // call.n]
+                    stream = self._engine.generate(
+                        prompt, params, queue_behind=index, request_id=record.id, **call.scheduling
+                    )
+                    streams.append(await stack.enter_async_context(stream))
+                    await pace()
+                if call.stream:
+                    make_writer = partial(self._writer, wire, call, prompts, streams)
+                    return await self._stream(request, call, make_writer, streams, record)
+                async with self.watched(request):
+                    results = await _all([partial(_result, stream) for stream in streams])
+                pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
+                return whole_response(request, pieces, self._config.send_timeout)
 
     async def _stream(
-        self, request: web.Request, call: Call, writer: AnswerWriter, streams: Sequence[Stream]
+        self,
+        request: web.Request,
+        call: Call,
+        make_writer: Callable[[], Coroutine[Any, Any, AnswerWriter]],
+        streams: Sequence[Stream],
+        record: Record,
     ) -> web.StreamResponse:
+        config = self._config
         events = EventStream(
-            request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
+            request, self._watcher, ping_interval=config.ping_interval, send_timeout=config.send_timeout
         )
-        await events.open()
-        watch = asyncio.create_task(events.watch())
         try:
-            await unless_raises(watch, _send_all(call, writer, streams, events))
+            async with events:
+                # A refusal at tokenizing still gets its HTTP status, before the response begins.
+                for stream in streams:
+                    await stream.accepted()
+                writer = await make_writer()
+                await events.open()
+                await self._send_all(call, writer, streams, events, record)
         except ClientGone:
-            return events.response
-        finally:
-            await ended(watch)
+            if not events.response.prepared:
+                raise
+            record.finish_reason = "disconnect"
         return events.response
+
+    async def _send_all(
+        self,
+        call: Call,
+        writer: AnswerWriter,
+        streams: Sequence[Stream],
+        events: EventStream,
+        record: Record,
+    ) -> None:
+        """All choices, then what ends the answer. After an error, the error is the last event."""
+        try:
+            await writer.open(events)
+            usages = await _all(
+                [partial(self._send_choice, writer, *each, events) for each in enumerate(streams)]
+            )
+        except ClientGone:
+            raise
+        except Exception as error:
+            failure = replace(as_failure(call.named(error)), request_id=record.id)
+            await writer.fail(failure, events)
+        else:
+            await writer.close(usages, events)
+
+    async def _send_choice(
+        self, writer: AnswerWriter, index: int, stream: Stream, events: EventStream
+    ) -> Usage:
+        outlet = self._lane.outlet(stream, writer.plain(index), events)
+        if outlet is not None:
+            await stream.until_ended(outlet)
+        last: Chunk | None = None
+        async for chunk in stream:
+            await writer.chunk(index, chunk, events)
+            last = chunk
+        assert last is not None
+        assert last.usage is not None
+        return last.usage
 
     async def _writer(
         self, wire: Wire, call: Call, prompts: Sequence[PromptSource], streams: Sequence[Stream]
@@ -142,44 +225,13 @@ class Generation:
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
-async def _send_all(call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream) -> None:
-    """All choices, then what ends the answer. After an error, the error is the last event."""
-    try:
-        await writer.open(events)
-        async with asyncio.TaskGroup() as group:
-            sending = [
-                group.create_task(_send_choice(writer, index, stream, events))
-                for index, stream in enumerate(streams)
-            ]
-    except BaseExceptionGroup as failed:
-        error = failed.exceptions[0]
-        if isinstance(error, ClientGone) or not isinstance(error, Exception):
-            raise error from None
-        await writer.fail(as_failure(call.named(error)), events)
-    else:
-        await writer.close([task.result() for task in sending], events)
-
-
-async def _send_choice(writer: AnswerWriter, index: int, stream: Stream, events: EventStream) -> Usage:
-    last: Chunk | None = None
-    async for chunk in stream:
-        await writer.chunk(index, chunk, events)
-        last = chunk
-    assert last is not None
-    assert last.usage is not None
-    return last.usage
-
-
-async def _accepted(streams: Sequence[Stream]) -> None:
-    for stream in streams:
-        await stream.accepted()
-
-
-async def _gather(streams: Sequence[Stream]) -> list[Result]:
+async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, _T]]]) -> list[_T]:
     """All results in order; the first failure is raised at once."""
+    if len(works) == 1:
+        return [await works[0]()]  # without a task of its own
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_result(stream)) for stream in streams]
+            tasks = [group.create_task(work()) for work in works]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
+from aiohttp import web
+
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, Usage
@@ -22,7 +24,7 @@ from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_comp
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
 from aioinfer.server.openapi.endpoints import Body, Endpoint
-from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -47,6 +49,9 @@ class OpenAIWire:
     async def answer(self, call: Call, context: AnswerContext) -> OpenAIAnswer:
         return OpenAIAnswer(call, self._shape, context, await _echoes(call, context.tokenizer))
 
+    def failed(self, failure: Failure) -> web.Response:
+        return failure.response()
+
 
 class OpenAIAnswer:
     """The answer to one call: as :class:`~aioinfer.server.wire.AnswerWriter`."""
@@ -69,6 +74,15 @@ class OpenAIAnswer:
                 for piece in cut(echo):
                     await events.send(self._shape.first(self._call, index, piece))
                     await pace()
+
+    def plain(self, index: int) -> PlainEvent | None:
+        call, diffusion = self._call, self._call.params.diffusion
+        drafts = diffusion is not None and diffusion.draft
+        scored = self._logprobs[index] is not None
+        if scored or drafts or call.step_map or call.continuous_usage or self._context.readers[index]:
+            return None
+        before, after = self._shape.around_text(call, index)
+        return PlainEvent(before, after)
 
     async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
         pace = Pace()
