@@ -126,7 +126,9 @@ class Generation:
                 for index, (_, params) in enumerate(call.choices()):
                     # A request of many choices gets its turns among other requests, not before them.
                     prompt = prompts[index // call.n]
-                    stream = self._engine.generate(prompt, params, queue_behind=index, **call.scheduling)
+                    stream = self._engine.generate(
+                        prompt, params, queue_behind=index, request_id=record.id, **call.scheduling
+                    )
                     streams.append(await stack.enter_async_context(stream))
                     await pace()
                 if call.stream:
