@@ -14,6 +14,7 @@ from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
 from aioinfer.text.reasoning import ReasoningParser
+from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.tokenizer import Tokenizer
 from aioinfer.text.tool_calls import Functions, Parsed, Qwen3Coder, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures
@@ -105,12 +106,16 @@ class ChatFormat:
         return params, answer
 
     def _grammar(self, own: Grammar | None, tools: Tools | None) -> Grammar:
+        """Raises InvalidRequest of "tools" or "grammar", as the one or the other is at fault."""
+        functions: dict[str, Any] = {}
+        for name, schema in ({} if tools is None else tools.schemas()).items():
+            functions[name] = _rewritten(schema, "tools", f"of the function {name!r}: ")
         grammar = AnswerGrammar(
             parser=self.tools,
-            functions={} if tools is None else tools.schemas(),
+            functions=functions,
             parallel=tools is not None and tools.parallel,
             text=own is None and tools is not None and not tools.required,
-            answer=None if own is None else _schema(own),
+            answer=None if own is None else _rewritten(_schema(own), "grammar"),
             reasoning=self.reasoning,
             tokens=self.tokens,
         )
@@ -230,6 +235,16 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _rewritten(schema: Any, field: str, of: str = "") -> Any:
+    """The schema with keywords that grammars know. Raises InvalidRequest of ``field``."""
+    try:
+        return rewritten(schema)
+    except UnsupportedKeyword as error:
+        raise InvalidRequest(field, f"{of}{error}") from None
+    except RecursionError:
+        raise InvalidRequest(field, f"{of}is nested too deeply") from None
 
 
 def _schema(grammar: Grammar) -> Mapping[str, Any] | bool:
