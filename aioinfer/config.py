@@ -85,9 +85,10 @@ GROUPS = {
     "overlap": "overlap and event loop",
     "sampling": "sampling and grammars",
     "diffusion": "diffusion models",
+    "chat": "chats: tool calls, reasoning, template",
     "limits": "limits and timeouts",
+    "observing": "metrics, log lines and traces",
     "server": "HTTP server",
-    "chat": "tool calls and reasoning",
     "connections": "HTTP connections",
 }
 
@@ -289,6 +290,22 @@ class EngineConfig:
         None, "diffusion", "denoising rounds per step; default: 4 with overlap_steps 0, else 1", _AT_LEAST_ONE
     )
 
+    tool_call_parser: str | None = _option(
+        "auto",
+        "chat",
+        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3, harmony;"
+        " auto: the chat template's; none: tools are refused",
+    )
+    reasoning_parser: str | None = _option(
+        "auto",
+        "chat",
+        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
+        " auto: the chat template's",
+    )
+    chat_template: str | None = _option(
+        None, "chat", "chat template in place of the model's: a Jinja file, or the template itself"
+    )
+
     max_queued_requests: int = _option(
         4096, "limits", "waiting requests before new ones are rejected", _AT_LEAST_ONE
     )
@@ -314,10 +331,23 @@ class EngineConfig:
         30.0, "limits", "seconds that closing waits for running requests", _NOT_NEGATIVE
     )
 
+    #: Of the logger aioinfer.stats, at level INFO; one line says that the engine is idle.
+    stats_interval: float | None = _option(
+        None,
+        "observing",
+        "seconds between log lines of throughput and load; 0: none; default: none, of aioinfer serve 10",
+        _NOT_NEGATIVE,
+    )
+    #: Only of an Engine; the extra "tracing" installs what it needs.
+    tracing: bool = _option(False, "observing", "a span of OpenTelemetry per request, without its content")
+
     def __post_init__(self) -> None:
         _check_fields(self)
         if not self.model.strip() or "\0" in self.model:
             raise ConfigError(f"model must name a model, got {shown(self.model)}")
+        _known_parsers(self)
+        if self.chat_template is not None and not self.chat_template.strip():
+            raise ConfigError("chat_template must name a file or be a template, got an empty text")
         if self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.max_step_tokens < self.max_running_requests:
@@ -387,6 +417,8 @@ class ServerConfig:
         None, "server", "model name in the API; default: the directory's name"
     )
     access_log: bool = _option(False, "server", "log one line per request")
+    metrics: bool = _option(True, "observing", "answer /metrics in the formats of Prometheus")
+    vllm_metrics: bool = _option(True, "observing", "show metrics by the names of vLLM, too, for its boards")
     #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
     allowed_hosts: str | None = _option(
         None,
@@ -395,19 +427,6 @@ class ServerConfig:
     )
     cors_origins: str | None = _option(
         None, "server", "origins of web pages that may use the server, as in https://a.b,https://c.d; *: any"
-    )
-
-    tool_call_parser: str | None = _option(
-        "auto",
-        "chat",
-        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3, harmony;"
-        " auto: the chat template's; none: tools are refused",
-    )
-    reasoning_parser: str | None = _option(
-        "auto",
-        "chat",
-        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
-        " auto: the chat template's",
     )
 
     max_body_mib: float | None = _option(
@@ -460,7 +479,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        _known_parsers(self)
         if not is_loopback(self.host) and not (self.api_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
 
@@ -517,7 +535,7 @@ def policy_names() -> tuple[str, ...]:
     return tuple(name.replace("_", "-") for name in plugins.names(plugins.POLICIES))
 
 
-def _known_parsers(config: ServerConfig) -> None:
+def _known_parsers(config: EngineConfig) -> None:
     from aioinfer.text import AUTO
     from aioinfer.text.reasoning import REASONING_PARSERS
     from aioinfer.text.tool_calls import PARSERS

@@ -12,6 +12,8 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from aioinfer import __version__
+from aioinfer.chat.answers import ChatFormat
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
@@ -21,14 +23,19 @@ from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions, check_timeout
 from aioinfer.loop.runtime import EngineState, Runtime, require_loop
+from aioinfer.observe import tracing
+from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.params import SamplingParams, inherited
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from aioinfer.execution.launcher import Launcher
     from aioinfer.loop.core import Core
+    from aioinfer.observe.metrics.measuring import Measuring
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
@@ -63,6 +70,7 @@ class Engine:
         is called on a worker thread."""
         self.config = config if config is not None else EngineConfig()
         self.default_params = SamplingParams()
+        self._chat_format = ChatFormat()
         self._make_launcher = launcher
         self._load_tokenizer = tokenizer
         #: the loop that start() is running on
@@ -73,6 +81,8 @@ class Engine:
         self._idle = EngineState.NEW
         #: closes what a start that failed or was cancelled has left
         self._leaving: asyncio.Task[None] | None = None
+        #: the metrics, once someone wants them
+        self._measuring: Measuring | None = None
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -102,6 +112,8 @@ class Engine:
 
     async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Runtime:
         """Open everything. If that fails or is cancelled, close what has been begun."""
+        if self.config.tracing:
+            tracing.require_api()
         intake = Intake(loop)
         launcher: Launcher | None = None
         try:
@@ -142,8 +154,12 @@ class Engine:
         )
         info = factory.completed(info, tokenizer, config)
         core = Core(config, info, tokenizer, clock_of(intake.loop))
-        self.default_params = defaults
+        chat_format = await intake.run(
+            ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser
+        )
+        self.default_params, self._chat_format = defaults, chat_format
         runtime = Runtime(config, core, launcher, intake)
+        self._observe(runtime)
         _log.info("started: %s", info.decisions)
         return runtime
 
@@ -161,6 +177,8 @@ class Engine:
         """
         self._forget_dead_loop()
         if self._loop is None:
+            if self._measuring is not None:
+                self._measuring.closed()
             self._reset(EngineState.CLOSED)
             return
         require_loop(self._loop)
@@ -184,7 +202,7 @@ class Engine:
     def _reset(self, state: EngineState) -> None:
         self._idle = state
         self._starting = self._runtime = None
-        self.default_params = SamplingParams()
+        self.default_params, self._chat_format = SamplingParams(), ChatFormat()
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop | None:
@@ -357,9 +375,79 @@ class Engine:
         """The model's tokenizer, if it has one. Raises EngineClosed before the start."""
         return self._core.tokenizer
 
+    @property
+    def chat_format(self) -> ChatFormat:
+        """The formats of tool calls and reasoning of the model, and what its chat template reads."""
+        return self._chat_format
+
     def stats(self) -> EngineStats:
         """A snapshot, cheap enough to take every second. Raises EngineClosed before the start."""
         return self._started().stats()
+
+    def register(
+        self,
+        registry: CollectorRegistry,
+        *,
+        engine: str = "0",
+        model_name: str | None = None,
+        vllm: bool = False,
+    ) -> None:
+        """Show the metrics of this engine in a registry of ``prometheus_client``, until it is closed.
+
+        Before the start, too. Gauges and counters are read when the registry is collected, on any thread;
+        histograms count from here on. docs/monitoring.md lists the metrics.
+
+        Args:
+            registry: ``prometheus_client.REGISTRY``, for example, or one of your own.
+            engine: value of the label that tells engines of one registry apart.
+            model_name: value of that label; default: the model's name in the config.
+            vllm: the names of vLLM as well; the same for all engines of a registry.
+
+        Raises ConfigError: the engine or its labels are in the registry already, or a metric's name is.
+        """
+        from aioinfer.observe.metrics.collector import Labels
+
+        name = self.config.model_name if model_name is None else model_name
+        self.measuring.register(registry, Labels(name, engine), vllm=vllm)
+
+    def unregister(self, registry: CollectorRegistry) -> None:
+        """Undo :meth:`register`. Raises ConfigError: the engine is not in the registry."""
+        self.measuring.unregister(registry)
+
+    @property
+    def measuring(self) -> Measuring:
+        """What the metrics are made of; histograms count from the first look at it on."""
+        if self._measuring is None:
+            from aioinfer.observe.metrics.measuring import Measuring
+
+            self._measuring = Measuring()
+            if self._runtime is not None and self._loop is not None:
+                self._measure(self._measuring, self._runtime)
+        return self._measuring
+
+    def _measure(self, measuring: Measuring, runtime: Runtime) -> None:
+        config, info = runtime.config, runtime.core.info
+        facts = {
+            "version": __version__,
+            "device": info.device or info.description,
+            "dtype": info.dtype,
+            "page_size": str(info.page_size or config.page_size),
+            "prefix_cache": str(config.prefix_cache).lower(),
+            "policy": config.policy,
+        }
+        length = info.max_model_len
+        measuring.begin(runtime.observers, runtime.loop, length, facts, runtime.measured)
+
+    def _observe(self, runtime: Runtime) -> None:
+        """Add what follows the requests of a runtime that has just started."""
+        config, clock = self.config, runtime.core.clock
+        if self._measuring is not None:
+            self._measure(self._measuring, runtime)
+        if config.tracing:
+            runtime.observers.add(tracing.Tracer(config.model_name, __version__, clock))
+        if config.stats_interval:
+            reporter = Reporter(runtime.loop, config.stats_interval, runtime.stats, clock)
+            runtime.observers.add(reporter)
 
     @property
     def timeline(self) -> Timeline:

@@ -88,11 +88,15 @@ class StreamCell:
         self.max_lag = max_lag
 
     @property
+    def unread(self) -> int:
+        """Tokens that the consumer could read and has not. (A waiting consumer has read all that there is;
+        the other tokens are then held back for a stop string, or it waits for the whole result.)"""
+        return 0 if self.waiter is not None else len(self.request.token_times) - self.taken_ids
+
+    @property
     def lags(self) -> bool:
-        """More tokens are unread than ``max_lag``, and the consumer is not waiting. (A waiting consumer has
-        read all that there is; unread tokens are then held back for a stop string.)"""
-        unread = len(self.request.token_times) - self.taken_ids
-        return self.max_lag is not None and self.waiter is None and unread > self.max_lag
+        """More tokens are unread than ``max_lag``."""
+        return self.max_lag is not None and self.unread > self.max_lag
 
     def ready(self) -> bool:
         """What the waiting consumer wants is there, or the end is."""

@@ -28,6 +28,7 @@ BENCHES = {
     "kernels": "linear layers on a CPU: formats of weights, shapes, numbers of rows",
     "families": "own code against transformers' code on a CPU, family by family",
     "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory; --serve for their servers",
+    "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device, memory",
     "attack": "hostile requests: how long ordinary clients wait beside them, and what is left behind",
     "soak": "many clients of twelve kinds for minutes: wrong answers, memory, what is left",
     "gpu": "kernels, models, a peer and the endpoint on a GPU; --rehearse on a CPU",

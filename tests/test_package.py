@@ -56,7 +56,7 @@ def test_importing_is_light_and_changes_nothing() -> None:
 def test_help_imports_no_torch() -> None:
     code = (
         "import sys; from aioinfer.cli.main import main\n"
-        "try: main(['serve', '--help'])\n"
+        "try: main(['serve', '--help', 'all'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
@@ -204,10 +204,10 @@ def test_a_public_host_needs_a_key() -> None:
 
 @pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
 def test_parsers_are_known_by_name(setting: str) -> None:
-    assert getattr(ServerConfig(), setting) == "auto"
-    assert getattr(ServerConfig(**{setting: None}), setting) is None  # type: ignore[arg-type]
+    assert getattr(EngineConfig(), setting) == "auto"
+    assert getattr(EngineConfig(**{setting: None}), setting) is None  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match=setting):
-        ServerConfig(**{setting: "morse"})  # type: ignore[arg-type]
+        EngineConfig(**{setting: "morse"})  # type: ignore[arg-type]
 
 
 def test_the_default_model_is_bundled() -> None:

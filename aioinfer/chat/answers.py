@@ -18,7 +18,6 @@ from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.tokenizer import Tokenizer
 from aioinfer.text.tool_calls import Functions, Parsed, Qwen3Coder, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures
-from aioinfer.text.tool_grammar import AnswerGrammar
 
 __all__ = ["AnswerFormat", "AnswerReader", "ChatFormat"]
 
@@ -47,7 +46,7 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The formats of tool calls and reasoning of a server's model, and its tokens for their tags. Without a
+    """The formats of tool calls and reasoning of an engine's model, and its tokens for their tags. Without a
     parser of tool calls, tools are refused; without a parser of reasoning, the whole answer is content."""
 
     tools: type[ToolCallParser] | None = None
@@ -79,7 +78,7 @@ class ChatFormat:
         expression, a choice or Lark applies to the whole answer, reasoning included. Raises InvalidRequest.
         """
         if tools is not None and self.tools is None:
-            raise InvalidRequest("tools", "cannot be used: this server has no tool_call_parser")
+            raise InvalidRequest("tools", "cannot be used: there is no tool_call_parser for this model")
         reasoning = self.reasoning
         own = params.structure
         constrained = False
@@ -107,6 +106,8 @@ class ChatFormat:
 
     def _grammar(self, own: Grammar | None, tools: Tools | None) -> Grammar:
         """Raises InvalidRequest of "tools" or "grammar", as the one or the other is at fault."""
+        from aioinfer.text.tool_grammar import AnswerGrammar  # imports numpy
+
         functions: dict[str, Any] = {}
         for name, schema in ({} if tools is None else tools.schemas()).items():
             functions[name] = _rewritten(schema, "tools", f"of the function {name!r}: ")

@@ -375,8 +375,7 @@ class Core:
         advanced = self.scheduler.resolve(step, result)
         if result.logprobs or result.prompt_logprobs:
             advanced += self._record_logprobs(step, result, advanced)
-        for request in advanced:
-            self.texts.advanced(request, now)
+        self.texts.all_advanced(advanced, now)
         if not self.texts.behind:
             return advanced
         updated = dict.fromkeys([*advanced, *(self.texts.catch_up(seconds) if searching else ())])

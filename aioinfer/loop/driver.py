@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from aioinfer.errors import StepFailed
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.loop.pacing import Pace
+from aioinfer.observe.observers import Observers
 from aioinfer.observe.timeline import now
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.request import Request
@@ -71,6 +72,7 @@ class Driver:
         "_last_progress",
         "_launcher",
         "_loop",
+        "_observers",
         "_overlap_steps",
         "_pace",
         "_quiet",
@@ -91,12 +93,14 @@ class Driver:
         *,
         garbage: Garbage | None = None,
         pace: Pace | None = None,
+        observers: Observers | None = None,
     ) -> None:
         self._core = core
         self._clock = core.clock
         self._launcher = launcher
         self._overlap_steps = overlap_steps
         self._events = events
+        self._observers = Observers() if observers is None else observers
         self._garbage = garbage
         self._pace = pace
         self._timeline = launcher.timeline
@@ -318,6 +322,8 @@ class Driver:
         if error is None:
             assert result is not None
             self._timeline.noticed(flight.delay)
+            if self._observers:
+                self._observers.stepped(step, flight.delay)
             if self._pace is not None:
                 self._pace.landed(step, flight.launched_at, self._last_progress, flight.delay)
             try:

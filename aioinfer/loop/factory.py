@@ -48,7 +48,8 @@ def import_parts(policy: str) -> None:
     import aioinfer.execution.launcher
     import aioinfer.execution.torch_device
     import aioinfer.loop.core
-    import aioinfer.loop.generation  # noqa: F401
+    import aioinfer.loop.generation
+    import aioinfer.text.tool_grammar  # noqa: F401
     from aioinfer.scheduling.policy import policy_class
 
     policy_class(policy)
@@ -74,7 +75,10 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     from aioinfer.text.tokenizer import HFTokenizer
 
     checkpoint = _checkpoint(config)
-    return None if checkpoint is None else HFTokenizer.of(checkpoint)
+    tokenizer = None if checkpoint is None else HFTokenizer.of(checkpoint, config.chat_template)
+    if tokenizer is None and config.chat_template is not None:
+        raise ConfigError("chat_template: the model has no tokenizer")
+    return tokenizer
 
 
 def _checkpoint(config: EngineConfig) -> Checkpoint | None:

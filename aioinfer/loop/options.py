@@ -111,7 +111,7 @@ class PromptSource:
     threads at the same time.
     """
 
-    __slots__ = ("_form", "_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "size")
+    __slots__ = ("_form", "_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "chat", "size")
 
     def __init__(
         self,
@@ -130,6 +130,8 @@ class PromptSource:
         self._template_kwargs: Any = {}
         #: characters, roughly, that have to be tokenized
         self.size = 0
+        #: it was given as messages
+        self.chat = False
         given: Any = plain(prompt)
         if type(given) is str:
             self._take_text(given, template_kwargs)
@@ -159,6 +161,7 @@ class PromptSource:
 
     def _take_chat(self, messages: list[Any], template_kwargs: Mapping[str, Any] | None) -> None:
         self._require_tokenizer()
+        self.chat = True
         self._check_count(len(messages), "messages")
         self.size = sum(map(_content_length, messages))
         # A template can omit parts of messages: their lengths alone show only what is far too long.

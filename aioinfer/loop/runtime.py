@@ -17,6 +17,7 @@ from aioinfer.errors import (
     EngineError,
     EngineFailed,
     InvalidRequest,
+    Rejected,
     RequestError,
     StepFailed,
     TimedOut,
@@ -27,6 +28,7 @@ from aioinfer.loop.driver import Driver
 from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
 from aioinfer.loop.pacing import Pace
 from aioinfer.loop.tuning import Tuning
+from aioinfer.observe.observers import Observers
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import audit
@@ -83,6 +85,7 @@ class Runtime:
     def __init__(self, config: EngineConfig, core: Core, launcher: Launcher, intake: Intake) -> None:
         """``config`` leaves nothing open: see :func:`aioinfer.loop.factory.decide`."""
         self.loop = asyncio.get_running_loop()
+        self.config = config
         self.core = core
         self.launcher = launcher
         self.state = EngineState.RUNNING
@@ -95,6 +98,8 @@ class Runtime:
         #: at least so many tokens have their prompts
         self._preparing_tokens = 0
         self._intake = intake
+        #: what follows the requests and steps; empty unless asked for
+        self.observers = Observers()
         self.tuning = Tuning.of(
             config.switch_interval,
             config.gc,
@@ -108,6 +113,7 @@ class Runtime:
             self,
             garbage=self.tuning.garbage,
             pace=Pace() if config.plan_late else None,
+            observers=self.observers,
         )
         launcher.watch(self.lost)
         self._closing: asyncio.Task[None] | None = None
@@ -119,7 +125,11 @@ class Runtime:
     def generate(self, prompt: PromptSource, params: SamplingParams, options: RequestOptions) -> Stream:
         """Queue a request, at once or when its prompt is prepared. Raises InvalidRequest, Rejected."""
         self.core.check(params)
-        self.core.check_queue(len(self._preparing), prompt.least_tokens, self._preparing_tokens)
+        try:
+            self.core.check_queue(len(self._preparing), prompt.least_tokens, self._preparing_tokens)
+        except Rejected:
+            self.observers.rejected()
+            raise
         request = self.core.new_request(params, options)
         cell = StreamCell(request, options.running_timeout, options.max_lag)
         if prompt.ids is not None and not params.masked:
@@ -130,6 +140,8 @@ class Runtime:
             self._preparing[request] = preparation
             self._preparing_tokens += preparation.least_tokens
         self._open[request] = None
+        if self.observers:
+            self.observers.opened(request, chat=prompt.chat)
         if options.waiting_timeout is not None:
             self._set_timer(request, "waiting", options.waiting_timeout)
         return Stream(self, cell)
@@ -306,7 +318,10 @@ class Runtime:
         self._set_drained()
 
     def _ended(self, request: Request) -> None:
-        self._open.pop(request, None)
+        if request in self._open:
+            del self._open[request]
+            if self.observers:
+                self.observers.ended(request)
         self._leave_preparing(request)
         cell = _cell(request)
         cell.cancel_timer()
@@ -341,6 +356,7 @@ class Runtime:
 
     def _closed(self) -> None:
         self.state = EngineState.CLOSED
+        self.observers.closed()
 
     async def _drain(self, seconds: float) -> None:
         """Wait for the open requests."""
@@ -362,6 +378,7 @@ class Runtime:
         for request in self._open:
             request.refuse(EngineClosed("the event loop of the engine was closed"))
         self._open, self._preparing = {}, {}
+        self.observers.closed()
         del self.core, self.driver, self.launcher
 
     @property
@@ -389,6 +406,10 @@ class Runtime:
             stalled=0.0 if self.state is EngineState.CLOSED else driver.stalled,
             timeline=self.launcher.timeline,
         )
+
+    def measured(self) -> tuple[EngineStats, int]:
+        """The same, and the tokens that the readers of open streams have not taken; O(open streams)."""
+        return self.stats(), sum(_cell(request).unread for request in list(self._open))
 
 
 def _cell(request: Request) -> StreamCell:

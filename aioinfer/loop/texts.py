@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, RequestError, StepFailed
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.scheduling.faults import end_with
-from aioinfer.scheduling.request import ParkedFor
+from aioinfer.scheduling.request import ParkedFor, RequestState
 from aioinfer.text.stop import TooSlow
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Texts"]
 
+_FINISHED = RequestState.FINISHED
 #: tokens without text beyond which nothing is computed for a request
 _MOST_BEHIND = 8
 
@@ -41,6 +42,28 @@ class Texts:
         self.output_tokens = 0
         #: what ended a request last, if the state of all others was not checked since
         self.raised: BaseException | None = None
+
+    def all_advanced(self, requests: Sequence[Request], now: float) -> None:
+        """A step gave these requests tokens, or their end.
+
+        Most got one token whose text is known, and nothing to search it for: these take one short pass.
+        """
+        passed = 0
+        for request in requests:
+            text = request.text
+            texts, times = text.texts, request.token_times
+            at = len(times)
+            if texts is not None and request.state is not _FINISHED and len(request.output_ids) == at + 1:
+                token = request.output_ids[at]
+                piece = texts[token] if 0 <= token < len(texts) else None
+                if piece is not None:
+                    times.append(now)
+                    if piece:
+                        text.pieces.append(piece)
+                    passed += 1
+                    continue
+            self.advanced(request, now)
+        self.output_tokens += passed
 
     def advanced(self, request: Request, now: float) -> None:
         """A step gave the request tokens, or its end."""

@@ -26,8 +26,8 @@ def _gauge(read: Callable[[Any, Any], Any]) -> Any:
 class EngineStats:
     """Gauges of one moment and counts since the start. Taken in O(1).
 
-    Attributes without another unit are counts; ``stalled``, ``host_gap``, ``forward_seconds`` and both
-    ``loop_lag`` are in seconds.
+    Attributes without another unit are counts; ``stalled``, ``host_gap``, ``device_busy``, ``device_gap``,
+    ``forward_seconds`` and both ``loop_lag`` are in seconds.
     """
 
     state: str
@@ -102,6 +102,9 @@ class EngineStats:
     overlap_ratio: float = _gauge(lambda _, t: t.overlap().ratio)
     #: idle device seconds per step between consecutive steps
     host_gap: float = _gauge(lambda _, t: t.overlap().gap_per_step)
+    #: seconds that the device computed, and that it waited for the host between consecutive steps, in all
+    device_busy: float = _gauge(lambda _, t: t.device.busy)
+    device_gap: float = _gauge(lambda _, t: t.device.gap)
     #: seconds by part of the forward, summed over all forwards, where the kernels count them
     forward_seconds: Mapping[str, float] = _gauge(lambda _, t: t.device.parts())
     #: seconds between the end of a step and its read on the loop: smoothed, and the maximum
@@ -112,6 +115,11 @@ class EngineStats:
     def pages_in_use(self) -> int:
         """Pages held by requests or by steps in flight; all other pages can be allocated."""
         return self.pages_total - self.pages_free - self.pages_evictable
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pages that are held by requests or by steps in flight."""
+        return self.pages_in_use / self.pages_total if self.pages_total else 0.0
 
     @property
     def hit_rate(self) -> float:

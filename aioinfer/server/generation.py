@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from aioinfer.chat.answers import AnswerReader, ChatFormat
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import RequestError
@@ -27,9 +27,10 @@ from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.server.operations.metrics import Metrics
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
-from aioinfer.text.tokenizer import Tokenizer, end_of
+from aioinfer.text.tokenizer import end_of
 
 __all__ = ["Generation"]
 
@@ -39,18 +40,22 @@ _T = TypeVar("_T")
 class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, model: str, metrics: Metrics | None = None
+    ) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._config = config
         self._model = model
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
-        self._chat: tuple[Tokenizer | None, ChatFormat] | None = None
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
         call, limits = await self.parsed(request, wire.parse)
         check_answer(call, limits)
+        if self._metrics is not None:
+            self._metrics.called(call.n)
         try:
             return await self._answer(request, call, wire)
         except RequestError as error:
@@ -65,7 +70,7 @@ class Generation:
         most = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, most)
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
-        chat = self._chat_format()
+        chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
         served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
         return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
@@ -133,16 +138,6 @@ class Generation:
     def _spell(self, token: int) -> str:
         tokenizer = self._engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
-
-    def _chat_format(self) -> ChatFormat:
-        """Of the engine's tokenizer, found out once for each."""
-        tokenizer = self._engine.tokenizer
-        if self._chat is None or self._chat[0] is not tokenizer:
-            self._chat = (
-                tokenizer,
-                ChatFormat.of(tokenizer, self._config.tool_call_parser, self._config.reasoning_parser),
-            )
-        return self._chat[1]
 
 
 async def _send_all(call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream) -> None:

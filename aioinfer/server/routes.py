@@ -7,6 +7,7 @@ from aiohttp import web
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
+from aioinfer.observe.tracing import within
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.access import ApiKey
 from aioinfer.server.http.bodies import expected
@@ -15,6 +16,7 @@ from aioinfer.server.http.failures import as_failure
 from aioinfer.server.openai.wires import CHAT_ENDPOINT, CHAT_WIRE, COMPLETION_ENDPOINT, COMPLETION_WIRE
 from aioinfer.server.openapi.endpoints import Endpoint, Handler, Route
 from aioinfer.server.openapi.pages import Pages
+from aioinfer.server.operations.metrics import METRICS, Metrics
 from aioinfer.server.status import HEALTH, TRACE, Status
 from aioinfer.server.tokens import Tokens
 from aioinfer.server.wire import Wire
@@ -30,7 +32,9 @@ class Routes:
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         model = config.served_model_name or engine.config.model_name
-        self._generation = Generation(engine, config, model)
+        self._engine = engine
+        self._metrics = Metrics(engine, config, model) if config.metrics else None
+        self._generation = Generation(engine, config, model, self._metrics)
         self._key = ApiKey(config.api_key)
         self._status = Status(engine, config, model)
         self._tokens = Tokens(engine, config, self._generation)
@@ -56,8 +60,11 @@ class Routes:
             if whole or endpoint.place != "root"
         ]
         if health is not None:
+            beside = health.rsplit("/", 1)[0]
             routes.append((health, HEALTH, self._status.health))
-            routes.append((health.rsplit("/", 1)[0] + TRACE.path, TRACE, self._status.trace))
+            routes.append((beside + TRACE.path, TRACE, self._status.trace))
+            if self._metrics is not None:
+                routes.append((beside + METRICS.path, METRICS, self._metrics.scrape))
         taken = {
             (method, route.resource.canonical)
             for route in app.router.routes()
@@ -66,8 +73,10 @@ class Routes:
         }
         for path, endpoint, _ in routes:
             if (endpoint.method, path) in taken:
+                without = ", or metrics=False" if endpoint is METRICS else ""
                 raise ConfigError(
                     f"the application already has the route {path}: choose another prefix or health path"
+                    + without
                 )
         for path, endpoint, handler in routes:
             add = app.router.add_get if endpoint.method == "GET" else app.router.add_post
@@ -89,7 +98,10 @@ class Routes:
             try:
                 if not endpoint.open:
                     self._key.check(request)
-                return await handler(request)
+                if not self._engine.config.tracing:
+                    return await handler(request)
+                with within(request.headers):
+                    return await handler(request)
             except ClientGone:
                 return web.Response(status=_CLIENT_GONE)
             except Exception as error:

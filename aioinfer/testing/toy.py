@@ -21,6 +21,8 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.testing.toy_states import TaintError, ToyStates
+from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts
+from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
@@ -354,9 +356,13 @@ class _Prepared:
 
 
 class ToyTokenizer:
-    """One to three characters per token, some of them beyond ASCII; enough to try text and stops on."""
+    """One to three characters per token, some of them beyond ASCII; enough to try text and stops on.
 
-    def __init__(self, vocab_size: int = 64) -> None:
+    ``looks_up``: outputs are detokenized by look-up, as those of byte-level tokenizers; or else one call at
+    a time.
+    """
+
+    def __init__(self, vocab_size: int = 64, *, looks_up: bool = True) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset({0})
         self.has_chat_template = True
@@ -367,6 +373,7 @@ class ToyTokenizer:
         self.chat_templates: tuple[str, ...] = ()
         self.template_names: frozenset[str] | None = None
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
+        self._texts = TokenTexts(list(self._pieces), {}) if looks_up else None
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(character) % (self.vocab_size - 1) for character in text]
@@ -385,7 +392,9 @@ class ToyTokenizer:
 
         return llguidance.TokenizerWrapper(_ToyVocabulary(self._pieces))
 
-    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> _ToyDetokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        if self._texts is not None:
+            return ByteLevelDetokenizer(self._texts, prompt_ids)
         return _ToyDetokenizer(self._pieces)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from aioinfer.text.byte_level import ByteLevelDetokenizer
 from aioinfer.text.stop import StopMatcher
 
 if TYPE_CHECKING:
@@ -25,9 +26,12 @@ class OutputText:
         costly: stop patterns are searched: a push may take milliseconds instead of microseconds.
         pieces: the released text as non-empty pieces. The list only grows: a reader keeps an index into it.
         enabled: there is a detokenizer. An engine without a tokenizer produces no text.
+        texts: by token id, what the next :meth:`push` appends to ``pieces``; where it has an entry that is
+            not None, appending that, unless it is empty, is the whole push. None if it has to be called.
     """
 
-    __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "costly", "enabled", "pieces")
+    __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "_table", "costly", "enabled",
+                 "pieces", "texts")  # fmt: skip
 
     def __init__(
         self,
@@ -43,6 +47,10 @@ class OutputText:
         self._matcher = _matcher(stop, stop_regex)
         self._include_stop = include_stop
         self._ended = False
+        self._table: ByteLevelDetokenizer | None = None
+        self.texts: Sequence[str | None] | None = None
+        if isinstance(detokenizer, ByteLevelDetokenizer) and self._matcher is None:
+            self._table, self.texts = detokenizer, detokenizer.texts
 
     @property
     def text(self) -> str:
@@ -58,6 +66,8 @@ class OutputText:
         if self._detokenizer is None or self._ended:
             return None
         text = self._detokenizer.push(token_id)
+        if self._table is not None:
+            self.texts = self._table.texts
         return self._release(text) if text else None
 
     def finish(self) -> str | None:
@@ -68,6 +78,7 @@ class OutputText:
         """
         if self._detokenizer is None or self._ended:
             return None
+        self.texts = None
         text = self._detokenizer.finish()
         stop = self._release(text) if text else None
         if stop is None and self._matcher is not None:

@@ -11,9 +11,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-__all__ = ["TooManySteps", "counted", "limited", "names_read", "prepare"]
+from aioinfer.errors import ConfigError
+
+__all__ = ["TooManySteps", "counted", "limited", "names_read", "prepare", "read_template"]
+
+#: bytes of a template's file; the longest of models have some 20,000
+_MOST_BYTES = 1 << 20
 
 #: of one rendering: a second or so. A conversation has a few per message.
 MOST_STEPS = 1_000_000
@@ -60,6 +66,28 @@ def _counted(_: Any, steps: int) -> bool:
     """As a filter: a call without the checks of the sandbox. True, so that it can stand in a condition."""
     _count(steps)
     return True
+
+
+def read_template(setting: str) -> str:
+    """The template that a setting names or is: a text with a tag of Jinja is one, anything else names a file.
+    Blocks. Raises ConfigError, also for a template that Jinja does not understand."""
+    from jinja2 import TemplateError
+
+    text = setting
+    if not any(tag in setting for tag in ("{{", "{%", "{#")):
+        try:
+            with Path(setting).expanduser().open("rb") as file:
+                raw = file.read(_MOST_BYTES + 1)
+            text = raw.decode()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"chat_template: {setting[:200]!r} cannot be read: {error}") from error
+        if len(raw) > _MOST_BYTES:
+            raise ConfigError(f"chat_template: {setting[:200]!r} has more than {_MOST_BYTES} bytes")
+    try:
+        prepare(_MARK + text)
+    except TemplateError as error:
+        raise ConfigError(f"chat_template: {error}") from error
+    return text
 
 
 def counted(templates: str | dict[str, str]) -> str | dict[str, str]:

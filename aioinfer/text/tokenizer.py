@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 from aioinfer.checkpoint.files import Checkpoint, Directory
 from aioinfer.errors import ConfigError, InvalidRequest, shown
 from aioinfer.text import template
+from aioinfer.text.byte_level import ByteLevelDetokenizer, token_texts
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from aioinfer.text.length import longest_token
 
@@ -126,6 +127,8 @@ class HFTokenizer:
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset(ends if eos is None else {eos, *ends})
         self.longest_token = None if self._fast is None else longest_token(self._fast)
+        #: by whether special tokens are left out; None if the decoder is not that of byte-level vocabularies
+        self._texts = None if self._fast is None else token_texts(self._fast)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -136,11 +139,16 @@ class HFTokenizer:
         return tokenizer
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Self | None:
-        """The tokenizer of a checkpoint; None if it has none. Raises ConfigError."""
+    def of(cls, checkpoint: Checkpoint, chat_template: str | None = None) -> Self | None:
+        """The tokenizer of a checkpoint; None if it has none. ``chat_template``, a template or its file,
+        replaces the checkpoint's. Raises ConfigError."""
         try:
             found = checkpoint.tokenizer()
-            return None if found is None else cls(found)
+            if found is None:
+                return None
+            if chat_template is not None:
+                found.chat_template = template.read_template(chat_template)
+            return cls(found)
         except ConfigError:
             raise
         except Exception as error:
@@ -231,6 +239,8 @@ class HFTokenizer:
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """For an output that continues ``prompt_ids``; agrees with :meth:`decode`."""
+        if self._texts is not None:
+            return ByteLevelDetokenizer(self._texts[skip_special_tokens], prompt_ids)
         if self._fast is not None:
             return DecodeStreamDetokenizer(self._fast, prompt_ids, skip_special_tokens=skip_special_tokens)
         return OffsetDetokenizer(

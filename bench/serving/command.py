@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from aioinfer.cli.main import add_settings, read_settings
+from aioinfer.cli.flags import add_settings, read_settings
 from aioinfer.config import EngineConfig
 from bench.client import Record, Target, run_load, summarise, url_target
 from bench.load import Load, LoadRequest, make_load

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from aioinfer.cli.flags import COMMON
 from aioinfer.cli.main import main
 from aioinfer.config import GROUPS, EngineConfig, ServerConfig
 
@@ -55,27 +56,80 @@ def test_a_settings_file_with_a_typo_is_refused(tmp_path: Path, capsys: pytest.C
     assert "windw" in capsys.readouterr().err
 
 
-def test_help_shows_every_setting_in_its_group(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def shown_help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main([*arguments])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    shown = capsys.readouterr().out
+
+
+SETTINGS = {item.name: item for cls in (ServerConfig, EngineConfig) for item in dataclasses.fields(cls)}
+
+
+@pytest.mark.usefixtures("wide")
+def test_help_on_all_shows_every_setting_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_help(capsys, "serve", "--help", "all")
     sections = {part.split(":\n", 1)[0]: part for part in shown.split("\n\n")}
-    for item in (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)):
-        flag = f"  --{item.name.replace('_', '-')} "
+    for name, item in SETTINGS.items():
+        flag = f"  --{name.replace('_', '-')} "
         assert shown.count(flag) == 1, flag
         # drain_timeout belongs to both classes: the flag is in the engine's group.
         assert flag in sections[GROUPS[item.metadata["group"]]], flag
     assert list(GROUPS.values()) == [name for name in sections if name in GROUPS.values()]
+
+
+@pytest.mark.usefixtures("wide")
+def test_help_is_short_and_names_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_help(capsys, "serve", "--help")
     assert len(shown.splitlines()) < 150
+    assert len(shown.splitlines()) < 60
+    for group, title in GROUPS.items():
+        assert any(line.split()[:1] == [group] and title in line for line in shown.splitlines()), group
+    for name in SETTINGS:
+        assert (f"  --{name.replace('_', '-')} " in shown) == (name in COMMON), name
+    assert set(COMMON) <= SETTINGS.keys()
+    assert "--config" in shown
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("group", GROUPS)
+def test_help_on_a_group_shows_its_settings_only(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_help(capsys, "serve", f"--help={group}")
+    for name, item in SETTINGS.items():
+        assert (f"  --{name.replace('_', '-')} " in shown) == (item.metadata["group"] == group), name
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("topic", ["max-body", "max_body", "--max-body", "MAX-BODY"])
+def test_help_on_part_of_a_name_shows_those_settings(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_help(capsys, "serve", f"--help={topic}")
+    assert "--max-body-mib" in shown
+    assert "--max-body-values" in shown
+    assert "--port" not in shown
+
+
+@pytest.mark.parametrize("topic", ["no-such-topic", "", "é" * 500])
+def test_help_on_nothing_is_a_short_error(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["serve", f"--help={topic}"])
+    assert left.value.code == 2
+    complaint = capsys.readouterr().err
+    assert "scheduling" in complaint
+    assert len(complaint) < 700
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "doctor", "trace", "models"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown_help(capsys, command, "--help").startswith(f"usage: aioinfer {command}")
 
 
 def test_help_names_values_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(shown_help(capsys, "serve", "--help", "all").split())
     assert "(auto|triton|native|sdpa; default: auto)" in shown
     assert "(default: false)" in shown
     assert "(default: 64)" in shown

@@ -27,12 +27,14 @@ from xml.etree import ElementTree
 import pytest
 
 from aioinfer.checkpoint.locate import PACKAGED
-from aioinfer.cli.main import _parser, read_settings
+from aioinfer.cli.flags import read_settings
+from aioinfer.cli.main import _parser
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
-from tests.docs import fields, settings
+from tests.docs import fields, metrics, settings
 from tests.docs.pages import PAGES, ROOT, Fence, anchors, commands, fences, links, prose, read
+from tests.observe.scrapes import read_text, values
 
 SHELL = {"sh", "console"}
 LANGUAGES = {*SHELL, "python", "yaml", "json", "text", ""}
@@ -131,6 +133,10 @@ def _aioinfer(arguments: list[str], *_: Any) -> None:
         _parser().parse_args(arguments)
     except Parsed as parsed:
         options = parsed.args[0]
+    except SystemExit as ended:  # help
+        if ended.code:
+            raise
+        return
     if "model_argument" in options:
         for cls in (EngineConfig, ServerConfig):
             read_settings(cls, options)
@@ -145,7 +151,7 @@ def _python(arguments: list[str], monkeypatch: pytest.MonkeyPatch, config: pytes
         program, *others = rest[rest.index("--") + 1 :]
         CHECKS[program](others, monkeypatch, config)
         return
-    if name in ("asyncio", "tests.docs.fields", "tests.docs.settings", "venv"):
+    if name in ("asyncio", "tests.docs.fields", "tests.docs.metrics", "tests.docs.settings", "venv"):
         assert not rest or name == "venv"
         return
     file = ROOT / name.replace(".", "/") / "__main__.py" if module else ROOT / name
@@ -377,6 +383,8 @@ def test_curl_lines_are_answered(
     if "data: " in answer:
         assert answer.endswith("data: [DONE]\n\n")
         assert '"error"' not in answer
+    elif "/metrics" in " ".join(arguments):
+        assert values(read_text(answer)), "Prometheus could not read it"
     else:
         assert "error" not in json.loads(answer)
 
@@ -462,6 +470,11 @@ def test_the_tables_of_settings_are_those_of_the_code() -> None:
 def test_the_tables_of_fields_are_those_of_the_code() -> None:
     page = fields.PAGE.read_text("utf-8")
     assert page == fields.rewritten(page), "run: python -m tests.docs.fields"
+
+
+def test_the_tables_of_metrics_are_those_of_the_code() -> None:
+    page = metrics.PAGE.read_text("utf-8")
+    assert page == metrics.rewritten(page), "run: python -m tests.docs.metrics"
 
 
 def test_the_stable_interface_lists_every_public_name() -> None:

@@ -160,7 +160,8 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     launcher = TimedLauncher(
         device, lambda step: dice.choice([0.0, 0.001, 0.01, 0.03]) + 1e-4 * step.num_tokens
     )
-    engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: ToyTokenizer(VOCAB))
+    tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
+    engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer)
     return World(rng, engine, device, launcher, random_params, verify)
 
 

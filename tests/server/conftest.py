@@ -131,13 +131,13 @@ def bundled(model_with_tools: Path) -> Bundled:
     """A client of a server with the bundled model."""
 
     @asynccontextmanager
-    async def run(model: Path | None = None, **server: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-        engine = Engine(EngineConfig(model=str(model or model_with_tools), threads=1, dtype="float32"))
+    async def run(model: Path | None = None, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+        settings = {"model": str(model or model_with_tools), "tool_call_parser": "hermes", **settings}
+        engine = Engine(EngineConfig(threads=1, dtype="float32", **settings))
         loop = asyncio.get_running_loop()
         started: asyncio.Future[str] = loop.create_future()
         stop = asyncio.Event()
-        settings = {"tool_call_parser": "hermes", **server}
-        config = ServerConfig(port=0, served_model_name="tiny-chat", **settings)
+        config = ServerConfig(port=0, served_model_name="tiny-chat")
         async with engine:
             task = loop.create_task(serve(engine, config, stop=stop, ready=started.set_result))
             try:

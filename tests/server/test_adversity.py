@@ -104,9 +104,9 @@ async def test_a_client_that_disconnects_while_calls_are_parsed(
         "messages": CHAT,
         "tools": [{"type": "function", "function": {"name": "f"}}],
     }
-    server = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    formats = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     async with (
-        serving(fault=gate, server=server, tokenizer=tokenizer, overlap_steps=0) as served,
+        serving(fault=gate, **formats, tokenizer=tokenizer, overlap_steps=0) as served,
         aiohttp.ClientSession() as session,
     ):
         gate.step(6)

@@ -38,8 +38,8 @@ async def test_a_strict_client_reads_drafts_between_the_deltas(
     serving: Serving, algorithm: str, parser: str | None
 ) -> None:
     body = {**EXTRA, "diffusion": {"algorithm": algorithm, "draft": True, "step_map": True}}
-    server = {"reasoning_parser": parser}
-    async with serving(device=device(), server=server) as served, served.client() as client:
+    formats = {"reasoning_parser": parser}
+    async with serving(device=device(), **formats) as served, served.client() as client:
         whole = await client.chat.completions.create(**ASK, messages=CHAT, extra_body=body)
         stream = await client.chat.completions.create(
             **ASK, messages=CHAT, stream=True, stream_options={"include_usage": True}, extra_body=body

@@ -36,12 +36,13 @@ def test_it_is_that_of_version_model_and_kernels(monkeypatch: pytest.MonkeyPatch
     others = [
         fingerprint("other", config, INFO),
         fingerprint("toy", replace(config, quantization="int8"), INFO),
+        fingerprint("toy", replace(config, chat_template="{{ messages[0].content }}"), INFO),
         fingerprint("toy", config, replace(INFO, dtype="bfloat16")),
         fingerprint("toy", config, replace(INFO, kernels={**INFO.kernels, "sampling": "native"})),
     ]
     monkeypatch.setattr(module, "__version__", "99")
     others.append(fingerprint("toy", config, INFO))
-    assert len({first, *others}) == 6
+    assert len({first, *others}) == 7
 
 
 async def test_every_answer_and_event_has_it(serving: Serving) -> None:

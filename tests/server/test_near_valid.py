@@ -59,12 +59,11 @@ async def test_requests_that_are_almost_right_are_answered_or_refused_by_name(
     statuses: Counter[int] = Counter()
     work = iter([request(rng) for _ in range(count)])
     caplog.set_level(logging.WARNING)
-    engine = Engine(EngineConfig(model=model, threads=1, num_pages=2048))
+    formats = {"tool_call_parser": "hermes", "reasoning_parser": reasoning}
+    engine = Engine(EngineConfig(model=model, threads=1, num_pages=2048, **formats))
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
-    config = ServerConfig(
-        port=0, served_model_name="tiny-chat", tool_call_parser="hermes", reasoning_parser=reasoning
-    )
+    config = ServerConfig(port=0, served_model_name="tiny-chat")
     async with engine, aiohttp.ClientSession() as session:
         server = asyncio.create_task(serve(engine, config, stop=stop, ready=started.set_result))
         url = await started

@@ -56,8 +56,8 @@ async def test_reasoning_is_split_off(serving: Serving, name: str | None, specia
     elif special and name in (None, "mistral", "gemma4", "harmony"):
         # No tags of this format, but special tokens.
         wanted.content = text.replace("\n</think>\n", "")
-    server = {"reasoning_parser": name, "tool_call_parser": "hermes"}
-    async with serving(server=server, tokenizer=tokenizer) as served, served.client() as client:
+    formats = {"reasoning_parser": name, "tool_call_parser": "hermes"}
+    async with serving(**formats, tokenizer=tokenizer) as served, served.client() as client:
         options: Any = {"model": "toy", "messages": messages, "temperature": 0, "max_tokens": 60}
         assert await both(client, **options) == [wanted]
         assert await both(client, **options, tools=TOOLS) == [wanted]

@@ -91,8 +91,8 @@ async def test_without_the_extra_the_field_and_the_extra_are_named(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
     required: Any = {"tools": [tool("f", {"type": "object"})], "tool_choice": "required"}
-    server = {"tool_call_parser": "hermes"}
-    async with serving(server=server) as served, served.client() as client:
+    formats = {"tool_call_parser": "hermes"}
+    async with serving(**formats) as served, served.client() as client:
         for field, body in (
             ("response_format", {"response_format": schema}),
             ("guided_regex", {"extra_body": {"guided_regex": "a"}}),
@@ -155,8 +155,8 @@ async def test_no_value_of_any_field_is_a_fault(serving: Serving) -> None:
     """Values nested as deeply as JSON allows, and long ones: an error shows a part of them."""
     deep, nested = "@deep@", "[" * 940 + '"x"' + "]" * 940  # too deep for an encoder within a test
     headers = {"Content-Type": "application/json"}
-    server = {"tool_call_parser": "hermes"}
-    async with serving(server=server) as served, aiohttp.ClientSession() as session:
+    formats = {"tool_call_parser": "hermes"}
+    async with serving(**formats) as served, aiohttp.ClientSession() as session:
         for path, table, plain in (
             ("chat/completions", CHAT_FIELDS, {"messages": CHAT}),
             ("completions", COMPLETION_FIELDS, {"prompt": "a"}),

@@ -163,7 +163,7 @@ def named(name: Any) -> dict[str, Any]:
     ids=lambda value: str(value)[:60],
 )
 async def test_invalid_tools_are_refused(serving: Serving, change: dict[str, Any], param: str) -> None:
-    async with serving(server=HERMES) as served, served.client() as client:
+    async with serving(**HERMES) as served, served.client() as client:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(
@@ -202,8 +202,8 @@ async def test_a_schema_beyond_max_grammar_depth_is_refused_by_its_field(serving
         ("response_format", {"response_format": form}),
         ("guided_grammar", {"extra_body": {"guided_grammar": f"start: %json {json.dumps(ending)}"}}),
     ]
-    server = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    async with serving(server=server, max_grammar_depth=8) as served, served.client() as client:
+    formats = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    async with serving(**formats, max_grammar_depth=8) as served, served.client() as client:
         for param, options in cases:
             given: dict[str, Any] = {"model": "toy", "messages": [USER], "max_tokens": 1, **options}
             with pytest.raises(openai.BadRequestError, match="more than 8 levels deep") as refused:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts, token_texts
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from tests.tiers import scaled
 
@@ -27,6 +29,17 @@ def make_offset(tokenizer: Tokenizer, prompt: list[int], skip: bool) -> Detokeni
     return OffsetDetokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip), prompt)
 
 
+@cache
+def tables(tokenizer: Tokenizer) -> Mapping[bool, TokenTexts]:
+    found = token_texts(tokenizer)
+    assert found is not None
+    return found
+
+
+def make_look_up(tokenizer: Tokenizer, prompt: list[int], skip: bool) -> Detokenizer:
+    return ByteLevelDetokenizer(tables(tokenizer)[skip], prompt)
+
+
 def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
     found = [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
     assert detokenizer.finish() == ""
@@ -39,16 +52,18 @@ def byte_tokens(text: str) -> list[int]:
 
 
 both = pytest.mark.parametrize("make", [make_stream, make_offset])
+#: for byte-level tokenizers
+each = pytest.mark.parametrize("make", [make_stream, make_offset, make_look_up])
 
 
-@both
+@each
 def test_a_character_split_over_tokens_comes_out_whole(byte_level: Tokenizer, make: Make) -> None:
     ids = byte_level.encode("𝄞").ids
     assert len(ids) > 1
     assert pieces(make(byte_level, [], True), ids) == [""] * (len(ids) - 1) + ["𝄞", ""]
 
 
-@both
+@each
 def test_every_character_comes_with_the_token_that_completes_it(byte_level: Tokenizer, make: Make) -> None:
     ids = byte_level.encode("a 𝄞日 the fox é").ids
     found = pieces(make(byte_level, [], True), ids)
@@ -58,7 +73,7 @@ def test_every_character_comes_with_the_token_that_completes_it(byte_level: Toke
             assert "".join(found[:end]) == whole, "text was held back without need"
 
 
-@both
+@each
 def test_a_character_never_completed_is_replaced_at_the_end(byte_level: Tokenizer, make: Make) -> None:
     ids = byte_level.encode("ok𝄞").ids[:-1]
     found = pieces(make(byte_level, [], True), ids)
@@ -73,7 +88,7 @@ def test_a_continuation_keeps_its_leading_space(metaspace: Tokenizer, make: Make
     assert "".join(pieces(make(metaspace, [], True), output)) == "world"
 
 
-@both
+@each
 @pytest.mark.parametrize("skip", [True, False])
 def test_special_tokens_are_left_out_or_kept(byte_level: Tokenizer, make: Make, skip: bool) -> None:
     ids = [*byte_level.encode("the").ids, 1, *byte_level.encode(" fox").ids, 0]
@@ -81,7 +96,7 @@ def test_special_tokens_are_left_out_or_kept(byte_level: Tokenizer, make: Make, 
     assert text == ("the fox" if skip else "the<|user|> fox<|end|>")
 
 
-@both
+@each
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_a_character_begun_by_the_prompt_belongs_to_the_output(
     byte_level: Tokenizer, metaspace: Tokenizer, make: Make, lost: int
@@ -90,6 +105,8 @@ def test_a_character_begun_by_the_prompt_belongs_to_the_output(
         (byte_level, byte_level.encode("Hello 𝄞").ids),
         (metaspace, metaspace.encode("Hello").ids + byte_tokens("日𝄞")),
     ):
+        if make is make_look_up and tokenizer is metaspace:
+            continue
         prompt, output = ids[:-lost], ids[-lost:]
         assert tokenizer.decode(prompt).endswith(REPLACEMENT)
         after = tokenizer.encode("the").ids
@@ -101,7 +118,7 @@ def test_a_character_begun_by_the_prompt_belongs_to_the_output(
         assert pieces(make(tokenizer, prompt, True), []) == [""]
 
 
-@both
+@each
 def test_a_replacement_character_in_the_prompt_is_not_repeated(byte_level: Tokenizer, make: Make) -> None:
     prompt, output = byte_level.encode("Hello \ufffd").ids, byte_level.encode(" the").ids
     assert "".join(pieces(make(byte_level, prompt, True), output)) == " the"
@@ -117,7 +134,7 @@ def test_released_text_is_final_even_if_decoding_changes_it(metaspace: Tokenizer
     assert "".join(found) == "日\ufffd the fox"
 
 
-@both
+@each
 def test_broken_bytes_are_not_held_back_for_ever(byte_level: Tokenizer, make: Make) -> None:
     broken = byte_level.token_to_id("ÿ")
     detokenizer = make(byte_level, [], True)
@@ -217,7 +234,7 @@ def check(tokenizer: Tokenizer, make: Make, prompt: list[int], output: list[int]
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("pool", ["all", "broken"])
-@both
+@each
 def test_any_bytes_in_any_order(byte_level: Tokenizer, make: Make, pool: str, skip: bool) -> None:
     """Exact to the last U+FFFD, prompts that end inside a character included."""
     ids = range(byte_level.get_vocab_size())
@@ -233,7 +250,7 @@ def test_any_bytes_in_any_order(byte_level: Tokenizer, make: Make, pool: str, sk
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@both
+@each
 def test_any_text_cut_anywhere(byte_level: Tokenizer, make: Make, skip: bool) -> None:
     @settings(max_examples=scaled(150), deadline=None, derandomize=True)
     @given(st.text(max_size=25), st.integers(0, 60), st.lists(st.integers(0, 60), max_size=4))
@@ -345,7 +362,7 @@ def test_a_decoder_with_clean_up_gives_text_and_no_error() -> None:
     run()
 
 
-@both
+@each
 @pytest.mark.parametrize("skip", [True, False])
 @settings(max_examples=scaled(60, 20), deadline=None)
 @given(data=st.data())

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from aioinfer.errors import ConfigError, InvalidRequest
-from aioinfer.text.detokenizer import DecodeStreamDetokenizer, OffsetDetokenizer
+from aioinfer.text.byte_level import ByteLevelDetokenizer
+from aioinfer.text.detokenizer import OffsetDetokenizer
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.tiers import scaled
 
@@ -204,7 +205,7 @@ def test_a_processors_template_that_is_none_is_an_error(directory: Path, text: s
 def test_a_fast_tokenizer_streams_what_it_decodes(tokenizer: HFTokenizer) -> None:
     prompt, output = tokenizer.encode_chat([USER]), tokenizer.encode("naïve 😀 日本<|end|>")[1:]
     detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=True)
-    assert isinstance(detokenizer, DecodeStreamDetokenizer)
+    assert isinstance(detokenizer, ByteLevelDetokenizer)
     text = "".join([detokenizer.push(token) for token in output]) + detokenizer.finish()
     assert text == "naïve 😀 日本" == tokenizer.decode(output)
 

@@ -1,0 +1,109 @@
+"""``aioinfer serve``: the engine, its sockets and the signals that end it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from aioinfer import __version__
+from aioinfer.cli.flags import read_settings
+from aioinfer.cli.terminal import Progress, interrupted
+from aioinfer.config import EngineConfig, ServerConfig
+
+__all__ = ["serve_model"]
+
+#: seconds between log lines of throughput and load
+_STATS_INTERVAL = 10.0
+
+
+async def serve_model(options: argparse.Namespace) -> int:
+    from aioinfer.server.http.listening import bind, check_open_files
+
+    engine_config = read_settings(EngineConfig, options)
+    config = read_settings(ServerConfig, options)
+    # A port in use is known before the model loads, and before torch does. So are too few open files.
+    sockets = await bind(config.host, config.port)
+    try:
+        check_open_files()
+        return await _serve_on(sockets, engine_config, config)
+    finally:
+        for each in sockets:
+            each.close()
+
+
+async def _serve_on(
+    sockets: Sequence[socket.socket], engine_config: EngineConfig, config: ServerConfig
+) -> int:
+    from aioinfer.engine import Engine
+    from aioinfer.loop.tuning import FROZEN
+    from aioinfer.server import serve
+
+    if config.access_log:
+        logging.getLogger("aioinfer.access").setLevel(logging.INFO)
+    if engine_config.stats_interval is None:
+        engine_config = dataclasses.replace(engine_config, stats_interval=_STATS_INTERVAL)
+    if engine_config.stats_interval and logging.getLogger().level <= logging.WARNING:
+        # Asked for by the setting, where the command line shows no other line of this level.
+        logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
+    engine = Engine(engine_config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    aborting: list[asyncio.Task[None]] = []
+    received: list[int] = []
+
+    def signalled(number: int) -> None:
+        """The first signal drains the server; the second one aborts running requests."""
+        received.append(number)
+        if stop.is_set() and not starting_up:
+            aborting.append(loop.create_task(engine.aclose()))
+        stop.set()
+
+    starting_up = True
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled, number)
+    started = time.monotonic()
+    starting = asyncio.ensure_future(engine.start(Progress()))
+    stopped = asyncio.ensure_future(stop.wait())
+    frozen: object | None = None
+    try:
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            return interrupted(received[0])
+        starting.result()
+        starting_up = False
+        # Full collections would look at all that was imported and hold up the loop for 100 ms and more.
+        frozen = FROZEN.hold(True)
+
+        def ready(url: str) -> None:
+            _banner(engine.info.description, time.monotonic() - started, url, config, engine.config)
+
+        await serve(engine, config, stop=stop, ready=ready, sockets=sockets)
+    finally:
+        FROZEN.release(frozen)
+        stopped.cancel()
+        await asyncio.gather(engine.aclose(), *aborting)
+    return 0
+
+
+def _banner(
+    description: str, seconds: float, url: str, config: ServerConfig, engine_config: EngineConfig
+) -> None:
+    """Print model, URL and an example request."""
+    name = config.served_model_name or engine_config.model_name
+    body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
+    key = ' -H "Authorization: Bearer $AIOINFER_API_KEY"' if config.api_key else ""
+    print(f"aioinfer {__version__}: {name} ({description}), loaded in {seconds:.1f} s")
+    print(f"Serving on {url}  (OpenAI API: {url}/v1)")
+    print("Try it:")
+    print(f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
+    sys.stdout.flush()

@@ -1,0 +1,37 @@
+"""What commands show on a terminal besides their output."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+__all__ = ["Progress", "interrupted"]
+
+
+class Progress:
+    """Bars on a terminal, one for each stage; no output elsewhere."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: Any = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            from tqdm import tqdm
+
+            if self._bar is not None:
+                self._bar.close()
+            unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage == "download" else {}
+            self._stage = stage
+            self._bar = tqdm(total=total, desc=stage, disable=not sys.stderr.isatty(), leave=False, **unit)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+        if done >= total > 0:
+            self._bar.close()
+
+
+def interrupted(number: int) -> int:
+    """Say that a signal ended the command; returns the exit status of a shell for it."""
+    print(f"aioinfer: interrupted by {signal.Signals(number).name}", file=sys.stderr)
+    return 128 + number

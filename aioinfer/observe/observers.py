@@ -1,0 +1,80 @@
+"""Observers: what follows an engine's requests and steps without a part in them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.request import Request
+    from aioinfer.scheduling.step import Step
+
+__all__ = ["Observer", "Observers"]
+
+_log = logging.getLogger("aioinfer")
+
+
+class Observer:
+    """Base class: methods do nothing. All are called on the engine's loop, :meth:`closed` elsewhere, too, if
+    the engine outlived its loop. None may wait, and :meth:`stepped` has to be O(1)."""
+
+    def opened(self, request: Request, *, chat: bool) -> None:
+        """A request was accepted, in the task that asked for it. ``chat``: its prompt is messages."""
+
+    def ended(self, request: Request) -> None:
+        """The request has its last token and its end, or was refused while it was tokenized. Once each."""
+
+    def rejected(self) -> None:
+        """The queue was full before a request was made."""
+
+    def stepped(self, step: Step, lag: float) -> None:
+        """A step was computed; the loop reads it ``lag`` seconds after its end."""
+
+    def closed(self) -> None:
+        """The engine is closed; nothing follows."""
+
+
+_Kind = TypeVar("_Kind", bound=Observer)
+
+
+class Observers:
+    """The observers of a running engine. One that raises is logged and not called again."""
+
+    __slots__ = ("_each",)
+
+    def __init__(self) -> None:
+        self._each: tuple[Observer, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._each)
+
+    def add(self, observer: Observer) -> None:
+        self._each = (*self._each, observer)
+
+    def find(self, kind: type[_Kind]) -> _Kind | None:
+        """The first one of a class."""
+        return next((each for each in self._each if isinstance(each, kind)), None)
+
+    def opened(self, request: Request, *, chat: bool) -> None:
+        self._tell("opened", request, chat=chat)
+
+    def ended(self, request: Request) -> None:
+        self._tell("ended", request)
+
+    def rejected(self) -> None:
+        self._tell("rejected")
+
+    def stepped(self, step: Step, lag: float) -> None:
+        self._tell("stepped", step, lag)
+
+    def closed(self) -> None:
+        self._tell("closed")
+        self._each = ()
+
+    def _tell(self, event: str, *what: Any, **named: Any) -> None:
+        for each in self._each:
+            try:
+                getattr(each, event)(*what, **named)
+            except Exception:
+                _log.exception("%s raised and is switched off", type(each).__name__)
+                self._each = tuple(other for other in self._each if other is not each)

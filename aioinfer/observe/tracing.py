@@ -1,0 +1,138 @@
+"""Tracing: a span of OpenTelemetry per request, made at its end from the times that it has anyway.
+
+Attributes are those of the semantic conventions for generative AI, which are in development; prompts and
+outputs are never among them. A span is a child of what was current where the request was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from aioinfer.errors import ConfigError
+from aioinfer.observe.observers import Observer
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Tracer as OtelTracer
+
+    from aioinfer.scheduling.request import Request
+
+__all__ = ["Tracer", "require_api", "within"]
+
+_ATTRIBUTE = str | bool | int | float | list[str]
+
+
+def require_api() -> None:
+    """Raises ConfigError unless ``opentelemetry-api`` is installed."""
+    try:
+        import opentelemetry.trace  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("tracing needs the extra: pip install 'aioinfer[tracing]'") from error
+
+
+@contextmanager
+def within(headers: Mapping[str, str]) -> Iterator[None]:
+    """Requests made in the block belong to the trace that the headers of a call name (``traceparent``), or to
+    the span that is current already, if there is one."""
+    from opentelemetry import context, propagate, trace
+
+    if trace.get_current_span().get_span_context().is_valid:
+        yield
+        return
+    token = context.attach(propagate.extract(headers))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+class Tracer(Observer):
+    """Makes the spans of one engine with the provider that the application has set, if any."""
+
+    def __init__(self, model: str, version: str, clock: Callable[[], float]) -> None:
+        """``clock`` is that of the requests' times."""
+        from opentelemetry import trace
+
+        self._model = model
+        self._clock = clock
+        self._tracer: OtelTracer = trace.get_tracer("aioinfer", version)
+        #: of the open requests: what was current where they were made, and whether they are chats
+        self._opened: dict[Request, tuple[Context, bool]] = {}
+
+    def opened(self, request: Request, *, chat: bool) -> None:
+        from opentelemetry.context import get_current
+
+        self._opened[request] = get_current(), chat
+
+    def ended(self, request: Request) -> None:
+        from opentelemetry.trace import SpanKind, StatusCode, get_current_span
+
+        context, chat = self._opened.pop(request, (None, False))
+        if context is None:
+            return
+        # The engine's clock has another origin than that of spans.
+        now, epoch = self._clock(), time.time_ns()
+
+        def stamp(at: float) -> int:
+            return epoch - round(1e9 * (now - at))
+
+        operation = "chat" if chat else "text_completion"
+        remote = get_current_span(context).get_span_context().is_remote
+        span = self._tracer.start_span(
+            f"{operation} {self._model}",
+            context=context,
+            kind=SpanKind.SERVER if remote else SpanKind.INTERNAL,
+            attributes={**self._asked(request), "gen_ai.operation.name": operation},
+            start_time=stamp(request.arrival),
+        )
+        if span.is_recording():
+            span.set_attributes(_answered(request))
+            if request.admitted_at is not None:
+                span.add_event("admitted", timestamp=stamp(request.admitted_at))
+            if request.token_times:
+                span.add_event("first token", timestamp=stamp(request.token_times[0]))
+            if request.error is not None:
+                # The message may quote what the request said.
+                span.set_status(StatusCode.ERROR)
+                span.set_attribute("error.type", type(request.error).__name__)
+        span.end(end_time=stamp(now if request.finished_at is None else request.finished_at))
+
+    def closed(self) -> None:
+        self._opened.clear()
+
+    def _asked(self, request: Request) -> dict[str, _ATTRIBUTE]:
+        """What is known before the first token: samplers may look at it."""
+        params = request.params
+        found: dict[str, _ATTRIBUTE] = {
+            "gen_ai.provider.name": "aioinfer",
+            "gen_ai.request.model": self._model,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+        }
+        if params.top_k:
+            found["gen_ai.request.top_k"] = params.top_k
+        if params.max_tokens is not None:
+            found["gen_ai.request.max_tokens"] = params.max_tokens
+        if params.seed is not None:
+            found["gen_ai.request.seed"] = params.seed
+        for name in ("frequency_penalty", "presence_penalty"):
+            if value := getattr(params, name):
+                found[f"gen_ai.request.{name}"] = value
+        return found
+
+
+def _answered(request: Request) -> dict[str, _ATTRIBUTE]:
+    usage = request.usage
+    found: dict[str, _ATTRIBUTE] = {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+    }
+    if request.finish_reason is not None:
+        found["gen_ai.response.finish_reasons"] = [request.finish_reason]
+    if request.token_times:
+        found["gen_ai.response.time_to_first_chunk"] = request.token_times[0] - request.arrival
+    return found

@@ -1,0 +1,239 @@
+"""Detokenizing by look-up: the text of every token of a byte-level vocabulary, made once per tokenizer.
+
+The decoder ``ByteLevel`` (GPT-2, Llama 3, Qwen, SmolLM) writes the bytes of the tokens one behind the other,
+so the text of a token depends on its neighbours only where a character is cut. A table is exact or not used:
+:func:`token_texts` compares every entry with what the tokenizer decodes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from codecs import utf_8_decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+__all__ = ["ByteLevelDetokenizer", "TokenTexts", "token_texts"]
+
+_REPLACEMENT = "\ufffd"
+#: seconds of the processor that making and checking the tables may take; 150,000 tokens need half of one
+_MOST_SECONDS = 3.0
+_MOST_TOKENS = 1 << 20
+#: an incomplete character has fewer bytes than this
+_LONGEST_CHARACTER = 4
+#: tokens that are compared at once
+_TOGETHER = 256
+#: random sequences that are compared, and their length
+_SEQUENCES = 64
+#: of any incomplete character, one of these is the rest
+_ENDINGS = [bytes([first, *[0x80] * more]) for first in (0x80, 0x90, 0xA0) for more in range(3)]
+
+
+class TokenTexts:
+    """By token id, the text of each token; special tokens have theirs, or none.
+
+    Attributes:
+        texts: None for a token that is not made of whole characters.
+        parts: the bytes of those tokens.
+    """
+
+    __slots__ = ("parts", "texts")
+
+    def __init__(self, texts: list[str | None], parts: dict[int, bytes]) -> None:
+        self.texts = texts
+        self.parts = parts
+
+    @classmethod
+    def of(cls, tokens: Sequence[bytes]) -> TokenTexts:
+        """From the bytes of each token."""
+        texts: list[str | None] = []
+        parts = {}
+        for token_id, token in enumerate(tokens):
+            try:
+                texts.append(token.decode())
+            except UnicodeDecodeError:
+                texts.append(None)
+                parts[token_id] = token
+        return cls(texts, parts)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Empty for an id outside the vocabulary, as in the library. Raises OverflowError if negative."""
+        if token_id < 0:
+            raise OverflowError(f"a token id is negative: {token_id}")
+        if token_id >= len(self.texts):
+            return b""
+        text = self.texts[token_id]
+        return self.parts[token_id] if text is None else text.encode()
+
+
+class ByteLevelDetokenizer:
+    """A :class:`~aioinfer.text.detokenizer.Detokenizer` that looks its texts up.
+
+    Attributes:
+        texts: the text of each token if it came next, None where :meth:`push` has to find it; None while a
+            character is incomplete.
+    """
+
+    __slots__ = ("_held", "_of_prompt", "_table", "texts")
+
+    def __init__(self, table: TokenTexts, prompt_ids: Sequence[int]) -> None:
+        self._table = table
+        #: the bytes of an incomplete character
+        self._held = _incomplete(table, prompt_ids)
+        #: the prompt ends inside a character, which the output has not completed
+        self._of_prompt = bool(self._held)
+        self.texts = None if self._held else table.texts
+
+    def push(self, token_id: int) -> str:
+        texts = self.texts
+        if texts is not None and 0 <= token_id < len(texts):
+            text = texts[token_id]
+            if text is not None:
+                return text
+        table = self._table
+        held = self._held + table.bytes_of(token_id)
+        text, used = utf_8_decode(held, "replace", False)
+        self._held = held[used:]
+        self.texts = None if self._held else table.texts
+        new = self._without_prompt(text)
+        if text:
+            self._of_prompt = False
+        return new
+
+    def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
+        tokens = b"".join(map(self._table.bytes_of, token_ids))
+        if apart:
+            return tokens.decode(errors="replace")
+        return self._without_prompt((self._held + tokens).decode(errors="replace"))
+
+    def finish(self) -> str:
+        text = self._without_prompt(self._held.decode(errors="replace"))
+        self._held, self._of_prompt, self.texts = b"", False, self._table.texts
+        return text
+
+    def _without_prompt(self, text: str) -> str:
+        """Without the U+FFFD that stands for a character of the prompt that the output did not complete."""
+        return text[1:] if self._of_prompt and text.startswith(_REPLACEMENT) else text
+
+
+def _incomplete(table: TokenTexts, ids: Sequence[int]) -> bytes:
+    """The bytes at the end of a text that further ones may complete to a character."""
+    end = b""
+    for token_id in reversed(ids):
+        end = table.bytes_of(token_id)[-_LONGEST_CHARACTER:] + end
+        if len(end) >= _LONGEST_CHARACTER:
+            break
+    end = end[utf_8_decode(end, "replace", False)[1] :]
+    # CPython waits for the rest of a surrogate, too, which is two or three broken characters in any case.
+    return end if len(end.decode(errors="replace")) == 1 else b""
+
+
+# -- making the tables --------------------------------------------------------------------------------
+
+
+def token_texts(tokenizer: Any) -> Mapping[bool, TokenTexts] | None:
+    """The tables of a ``tokenizers.Tokenizer``, by whether special tokens are left out; None if they could
+    differ from what it decodes. Takes 3 microseconds per token, and seconds at the most."""
+    until = time.thread_time() + _MOST_SECONDS
+    try:
+        if not _is_byte_level(tokenizer.decoder):
+            return None
+        tables = _tables(tokenizer)
+        exact = tables is not None and all(_agrees(tokenizer, tables[skip], skip, until) for skip in tables)
+    except Exception:
+        return None  # a part written in Python does not say what it does, and the library raises many types
+    return tables if exact else None
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    state = None if decoder is None else json.loads(decoder.__getstate__())
+    while state is not None and state["type"] == "Sequence" and len(state["decoders"]) == 1:
+        state = state["decoders"][0]
+    return state is not None and state["type"] == "ByteLevel"
+
+
+def _tables(tokenizer: Any) -> Mapping[bool, TokenTexts] | None:
+    vocabulary: dict[int, str] = {at: token for token, at in tokenizer.get_vocab(False).items()}
+    added = tokenizer.get_added_tokens_decoder()
+    vocabulary |= {at: token.content for at, token in added.items()}
+    special = {token.content for token in added.values() if token.special}
+    size = max(vocabulary, default=-1) + 1
+    if size > min(_MOST_TOKENS, 2 * len(vocabulary) + 1024):
+        return None
+    spell = _speller()
+    tokens = [b""] * size  # an id without a token has no text
+    for at, token in vocabulary.items():
+        tokens[at] = spell(token)
+    kept = TokenTexts.of(tokens)
+    texts, parts = kept.texts.copy(), kept.parts.copy()
+    for at, token in vocabulary.items():
+        if token in special:
+            texts[at] = ""
+            parts.pop(at, None)
+    return {False: kept, True: TokenTexts(texts, parts)}
+
+
+def _speller() -> Callable[[str], bytes]:
+    """What the decoder makes of a token: of one that is written in the 256 characters that stand for bytes,
+    these bytes, and of any other its own UTF-8."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [value for value in range(0x100) if value not in printable]
+    # To the character of the byte's number; to one beyond bytes, if it stands for none.
+    spelled = {value: value if value in printable else 0x100 for value in range(0x100)}
+    spelled |= {0x100 + at: value for at, value in enumerate(others)}
+
+    def spell(token: str) -> bytes:
+        try:
+            return token.translate(spelled).encode("latin-1")
+        except UnicodeEncodeError:
+            return token.encode()
+
+    return spell
+
+
+def _agrees(tokenizer: Any, table: TokenTexts, skip: bool, until: float) -> bool:
+    """The tokenizer decodes what the table says, and that was known in time. Where special tokens are kept,
+    every token is compared by itself."""
+    decode = tokenizer.decode
+    for token_id, text in enumerate(() if skip else table.texts):
+        if text is None:
+            text = table.parts[token_id].decode(errors="replace")
+        if decode([token_id], skip_special_tokens=False) != text:
+            return False
+        if token_id % 1024 == 0 and time.thread_time() > until:
+            return False
+    for ids in _samples(table):
+        text = b"".join(map(table.bytes_of, ids)).decode(errors="replace")
+        if decode(ids, skip_special_tokens=skip) != text or time.thread_time() > until:
+            return False
+    return True
+
+
+def _samples(table: TokenTexts) -> Iterator[list[int]]:
+    """All tokens, many at a time; those with a cut character between others that complete it; and random
+    ones, half of which have cut characters."""
+    size = len(table.texts)
+    for first in range(0, size, _TOGETHER):
+        yield list(range(first, min(size, first + _TOGETHER)))
+    single = {part[0]: token_id for token_id, part in table.parts.items() if len(part) == 1}
+    for token_id, part in table.parts.items():
+        before, after = ([single[byte] for byte in end if byte in single] for end in _completing(part))
+        yield [*before, token_id, *after]
+    dice = random.Random(size)
+    pools = [pool for pool in (list(table.parts), range(size)) if pool]
+    for _ in range(_SEQUENCES if pools else 0):
+        yield [dice.choice(dice.choice(pools)) for _ in range(_SEQUENCES)]
+
+
+def _completing(part: bytes) -> tuple[bytes, bytes]:
+    """Bytes that complete the characters that are cut at the two ends, if any do."""
+    following = len(part) - len(part.lstrip(bytes(range(0x80, 0xC0))))
+    before = (b"", b"\xc3", b"\xe6", b"\xf1")[min(following, 3)]
+    for after in (b"", *_ENDINGS):
+        try:
+            (before + part + after).decode()
+        except UnicodeDecodeError:
+            continue
+        return before, after
+    return before, b""

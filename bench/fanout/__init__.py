@@ -1,0 +1,1 @@
+"""``python -m bench fanout``; see :mod:`bench.fanout.command`."""

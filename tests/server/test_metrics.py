@@ -1,0 +1,169 @@
+"""/metrics: scrapes of a real server, in both formats, for those who may."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry, generate_latest
+
+from aioinfer.config import ServerConfig
+from aioinfer.errors import ConfigError
+from aioinfer.server import setup
+from tests.observe.scrapes import read_openmetrics, read_text, toy_engine, values
+from tests.server.conftest import Served, Serving
+
+OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"}
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+async def get(served: Served, path: str = "/metrics", **headers: str) -> tuple[int, str, str]:
+    """Status, content type and body."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{served.url}{path}", headers=headers) as response,
+    ):
+        return response.status, response.headers["Content-Type"], await response.text()
+
+
+async def ask(served: Served, **body: Any) -> None:
+    async with aiohttp.ClientSession() as session:
+        question = {"model": "toy", "messages": MESSAGES, "max_tokens": 5, "ignore_eos": True, **body}
+        async with session.post(f"{served.url}/v1/chat/completions", json=question) as response:
+            assert response.status == 200, await response.text()
+            await response.read()
+
+
+async def test_a_scrape_has_what_was_served_in_both_formats(serving: Serving) -> None:
+    async with serving(server={"served_model_name": "a/b"}) as served:
+        await ask(served, model="a/b", n=3)
+        await ask(served, model="a/b", stream=True)
+        status, kind, text = await get(served)
+        assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        series = values(read_text(text))
+        own = {"model_name": "a/b", "engine": "0"}
+        stats = served.engine.stats()
+        for name, value in (
+            ("aioinfer_output_tokens_total", stats.output_tokens),
+            ("vllm:generation_tokens_total", 20),
+            ("aioinfer_request_choices_sum", 4),
+            ("vllm:request_params_n_count", 2),
+            ("aioinfer_request_max_tokens_sum", 20),
+            ("aioinfer_stream_backlog_tokens", 0),
+        ):
+            assert series[name, frozenset(own.items())] == value, name
+        status, kind, opened = await get(served, **OPENMETRICS)
+        assert (status, kind) == (200, "application/openmetrics-text; version=1.0.0; charset=utf-8")
+        assert opened.endswith("# EOF\n")
+        assert values(read_openmetrics(opened)).keys() == series.keys()
+
+
+async def test_the_names_of_vllm_and_the_route_can_be_left_out(serving: Serving) -> None:
+    async with serving(server={"vllm_metrics": False}) as served:
+        _, _, text = await get(served)
+        assert "aioinfer_steps_total" in text
+        assert "vllm" not in text
+    async with serving(server={"metrics": False}) as served:
+        assert (await get(served))[0] == 404
+        await ask(served)
+        assert served.engine._measuring is None
+
+
+async def test_metrics_need_the_key_where_there_is_one(serving: Serving) -> None:
+    async with serving(server={"api_key": "secret"}) as served:
+        assert (await get(served))[0] == 401
+        assert (await get(served, Authorization="Bearer wrong"))[0] == 401
+        assert (await get(served, Authorization="Bearer secret"))[0] == 200
+
+
+async def test_without_a_key_pages_of_other_sites_get_nothing(serving: Serving) -> None:
+    async with serving() as served:
+        assert (await get(served, Origin="https://evil.example"))[0] == 403
+        assert (await get(served, Host="rebound.example"))[0] == 403
+        assert (await get(served, Host="127.0.0.1"))[0] == 200
+
+
+async def test_a_mounted_engine_has_its_metrics_beside_its_health() -> None:
+    app = web.Application()
+    setup(app, toy_engine(), prefix="/a/v1")
+    setup(app, toy_engine(), prefix="/b/v1")
+    paths = {route.resource.canonical for route in app.router.routes() if route.resource is not None}
+    assert {"/a/metrics", "/b/metrics"} <= paths
+    taken = web.Application()
+
+    async def own(request: web.Request) -> web.Response:
+        return web.Response(text="the application's")
+
+    taken.router.add_get("/metrics", own)
+    with pytest.raises(ConfigError, match=r"route /metrics: .*metrics=False"):
+        setup(taken, toy_engine())
+    setup(taken, toy_engine(), config=ServerConfig(metrics=False))
+
+
+async def test_scrapes_while_requests_run_are_whole_and_never_fall(serving: Serving) -> None:
+    async with serving() as served:
+        streamed = [index % 2 == 0 for index in range(12)]
+        asking = [asyncio.create_task(ask(served, max_tokens=40, stream=stream)) for stream in streamed]
+        before: dict[Any, float] = {}
+        while not all(task.done() for task in asking):
+            families = read_text((await get(served))[2])
+            counting = values(family for family in families if family.type in ("counter", "histogram"))
+            assert not [key for key, value in before.items() if counting[key] < value]
+            before = counting
+        await asyncio.gather(*asking)
+
+
+async def test_a_scrape_of_an_engine_that_is_closed_is_empty_and_no_error(serving: Serving) -> None:
+    async with serving() as served:
+        await ask(served)
+        await served.engine.aclose()
+        status, _, text = await get(served)
+        assert status == 200
+        assert not values(read_text(text))
+
+
+async def test_spans_of_calls_belong_to_the_trace_of_their_client(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with serving(tracing=True) as served, aiohttp.ClientSession() as session:
+        for headers in ({"traceparent": parent}, {}):
+            body = {"model": "toy", "messages": MESSAGES, "max_tokens": 2, "n": 2, "ignore_eos": True}
+            url = f"{served.url}/v1/chat/completions"
+            async with session.post(url, json=body, headers=headers) as response:
+                assert response.status == 200
+    spans = exporter.get_finished_spans()
+    traces = [f"{span.context.trace_id:032x}" for span in spans]
+    assert traces[:2] == ["0af7651916cd43dd8448eb211c80319c"] * 2
+    assert all(span.name == "chat toy" for span in spans)
+    assert all(span.parent is None for span in spans[2:]), "a trace ends with its call"
+    provider.shutdown()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which no package index has")
+def test_promtool_accepts_a_scrape() -> None:
+    """tests/observe/test_metrics.py has its checks of names without it."""
+
+    async def text() -> str:
+        registry = CollectorRegistry()
+        engine = toy_engine()
+        engine.register(registry)
+        async with engine:
+            return generate_latest(registry).decode()
+
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=asyncio.run(text()), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,362 @@
+"""Texts by look-up are exactly what the tokenizer decodes, or they are not used."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import aioinfer
+from aioinfer.text import byte_level as module
+from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts, token_texts
+from aioinfer.text.detokenizer import DecodeStreamDetokenizer
+from aioinfer.text.output import OutputText
+from aioinfer.text.tokenizer import HFTokenizer
+from tests.tiers import scaled
+
+BUNDLED = sorted((Path(aioinfer.__file__).parent / "bundled").iterdir())
+REPLACEMENT = "\ufffd"
+#: by byte, the character that stands for it in a byte-level vocabulary
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+CHARACTERS = {byte: chr(byte) for byte in PRINTABLE}
+CHARACTERS |= {byte: chr(0x100 + at) for at, byte in enumerate(sorted({*range(256)} - CHARACTERS.keys()))}
+
+
+def spelled(token: bytes) -> str:
+    return "".join(CHARACTERS[byte] for byte in token)
+
+
+def made(tokens: list[bytes], *, added: list[AddedToken] | None = None, bytes_too: bool = True) -> Tokenizer:
+    """A byte-level tokenizer that has these tokens, and all single bytes."""
+    pieces = [*([bytes([byte]) for byte in range(256)] if bytes_too else []), *tokens]
+    vocab = {spelled(token): at for at, token in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(added or [])
+    return tokenizer
+
+
+def synthetic(seed: int) -> Tokenizer:
+    """Tokens that begin and end anywhere in characters, broken ones, and special and added tokens."""
+    dice = random.Random(seed)
+    text = "naïve 日本語 😀🦜 한국어 \ufffd\ufeff \U0010ffff\ud7ff é𝄞 the fox\n".encode()
+    tokens = []
+    for _ in range(400):
+        at = dice.randrange(len(text))
+        tokens.append(text[at : at + dice.randint(1, 6)])
+    tokens += [dice.randbytes(dice.randint(1, 5)) for _ in range(200)]
+    added = [
+        AddedToken("<|end|>", special=True, normalized=False),
+        AddedToken("<think>", special=False, normalized=False),
+        AddedToken(" two words ", special=False, normalized=False),
+        AddedToken("é", special=True, normalized=False),
+        AddedToken("日本", special=dice.random() < 0.5, normalized=False),
+    ]
+    return made(tokens, added=added)
+
+
+def tables(tokenizer: Tokenizer) -> Mapping[bool, TokenTexts]:
+    found = token_texts(tokenizer)
+    assert found is not None, "the table of a byte-level tokenizer is not used"
+    return found
+
+
+def bundled(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+every_tokenizer = pytest.mark.parametrize(
+    "tokenizer",
+    [*map(bundled, BUNDLED), *map(synthetic, range(3))],
+    ids=[*(path.name for path in BUNDLED), *(f"synthetic-{seed}" for seed in range(3))],
+)
+
+
+def behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
+    """The part of the text of prompt and output that the text of the prompt does not have."""
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    whole = str(tokenizer.decode(prompt + output, skip_special_tokens=skip))
+    while not whole.startswith(before):
+        before = before[:-1]
+    return whole.removeprefix(before)
+
+
+# -- exact ----------------------------------------------------------------------------------------------
+
+
+@every_tokenizer
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_pieces_of_any_tokens_are_the_decoded_text(tokenizer: Tokenizer, skip: bool) -> None:
+    table = tables(tokenizer)[skip]
+    size = len(table.texts)
+    cut = sorted(table.parts)
+    specials = [at for at, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    token = st.one_of(
+        st.integers(0, size - 1), st.sampled_from(cut), st.sampled_from(specials), st.just(size + 5)
+    )
+
+    @settings(max_examples=scaled(200), deadline=None, derandomize=True)
+    @given(st.lists(token, max_size=8), st.lists(token, max_size=60))
+    def run(prompt: list[int], output: list[int]) -> None:
+        text = OutputText(ByteLevelDetokenizer(table, prompt))
+        seen = ""
+        for token_id in output:
+            ready = None if text.texts is None or token_id >= size else text.texts[token_id]
+            count = len(text.pieces)
+            text.push(token_id)
+            new = text.pieces[count:]
+            if ready is not None:
+                assert new == ([ready] if ready else []), "the table says something else than push"
+            seen += "".join(new)
+            assert all(text.pieces)
+        text.finish()
+        assert text.text.startswith(seen)
+        assert text.text == behind(tokenizer, prompt, output, skip)
+
+    run()
+
+
+@every_tokenizer
+def test_a_text_cut_anywhere_is_whole_again(tokenizer: Tokenizer) -> None:
+    table = tables(tokenizer)[True]
+
+    @settings(max_examples=scaled(100), deadline=None, derandomize=True)
+    @given(st.text("aé日😀𝄞\ufffd\n '", max_size=30), st.integers(0, 90))
+    def run(text: str, cut: int) -> None:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        detokenizer = ByteLevelDetokenizer(table, ids[:cut])
+        got = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.finish()
+        assert got == behind(tokenizer, ids[:cut], ids[cut:], True)
+
+    run()
+
+
+@every_tokenizer
+@pytest.mark.parametrize("skip", [True, False])
+def test_peek_is_what_comes_and_changes_nothing(tokenizer: Tokenizer, skip: bool) -> None:
+    table = tables(tokenizer)[skip]
+    token = st.one_of(st.integers(0, len(table.texts) - 1), st.sampled_from(sorted(table.parts)))
+    tokens = st.lists(token, max_size=10)
+
+    @settings(max_examples=scaled(150), deadline=None, derandomize=True)
+    @given(tokens, tokens, tokens)
+    def run(prompt: list[int], output: list[int], ahead: list[int]) -> None:
+        detokenizer = ByteLevelDetokenizer(table, prompt)
+        said = "".join(map(detokenizer.push, output))
+        texts = detokenizer.texts
+        assert said + detokenizer.peek(ahead) == behind(tokenizer, prompt, output + ahead, skip)
+        assert detokenizer.peek(ahead, apart=True) == tokenizer.decode(ahead, skip_special_tokens=skip)
+        assert detokenizer.texts is texts
+        said += detokenizer.finish()
+        assert said == behind(tokenizer, prompt, output, skip)
+        assert detokenizer.finish() == ""
+
+    run()
+
+
+def test_a_special_token_inside_a_character_is_left_out_or_breaks_it() -> None:
+    tokenizer = made([], added=[AddedToken("<|end|>", special=True, normalized=False)])
+    first, *rest = "日".encode()
+    ids = [first, tokenizer.token_to_id("<|end|>"), *rest]
+    for skip, text in ((True, "日"), (False, f"{REPLACEMENT}<|end|>{REPLACEMENT * 2}")):
+        detokenizer = ByteLevelDetokenizer(tables(tokenizer)[skip], [])
+        assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == text
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == text
+
+
+def test_broken_bytes_are_shown_with_the_token_that_breaks_them() -> None:
+    detokenizer = ByteLevelDetokenizer(tables(made([b" fox"]))[True], [])
+    assert [detokenizer.push(token) for token in (0xFF, 0xE6, 0x97, 256, 0x80)] == [
+        REPLACEMENT, "", "", f"{REPLACEMENT} fox", REPLACEMENT,
+    ]  # fmt: skip
+
+
+def test_the_half_of_a_surrogate_in_a_prompt_is_not_completed() -> None:
+    tokenizer = made([])
+    for prompt, output in (
+        ([0xED, 0xA0], [0x80]),
+        ([0xED], [0xA0, 0x80]),
+        ([0xED, 0xA0], []),
+        ([0xED], [0xA0]),
+    ):
+        detokenizer = ByteLevelDetokenizer(tables(tokenizer)[True], prompt)
+        got = "".join(map(detokenizer.push, output)) + detokenizer.finish()
+        assert got == behind(tokenizer, prompt, output, True) == REPLACEMENT * len(output)
+
+
+def test_nothing_is_looked_up_while_a_character_is_incomplete() -> None:
+    table = tables(made([b"fox"]))[True]
+    text = OutputText(ByteLevelDetokenizer(table, []))
+    assert text.texts is table.texts
+    text.push(0xC3)
+    assert text.texts is None
+    text.push(0xA9)
+    assert text.texts is table.texts
+    text.finish()
+    assert text.texts is None, "nothing follows the end"
+    assert text.pieces == ["é"]
+    assert OutputText(ByteLevelDetokenizer(table, [0xC3])).texts is None
+
+
+def test_texts_that_are_searched_are_not_looked_up() -> None:
+    table = tables(made([]))[True]
+    assert OutputText(ByteLevelDetokenizer(table, []), ["x"]).texts is None
+    assert OutputText(ByteLevelDetokenizer(table, []), stop_regex=["x"]).texts is None
+    assert OutputText(None).texts is None
+
+
+def test_an_id_outside_the_vocabulary_has_no_text_and_a_negative_one_raises() -> None:
+    detokenizer = ByteLevelDetokenizer(tables(made([]))[True], [])
+    assert detokenizer.push(10**9) == ""
+    with pytest.raises(OverflowError):
+        detokenizer.push(-1)
+    assert detokenizer.push(ord("a")) == "a"
+
+
+def test_the_end_of_a_long_prompt_is_all_that_is_read() -> None:
+    class Counting(list[int]):
+        read = 0
+
+        def __reversed__(self) -> Any:
+            for token in super().__reversed__():
+                self.read += 1
+                yield token
+
+    prompt = Counting([ord("a")] * 10_000 + list("日".encode())[:2])
+    detokenizer = ByteLevelDetokenizer(tables(made([]))[True], prompt)
+    assert detokenizer.push("日".encode()[2]) == "日"
+    assert prompt.read < 10
+
+
+# -- or not used ----------------------------------------------------------------------------------------
+
+
+def test_other_decoders_have_no_table(metaspace: Tokenizer, unigram: Tokenizer) -> None:
+    word_pieces = made([])
+    word_pieces.decoder = decoders.WordPiece()
+    stripping = made([])
+    stripping.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    without = made([])
+    without.decoder = None
+    for other in (metaspace, unigram, word_pieces, stripping, without):
+        assert token_texts(other) is None
+    alone = made([])
+    alone.decoder = decoders.Sequence([decoders.ByteLevel()])
+    assert token_texts(alone) is not None
+
+
+def test_a_decoder_written_in_python_has_no_table() -> None:
+    class Loud:
+        def decode_chain(self, tokens: list[str]) -> list[str]:
+            return [token.upper() for token in tokens]
+
+    tokenizer = made([])
+    tokenizer.decoder = decoders.Decoder.custom(Loud())
+    assert tokenizer.decode([ord("a")]) == "A"
+    assert token_texts(tokenizer) is None
+
+
+class Lying:
+    """A byte-level tokenizer that decodes some sequences differently."""
+
+    def __init__(self, tokenizer: Tokenizer, lies: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lies = lies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return text + "!" if self._lies(ids, text, skip_special_tokens) else text
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        lambda ids, text, skip: ids == [300],
+        lambda ids, text, skip: ids == [0xE6] and not skip,
+        lambda ids, text, skip: skip and 300 in ids,
+        lambda ids, text, skip: 0xE6 in ids and len(ids) == 3,
+        lambda ids, text, skip: REPLACEMENT * 2 in text,
+    ],
+    ids=["one token", "a cut token", "special tokens left out", "in context", "broken bytes"],
+)
+def test_a_tokenizer_that_decodes_anything_else_has_no_table(lies: Any) -> None:
+    tokenizer = made([b"word%d" % number for number in range(100)])
+    assert token_texts(Lying(tokenizer, lambda *given: False)) is not None
+    assert token_texts(Lying(tokenizer, lies)) is None
+
+
+def test_an_error_while_decoding_is_no_table() -> None:
+    def fault(*given: Any) -> bool:
+        raise RuntimeError("of the library")
+
+    assert token_texts(Lying(made([]), fault)) is None
+
+
+def test_checking_does_not_take_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made([])
+    assert token_texts(tokenizer) is not None
+    monkeypatch.setattr(module, "_MOST_SECONDS", -1.0)
+    assert token_texts(tokenizer) is None
+
+
+def test_a_vocabulary_of_few_and_huge_ids_has_no_table() -> None:
+    tokenizer = made([b"a", b"b"], bytes_too=False)
+    state = json.loads(tokenizer.to_str())
+    assert token_texts(tokenizer) is not None
+    state["model"]["vocab"]["b"] = 1 << 30
+    assert token_texts(Tokenizer.from_str(json.dumps(state))) is None
+
+
+def test_ids_without_a_token_have_no_text() -> None:
+    state = json.loads(made([b"a", b"b"], bytes_too=False).to_str())
+    state["model"]["vocab"]["b"] = 9
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    table = tables(tokenizer)[True]
+    assert table.texts == ["a", *[""] * 8, "b"]
+    assert tokenizer.decode([0, 4, 9]) == "ab"
+
+
+def test_a_vocabulary_without_single_bytes_has_a_table_that_is_exact() -> None:
+    tokenizer = made(["日".encode()[:2], "日".encode()[2:], b"a"], bytes_too=False)
+    detokenizer = ByteLevelDetokenizer(tables(tokenizer)[True], [])
+    assert [detokenizer.push(token) for token in (0, 1, 2)] == ["", "日", "a"]
+
+
+# -- of a model -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", BUNDLED, ids=[path.name for path in BUNDLED])
+def test_bundled_models_look_their_texts_up(path: Path) -> None:
+    tokenizer = HFTokenizer.load(path)
+    for skip in (True, False):
+        prompt, output = tokenizer.encode("Once 😀")[:-1], tokenizer.encode("upon a time, 日本 <|end|>")
+        detokenizer = tokenizer.detokenizer(prompt, skip_special_tokens=skip)
+        assert isinstance(detokenizer, ByteLevelDetokenizer)
+        text = "".join(map(detokenizer.push, output)) + detokenizer.finish()
+        assert text == behind(bundled(path), prompt, output, skip)
+
+
+def test_other_models_decode_step_by_step(metaspace: Tokenizer, unigram: Tokenizer) -> None:
+    for other in (metaspace, unigram):
+        tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=other, eos_token="</s>"))
+        detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
+        assert isinstance(detokenizer, DecodeStreamDetokenizer)
+        output = OutputText(detokenizer)
+        assert output.texts is None
+        ids = other.encode("Hello world").ids
+        for token in ids:
+            output.push(token)
+        output.finish()
+        assert output.text == tokenizer.decode(ids) == "Hello world"
