@@ -29,18 +29,22 @@ _PIECE = 4096
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """The parsers for the answers of one call, and the functions that it offers; ``constrained``: a grammar
-    was built from its tools."""
+    was built from its tools; ``shown``: the answer includes the reasoning; ``begins``: what stands for the
+    end of the prompt, where an answer continues a message."""
 
     tools: type[ToolCallParser] | None
     reasoning: type[ReasoningParser] | None
     constrained: bool = False
     functions: Functions = field(default_factory=dict)
+    shown: bool = True
+    begins: str | None = None
 
     def reader(self, prompt_end: str = "") -> AnswerReader:
         """For one choice, behind a prompt that ends so."""
         return AnswerReader(
             None if self.tools is None else self.tools(self.functions),
-            None if self.reasoning is None else self.reasoning(prompt_end),
+            None if self.reasoning is None else self.reasoning(self.begins or prompt_end),
+            shown=self.shown,
         )
 
 
@@ -69,13 +73,33 @@ class ChatFormat:
             return cls(tools, parser)
         return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names)
 
+    def continued(self, message: Mapping[str, Any]) -> str | None:
+        """What stands for the end of the prompt where the answer continues ``message``: the tag behind which
+        its text ends. None: the prompt shows where the answer begins."""
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = (part.get("text") for part in content if isinstance(part, dict))
+            content = "".join(part for part in parts if isinstance(part, str))
+        if self.reasoning is None or not isinstance(content, str) or not content.strip():
+            return None
+        opening, closing = self.reasoning.opening, self.reasoning.closing
+        return opening if content.rfind(opening) > content.rfind(closing) else closing
+
     def apply(
-        self, params: SamplingParams, tools: Tools | None
+        self,
+        params: SamplingParams,
+        tools: Tools | None,
+        *,
+        separate: bool = True,
+        shown: bool = True,
+        begins: str | None = None,
     ) -> tuple[SamplingParams, AnswerFormat | None]:
         """The parameters with the grammar that the tools require, and the parsers of the answer.
 
         Without parsers (None) the whole answer is content. A grammar in the request that is a regular
-        expression, a choice or Lark applies to the whole answer, reasoning included. Raises InvalidRequest.
+        expression, a choice or Lark applies to the whole answer, reasoning included. Without ``separate``,
+        the reasoning stays in the content; without ``shown``, it is left out. ``begins``: see
+        :meth:`continued`. Raises InvalidRequest.
         """
         if tools is not None and self.tools is None:
             raise InvalidRequest("tools", "cannot be used: there is no tool_call_parser for this model")
@@ -87,19 +111,22 @@ class ChatFormat:
         if own is not None and own.kind not in ("json_schema", "json_object"):
             reasoning = None
         elif (own is not None and (tools or reasoning)) or (tools is not None and tools.enforced):
-            params = replace(params, grammar=self._grammar(own, tools))
+            grammar = self._grammar(own, tools)
+            params = replace(params, grammar=grammar if begins is None else grammar.behind(begins))
             constrained = tools is not None
+        if not separate:
+            reasoning = None
         if tools is None and reasoning is None:
             return params, None
         if tools is None:
-            answer = AnswerFormat(None, reasoning, constrained)
+            answer = AnswerFormat(None, reasoning, constrained, {}, shown, begins)
         else:
             functions: Functions = {each.name: each.parameters for each in tools.functions}
             if self.tools is Qwen3Coder:
                 # For all readers, and here: large bodies are parsed beside the event loop.
                 functions = signatures = Signatures(functions)
                 signatures.prepare()
-            answer = AnswerFormat(self.tools, reasoning, constrained, functions)
+            answer = AnswerFormat(self.tools, reasoning, constrained, functions, shown, begins)
         if self._tags(answer) & self.special:
             params = replace(params, skip_special_tokens=False)
         return params, answer
@@ -139,7 +166,11 @@ class ChatFormat:
 class AnswerReader:
     """Parses one answer, at once or in pieces, into the objects of OpenAI's API."""
 
-    def __init__(self, tools: ToolCallParser | None, reasoning: ReasoningParser | None) -> None:
+    def __init__(
+        self, tools: ToolCallParser | None, reasoning: ReasoningParser | None, *, shown: bool = True
+    ) -> None:
+        """``shown``: the reasoning is part of what is read."""
+        self._shown = shown
         self._tools = tools
         self._reasoning = reasoning
         self._called = False
@@ -211,7 +242,8 @@ class AnswerReader:
         return text if self._reasoning is None else self._kept(*self._reasoning.push(text))
 
     def _kept(self, reasoning: str, behind: str) -> str:
-        self._thoughts.append(reasoning)
+        if self._shown:
+            self._thoughts.append(reasoning)
         return behind
 
     def _keep(self, parsed: Parsed) -> None:

@@ -24,6 +24,7 @@ from aioinfer.server.http.parsing import BodyParser, plain, refuse_large
 from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
+from aioinfer.server.openai.extras import OPTIONS
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
@@ -67,19 +68,22 @@ class Generation:
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         # The limit of the application, too, where the engine is mounted in one.
-        most = min(limits.body, request.client_max_size or limits.body)
-        refuse_large(request, most)
-        raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
+        longest = min(limits.body, request.client_max_size or limits.body)
+        refuse_large(request, longest)
+        raw = await plain(request, await read_body(request, self._config.body_timeout, longest), longest)
         chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
-        served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
+        most = {name: getattr(engine.config, name) for name in OPTIONS}
+        served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes, most)
         return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
 
     async def _answer(self, request: web.Request, call: Call, wire: Wire) -> web.StreamResponse:
         async with AsyncExitStack() as stack:
             # Each prompt is tokenized once for its n choices.
             prompts = [
-                self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
+                self._engine.prompt(
+                    prompt, chat_template_kwargs=call.chat_template_kwargs, **call.extras.form
+                )
                 for prompt in call.prompts
             ]
             # The stack closes every stream, on errors and cancellation too.
@@ -124,6 +128,7 @@ class Generation:
             speller=self._speller,
             readers=self._readers(call, prompts),
             usage=lambda index: streams[index].usage,
+            prompt_ids=lambda index: prompts[index // call.n].encode(),
         )
         return await wire.answer(call, context)
 
