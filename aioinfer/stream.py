@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
 from aioinfer.errors import Cancelled
-from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
-__all__ = ["Stream", "StreamCell"]
+__all__ = ["Stream", "StreamCell", "request_of"]
 
 
 class Want(Enum):
@@ -193,6 +193,16 @@ class Stream(Coroutine[Any, Any, Result]):
         """The token counts so far; of the prompt, 0 before it is tokenized."""
         return self._cell.request.usage
 
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The times so far."""
+        return self._cell.request.metrics
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output has ended; "abort" also for an error. None while it goes on."""
+        return self._cell.request.finish_reason if self.done else None
+
     def result(self) -> Result:
         """The output so far, without waiting, also of a request that failed after it was queued.
 
@@ -286,9 +296,13 @@ class Stream(Coroutine[Any, Any, Result]):
         """The same from synchronous code."""
         self._leave(self._owner.abandon)
 
+    def leave(self) -> None:
+        """The same one turn of the loop later, from any thread and at any point: amid a step, too."""
+        self._leave(self._owner.abandon_later)
+
     def __del__(self) -> None:
         if not self.done:
-            self._leave(self._owner.abandon_later)
+            self.leave()
 
     def _leave(self, abandon: Callable[[Request], None]) -> None:
         if not self._cell.closed:
@@ -313,7 +327,7 @@ class Stream(Coroutine[Any, Any, Result]):
             await cell.waiter
         except GeneratorExit:
             # Closed, by the collector for example: on any thread and at any point, amid a step, too.
-            self._leave(self._owner.abandon_later)
+            self.leave()
             raise
         except BaseException:
             # The task was cancelled, by a timeout for example: the consumer has left.
@@ -325,3 +339,8 @@ class Stream(Coroutine[Any, Any, Result]):
     def _raise_error(self) -> None:
         if self._cell.request.error is not None:
             raise self._cell.request.error
+
+
+def request_of(stream: Stream) -> Request:
+    """The request that a stream reads."""
+    return stream._cell.request

@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.messages import UNREAD
+from aioinfer.chat.messages import UNREAD, check_variables
 from aioinfer.errors import InvalidRequest, shown
 
 __all__ = ["template_variables"]
 
-#: arguments of the tokenizer that are no variables of the template
-_RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
-#: what every tokenizer reads
-_READ = frozenset({"add_generation_prompt", "continue_final_message"})
+_SWITCHES = ("add_generation_prompt", "continue_final_message")
 _STATES = {"enabled": True, "disabled": False}
 
 
@@ -25,21 +22,14 @@ def template_variables(body: Mapping[str, Any], chat: ChatFormat) -> dict[str, A
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest("chat_template_kwargs", "must be an object")
     kwargs = dict(given or {})
-    if _RESERVED & kwargs.keys():
-        raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
     fields = {name: f"chat_template_kwargs.{name[:80]}" for name in kwargs}
     for field, name, value in (*_plain(body, chat), *_thinking(body, chat)):
         if kwargs.get(name, value) != value:
             raise InvalidRequest(field, f"differs from {fields[name]}")
         fields[name], kwargs[name] = field, value
-    for name in _READ:
+    for name in _SWITCHES:
         kwargs.update({name: _flag(name, body[name])} if body.get(name) is not None else {})
-    if kwargs.get("add_generation_prompt") and kwargs.get("continue_final_message"):
-        raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
-    for name, where in fields.items():
-        read = chat.template_names is None or name in chat.template_names or name in _READ
-        if kwargs[name] is not None and not read:
-            raise InvalidRequest(where, UNREAD, code="unsupported_parameter")
+    check_variables(kwargs, fields, chat.template_names)
     return kwargs
 
 

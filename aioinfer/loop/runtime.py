@@ -274,7 +274,7 @@ class Runtime:
 
     def _abandon(self, request: Request) -> None:
         if not request.ended:
-            self._end(request, None)
+            self.end(request, None)
 
     def caught_up(self, request: Request) -> None:
         """The consumer of a request that is parked for it has read enough: the request goes on."""
@@ -286,7 +286,7 @@ class Runtime:
         except Exception as cause:
             error = StepFailed(f"the request could not go on: {cause}")
             error.__cause__ = cause
-            self._end(request, error)
+            self.end(request, error)
         self.driver.wake()
 
     # -- endings --------------------------------------------------------------------------------
@@ -296,9 +296,9 @@ class Runtime:
 
     def _expire(self, request: Request, phase: str, seconds: float) -> None:
         _cell(request).timer = None
-        self._end(request, TimedOut(phase, seconds))
+        self.end(request, TimedOut(phase, seconds))
 
-    def _end(self, request: Request, error: RequestError | EngineError | None) -> None:
+    def end(self, request: Request, error: RequestError | EngineError | None) -> None:
         """End a request, whatever its state."""
         self.core.abort(request, error)
         self._ended(request)

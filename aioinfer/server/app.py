@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import posixpath
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,22 +14,21 @@ from aiohttp.typedefs import Handler, Middleware
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError
+from aioinfer.server.admin import ADMIN_HOST, admin_application
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.connections import Connections
 from aioinfer.server.http.failures import as_failure
+from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.limits import MOST_BODY_MIB
-from aioinfer.server.http.listening import bind, cannot_listen, connection_limit
-from aioinfer.server.http.logs import ACCESS, ACCESS_FORMAT, HTTP
+from aioinfer.server.http.listening import Bound, bind_all, connection_limit, listen
+from aioinfer.server.http.logs import ACCESS, HTTP, AccessLog
+from aioinfer.server.http.records import add_headers, record_of, recorded
 from aioinfer.server.routes import Routes
 from aioinfer.server.status import HEALTH, OPEN_PATHS
 
 __all__ = ["create_app", "serve", "setup"]
 
 _MIB = 1 << 20
-#: connections that the system keeps until they are accepted
-_BACKLOG = 1024
-#: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
-_ACCEPTS = 16
 
 
 def setup(
@@ -69,25 +69,25 @@ async def serve(
     *,
     stop: asyncio.Event | None = None,
     ready: Callable[[str], None] | None = None,
-    sockets: Sequence[socket.socket] | None = None,
+    sockets: Sequence[socket.socket] | Bound | None = None,
 ) -> None:
     """Serve until ``stop`` is set, then drain; cancellation ends it without draining.
 
     While it drains, the server responds to new requests with 503, and running requests have
     ``config.drain_timeout`` seconds to finish. ``ready`` is called with the base URL when requests are
-    accepted. ``sockets``: bound TCP sockets to listen on, instead of the config's host and port; they are
-    closed at the end. Installs no signal handler.
+    accepted. ``sockets``: bound TCP sockets to listen on, instead of the config's host and port, or what
+    :func:`~aioinfer.server.http.listening.bind_all` returned; they are closed at the end. Installs no signal
+    handler.
 
-    Raises ConfigError if it cannot listen.
+    Raises ConfigError if it cannot listen, or cannot read the files of keys or TLS.
     """
     config = config or ServerConfig()
     stop = stop or asyncio.Event()
-    bound = list(sockets) if sockets is not None else await bind(config.host, config.port)
+    bound = sockets if isinstance(sockets, Bound) else await bind_all(config, sockets)
     try:
         await _serve(engine, config, stop, ready, bound)
     finally:
-        for each in bound:
-            each.close()
+        bound.close()
 
 
 async def _serve(
@@ -95,7 +95,7 @@ async def _serve(
     config: ServerConfig,
     stop: asyncio.Event,
     ready: Callable[[str], None] | None,
-    sockets: Sequence[socket.socket],
+    bound: Bound,
 ) -> None:
     connections = Connections(
         limit=connection_limit(config.max_connections),
@@ -103,50 +103,57 @@ async def _serve(
         send_timeout=config.send_timeout,
         unlimited=OPEN_PATHS,
     )
-    app = _application(config, connections.middleware)
+    logged = [AccessLog.of_cancelled(config.access_log_format)] if config.access_log else []
+    app = _application(config, *logged, connections.middleware)
     _mount(app, engine, "/v1", HEALTH.path, config, whole=True)
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        auto_decompress=False,  # bodies are decompressed in slices
-        access_log=ACCESS if config.access_log else None,
-        access_log_format=ACCESS_FORMAT,
-        keepalive_timeout=config.idle_timeout,
-        logger=HTTP,
-        shutdown_timeout=2.0,
-    )
+    runner = _runner(app, config)
+    admin = _runner(admin_application(engine, config), config)
     servers: list[asyncio.Server] = []
     try:
         await runner.setup()
+        await admin.setup()
         assert runner.server is not None
+        assert admin.server is not None
         connections.start(runner.server)
-        for each in sockets:
-            servers.append(await _listen(connections, each, config))
+        for each in bound.public:
+            servers.append(
+                await listen(connections, each, config.host, tls=bound.tls, handshake=config.header_timeout)
+            )
+        for each in bound.admin:
+            servers.append(await listen(admin.server, each, ADMIN_HOST))
         if ready is not None:
-            ready(_url(sockets[0], config))
+            ready(_url(bound, config))
         await stop.wait()
         await engine.aclose(drain=True, timeout=config.drain_timeout)
     finally:
         for server in servers:
             server.close()
         await runner.cleanup()
+        await admin.cleanup()
         connections.stop()
 
 
-async def _listen(connections: Connections, bound: socket.socket, config: ServerConfig) -> asyncio.Server:
-    try:
-        # Another program may have begun to listen since the socket was bound. uvloop hangs on this error.
-        bound.listen(_BACKLOG)
-    except OSError as error:
-        raise cannot_listen(error, config.host, bound.getsockname()[1]) from error
-    server = await asyncio.get_running_loop().create_server(connections, sock=bound, backlog=_ACCEPTS)
-    bound.listen(_BACKLOG)
-    return server
+def _runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,  # bodies are decompressed in slices
+        access_log=ACCESS if config.access_log else None,
+        access_log_class=AccessLog,
+        access_log_format=config.access_log_format,
+        keepalive_timeout=config.idle_timeout,
+        logger=HTTP,
+        shutdown_timeout=2.0,
+    )
 
 
-def _url(bound: socket.socket, config: ServerConfig) -> str:
+def _url(bound: Bound, config: ServerConfig) -> str:
+    first = bound.public[0]
+    address = first.getsockname()
+    if isinstance(address, (str, bytes)):
+        return f"unix:{os.fsdecode(address)}"
     host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{bound.getsockname()[1]}"
+    return f"{'http' if bound.tls is None else 'https'}://{host}:{address[1]}"
 
 
 # -- an engine in an application -----------------------------------------------------------------------
@@ -205,7 +212,9 @@ def _mount(
         raise ConfigError(f"prefix must begin with /, got {prefix!r}")
     if health is not None:
         health = posixpath.normpath(posixpath.join(prefix or "/", health))
-    Routes(engine, config).add_to(app, prefix, health, whole=whole)
+    Routes(engine, config, Keys.of(config)).add_to(app, prefix, health, whole=whole)
+    if add_headers not in app.on_response_prepare:
+        app.on_response_prepare.append(add_headers)
     mount = _Mount(engine, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
@@ -214,11 +223,18 @@ def _mount(
 def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
     access = WebAccess(config)
     app = web.Application(
-        middlewares=[*outer, _json_errors, _but_health(access.middleware)],
+        middlewares=[recorded, *outer, _json_errors, _but_health(access.middleware)],
         client_max_size=int((config.max_body_mib or MOST_BODY_MIB) * _MIB),
     )
+    app.on_response_prepare.append(_recorded_early)
+    app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(access.add_headers)
     return app
+
+
+async def _recorded_early(request: web.Request, response: web.StreamResponse) -> None:
+    """Responses to ``Expect`` come before all middlewares."""
+    record_of(request)
 
 
 def _but_health(middleware: Middleware) -> Middleware:

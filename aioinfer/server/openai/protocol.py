@@ -7,7 +7,6 @@ stands for.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import time
@@ -18,12 +17,12 @@ from typing import Any
 
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.fields import Honoured, Table, check
-from aioinfer.chat.messages import UNREAD, parse_messages
+from aioinfer.chat.messages import parse_messages
 from aioinfer.chat.structured import parse_grammar
 from aioinfer.chat.tools import Tools, parse_tools
 from aioinfer.chat.variables import template_variables
 from aioinfer.engine import Prompt
-from aioinfer.errors import ConstraintFailed, InvalidRequest, shown
+from aioinfer.errors import InvalidRequest, renamed, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
@@ -33,6 +32,7 @@ from aioinfer.server.openai.fields import CHAT, COMPLETION, MAX_CHOICES, NESTED,
 __all__ = [
     "Call",
     "Served",
+    "chat_call",
     "conversation",
     "flag_of",
     "model_not_found",
@@ -49,7 +49,7 @@ _REQUEST_ID = re.compile(REQUEST_ID)
 @dataclass(frozen=True, slots=True)
 class Served:
     """What a server offers: the model's name, its default parameters and the format of its chat answers; how
-    many messages a chat may have; and what computes the answers."""
+    many messages a chat may have; and what computes the answers. Of one request: its id; empty: a new one."""
 
     model: str
     defaults: SamplingParams
@@ -58,6 +58,17 @@ class Served:
     fingerprint: str = ""
     #: options of :meth:`aioinfer.Engine.generate` that a request may lower; None: it may set any
     most: Mapping[str, float | None] = field(default_factory=dict)
+    #: further names of the model
+    aliases: frozenset[str] = frozenset()
+    request_id: str = ""
+
+    def name(self, wanted: Any) -> str:
+        """The name in the answer to a call that asks for the model ``wanted``; None: any. Raises Refused."""
+        if wanted is None or wanted == self.model:
+            return self.model
+        if isinstance(wanted, str) and wanted in self.aliases:
+            return wanted
+        raise model_not_found(self.model, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +98,38 @@ class Call:
     extras: Extras = field(default_factory=Extras)
     #: argument of the engine -> field of the body that it comes from, where the names differ
     names: Mapping[str, str] = field(default_factory=dict)
+    #: what other protocols repeat of the body in their answers
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
-        return _named(error, self.names)
+        return renamed(error, self.names)
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
         """Prompt and parameters of every choice, by index."""
         return [
-            (prompt, self.params if number == 0 else _reseeded(self.params, number))
-            for prompt in self.prompts
-            for number in range(self.n)
+            (prompt, self.params.for_choice(number)) for prompt in self.prompts for number in range(self.n)
         ]
 
 
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
-    body = object_of(raw, served, CHAT)
+    return chat_call(object_of(raw, served, CHAT), served)
+
+
+def chat_call(body: Mapping[str, Any], served: Served, prefix: str = "chatcmpl-") -> Call:
+    """The call of the fields of a chat, which the parsers of other protocols translate their bodies to.
+
+    ``prefix`` begins the id of the answer. Raises InvalidRequest of a field of ``body``; fields in no table
+    must have been refused.
+    """
     messages, kwargs, tools = conversation(body, served)
     top = body.get("top_logprobs")
     if top is not None and not flag_of(body, "logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs")
     logprobs = (0 if top is None else top) if flag_of(body, "logprobs") else None
     names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
-    call = _call("chatcmpl", body, served, [messages], logprobs, CHAT, names, kwargs or None)
+    call = _call(prefix, body, served, [messages], logprobs, CHAT, names, kwargs or None)
     begins = served.chat.continued(messages[-1]) if kwargs.get("continue_final_message") else None
     try:
         params, answer = served.chat.apply(
@@ -140,10 +159,7 @@ def conversation(
     kwargs = template_variables(body, served.chat)
     tools = parse_tools(body)
     if tools is not None:
-        if template_names is not None and "tools" not in template_names and not tools.enforced:
-            # Only the grammar of a required or strict call would tell the model of its tools.
-            raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
-        kwargs["tools"] = [each.for_template() for each in tools.functions]
+        kwargs["tools"] = served.chat.offered(tools)
     return messages, kwargs, tools
 
 
@@ -175,7 +191,7 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     logprobs = body.get("logprobs")
     if logprobs is not None and flag_of(body, "echo") and flag_of(body, "stream"):
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
-    return _call("cmpl", body, served, prompts, logprobs, COMPLETION, {})
+    return _call("cmpl-", body, served, prompts, logprobs, COMPLETION, {})
 
 
 def model_not_found(served: str, wanted: Any) -> Refused:
@@ -186,7 +202,7 @@ def model_not_found(served: str, wanted: Any) -> Refused:
 
 def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
-    ``table`` are refused."""
+    ``table`` are refused with InvalidRequest, another model with Refused."""
     try:
         body = json.loads(
             raw.decode(),
@@ -203,14 +219,13 @@ def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
         raise InvalidRequest("body", f"is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    if body.get("model") not in (None, served.model):
-        raise model_not_found(served.model, body["model"])
+    served.name(body.get("model"))
     check(body, table)
     return body
 
 
 def _call(
-    kind: str,
+    prefix: str,
     body: Mapping[str, Any],
     served: Served,
     prompts: list[Prompt],
@@ -234,9 +249,9 @@ def _call(
     other_key = body.get("routing_key") is None
     names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
     return Call(
-        id=f"{kind}-{_request_id(body)}",
+        id=f"{prefix}{_request_id(body, served)}",
         created=int(time.time()),
-        model=served.model,
+        model=served.name(body.get("model")),
         prompts=prompts,
         params=params,
         n=n,
@@ -258,10 +273,10 @@ def _call(
     )
 
 
-def _request_id(body: Mapping[str, Any]) -> str:
+def _request_id(body: Mapping[str, Any], served: Served) -> str:
     given = body.get("request_id")
     if given is None:
-        return uuid.uuid4().hex
+        return served.request_id or uuid.uuid4().hex
     if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
         raise InvalidRequest("request_id", "must be 1 to 128 letters, digits and characters of ._:-")
     return given
@@ -301,17 +316,7 @@ def _sampling(
     try:
         return SamplingParams(**values)
     except InvalidRequest as refused:
-        raise _named(refused, names) from None
-
-
-def _named(error: BaseException, names: Mapping[str, str]) -> BaseException:
-    """``error`` with the fields of a body in place of the engine's arguments."""
-    match error:
-        case InvalidRequest():
-            return InvalidRequest(names.get(error.field, error.field), error.message, code=error.code)
-        case ConstraintFailed():
-            return ConstraintFailed([names.get(each, each) for each in error.fields], error.message)
-    return error
+        raise renamed(refused, names) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -333,16 +338,6 @@ def _bias(value: Any) -> Any:
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidRequest("logit_bias", f"{shown(token)} is not a token id")
     return {int(token): bias for token, bias in value.items()}
-
-
-def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of choice ``number``: its seed differs, so that the choices differ."""
-    if params.seed is None:
-        return params
-    # A copy skips __post_init__: checking large parameters again for 128 choices would block the event loop.
-    other = copy.copy(params)
-    object.__setattr__(other, "seed", (params.seed + number) % 2**63)
-    return other
 
 
 def flag_of(body: Mapping[str, Any], name: str, path: str = "") -> bool:
