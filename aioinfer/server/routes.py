@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
@@ -21,12 +23,17 @@ from aioinfer.server.openai.wires import CHAT_ENDPOINT, CHAT_WIRE, COMPLETION_EN
 from aioinfer.server.openapi.endpoints import Handler, Route
 from aioinfer.server.openapi.pages import Pages
 from aioinfer.server.operations.metrics import METRICS, Metrics
+from aioinfer.server.playground.page import FILE, PAGE, Playground
 from aioinfer.server.responses.wires import RESPONSES_ENDPOINT, RESPONSES_WIRE
 from aioinfer.server.status import HEALTH, TRACE, Status
 from aioinfer.server.tokens import Tokens
+from aioinfer.server.watching import STEPS, Watching
 from aioinfer.server.wire import Wire
 
 __all__ = ["Routes"]
+
+#: what else helps if an application has the route of an endpoint already
+_WITHOUT = {METRICS.path: ", or metrics=False", PAGE.path: ", or another path for the playground, or none"}
 
 
 class Routes:
@@ -41,6 +48,7 @@ class Routes:
         self._status = Status(engine, config, models, keys)
         self._tokens = Tokens(engine, config, self._generation)
         self._pages = Pages(keyed=keys.given)
+        self._watching = Watching(engine, config, keys)
 
     def _routes(self) -> list[Route]:
         """Every endpoint but health and trace, whose path an application chooses."""
@@ -55,21 +63,42 @@ class Routes:
             *self._pages.routes(),
         ]
 
-    def add_to(self, app: web.Application, prefix: str, health: str | None, *, whole: bool) -> None:
+    def add_to(
+        self,
+        app: web.Application,
+        prefix: str,
+        health: str | None,
+        *,
+        whole: bool,
+        playground: str | None,
+    ) -> None:
         """Add the routes to an application. ``whole``: it is a server of this engine, and has the routes at
-        its root, too. Raises ConfigError if the application has one of the routes."""
+        its root, too. ``playground``: the path of that page, or None. Raises ConfigError if the application
+        has one of the routes."""
         begin = {"prefix": prefix, "here": "" if whole else prefix, "root": ""}
         routes = [
             (f"{begin[route.endpoint.place]}{route.endpoint.path}", route)
             for route in self._routes()
             if whole or route.endpoint.place != "root"
         ]
+        steps = None
         if health is not None:
             beside = health.rsplit("/", 1)[0]
+            steps = beside + STEPS.path
             routes.append((health, HEALTH.route(self._status.health)))
             routes.append((beside + TRACE.path, TRACE.route(self._status.trace)))
+            routes.append((steps, STEPS.route(self._watching.respond)))
             if self._metrics is not None:
                 routes.append((beside + METRICS.path, METRICS.route(self._metrics.scrape)))
+        if playground is not None:
+            page = Playground(playground, prefix, steps)
+            routes.append((playground, PAGE.route(page.page)))
+            routes.append((page.files, FILE.route(page.file)))
+        self._add(app, routes)
+        app.on_shutdown.append(self._watching.close)
+        self._pages.show([(path, route.endpoint) for path, route in routes])
+
+    def _add(self, app: web.Application, routes: Sequence[tuple[str, Route]]) -> None:
         taken = {
             (method, route.resource.canonical)
             for route in app.router.routes()
@@ -78,7 +107,7 @@ class Routes:
         }
         for path, route in routes:
             if (route.endpoint.method, path) in taken:
-                without = ", or metrics=False" if route.endpoint is METRICS else ""
+                without = _WITHOUT.get(route.endpoint.path, "")
                 raise ConfigError(
                     f"the application already has the route {path}: choose another prefix or health path"
                     + without
@@ -86,7 +115,6 @@ class Routes:
         for path, route in routes:
             add = app.router.add_get if route.endpoint.method == "GET" else app.router.add_post
             add(path, self._guarded(route), expect_handler=expected)
-        self._pages.show([(path, route.endpoint) for path, route in routes])
 
     def _generating(self, wire: Wire) -> Handler:
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -112,7 +140,7 @@ class Routes:
                     record.key = self._keys.check(request)
                 if not self._engine.config.tracing:
                     return await handler(request)
-                with within(request.headers):
+                with within(request.headers, record.id):
                     return await handler(request)
             except ClientGone:
                 return web.Response(status=CLIENT_GONE)
