@@ -90,6 +90,12 @@ def test_answers_are_as_the_document_says(url: str, valid: bool) -> None:
     from schemathesis.generation import GenerationMode
 
     document = requests.get(f"{url}/openapi.json", timeout=60).json()
+    for path, methods in list(document["paths"].items()):
+        # Such a stream has no end.
+        if "text/event-stream" in methods.get("get", {}).get("responses", {}).get("200", {}).get(
+            "content", {}
+        ):
+            del document["paths"][path]
     schema = schemathesis.openapi.from_dict(tamed(document) if valid else document)
     statuses: Counter[int] = Counter()
     mode = GenerationMode.POSITIVE if valid else GenerationMode.NEGATIVE
