@@ -42,6 +42,8 @@ class AnswerContext:
     readers: Sequence[AnswerReader | None]
     #: token counts of a choice so far, by its index
     usage: Callable[[int], Usage]
+    #: token ids of the prompt of a choice
+    prompt_ids: Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
