@@ -425,6 +425,7 @@ class ServerConfig:
     )
     access_log: bool = _option(False, "server", "log one line per request")
     access_log_format: Literal["text", "json"] = _option("text", "server", "form of these lines")
+    playground: bool = _option(True, "server", "a page at / to try the model with")
     metrics: bool = _option(True, "observing", "answer /metrics in the formats of Prometheus")
     vllm_metrics: bool = _option(True, "observing", "show metrics by the names of vLLM, too, for its boards")
     admin_port: int | None = _option(

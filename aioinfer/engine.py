@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from aioinfer import __version__
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import chat_request
 from aioinfer.chat.functions import Tool
@@ -21,7 +20,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, RequestError, renamed
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
-from aioinfer.loop import factory
+from aioinfer.loop import factory, observing
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import (
@@ -33,10 +32,9 @@ from aioinfer.loop.options import (
     check_timeout,
 )
 from aioinfer.loop.runtime import EngineState, Runtime, require_loop
-from aioinfer.observe import tracing
-from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
+from aioinfer.observe.tracing import require_api
 from aioinfer.params import SamplingParams, Schema, inherited
 from aioinfer.stream import Stream
 
@@ -123,7 +121,7 @@ class Engine:
     async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Runtime:
         """Open everything. If that fails or is cancelled, close what has been begun."""
         if self.config.tracing:
-            tracing.require_api()
+            require_api()
         intake = Intake(loop)
         launcher: Launcher | None = None
         try:
@@ -169,7 +167,7 @@ class Engine:
         )
         self.default_params, self._chat_format = defaults, chat_format
         runtime = Runtime(config, core, launcher, intake)
-        self._observe(runtime)
+        observing.observe(runtime, self.config, self._measuring)
         _log.info("started: %s", info.decisions)
         return runtime
 
@@ -488,32 +486,8 @@ class Engine:
 
             self._measuring = Measuring()
             if self._runtime is not None and self._loop is not None:
-                self._measure(self._measuring, self._runtime)
+                observing.measure(self._runtime, self._measuring)
         return self._measuring
-
-    def _measure(self, measuring: Measuring, runtime: Runtime) -> None:
-        config, info = runtime.config, runtime.core.info
-        facts = {
-            "version": __version__,
-            "device": info.device or info.description,
-            "dtype": info.dtype,
-            "page_size": str(info.page_size or config.page_size),
-            "prefix_cache": str(config.prefix_cache).lower(),
-            "policy": config.policy,
-        }
-        length = info.max_model_len
-        measuring.begin(runtime.observers, runtime.loop, length, facts, runtime.measured)
-
-    def _observe(self, runtime: Runtime) -> None:
-        """Add what follows the requests of a runtime that has just started."""
-        config, clock = self.config, runtime.core.clock
-        if self._measuring is not None:
-            self._measure(self._measuring, runtime)
-        if config.tracing:
-            runtime.observers.add(tracing.Tracer(config.model_name, __version__, clock))
-        if config.stats_interval:
-            reporter = Reporter(runtime.loop, config.stats_interval, runtime.stats, clock)
-            runtime.observers.add(reporter)
 
     @property
     def timeline(self) -> Timeline:

@@ -44,6 +44,16 @@ async def serve_model(options: argparse.Namespace) -> int:
         bound.close()
 
 
+def _reporting(config: EngineConfig) -> EngineConfig:
+    """The config of a server that logs its throughput and load, unless it says otherwise. The line is shown
+    at the command line's usual level, where no other line of its own level is."""
+    if config.stats_interval is None:
+        config = dataclasses.replace(config, stats_interval=_STATS_INTERVAL)
+    if config.stats_interval and logging.getLogger().level <= logging.WARNING:
+        logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
+    return config
+
+
 async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerConfig) -> int:
     from aioinfer.engine import Engine
     from aioinfer.loop.tuning import FROZEN
@@ -51,11 +61,7 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
 
     if config.access_log:
         _log_accesses(config.access_log_format)
-    if engine_config.stats_interval is None:
-        engine_config = dataclasses.replace(engine_config, stats_interval=_STATS_INTERVAL)
-    if engine_config.stats_interval and logging.getLogger().level <= logging.WARNING:
-        # Asked for by the setting, where the command line shows no other line of this level.
-        logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
+    engine_config = _reporting(engine_config)
     engine = Engine(engine_config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

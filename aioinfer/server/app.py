@@ -23,6 +23,7 @@ from aioinfer.server.http.limits import MOST_BODY_MIB
 from aioinfer.server.http.listening import Bound, bind_all, connection_limit, listen
 from aioinfer.server.http.logs import ACCESS, HTTP, AccessLog
 from aioinfer.server.http.records import add_headers, record_of, recorded
+from aioinfer.server.playground.page import PAGE
 from aioinfer.server.routes import Routes
 from aioinfer.server.status import HEALTH, OPEN_PATHS
 
@@ -37,21 +38,24 @@ def setup(
     prefix: str = "/v1",
     *,
     health: str | None = "../health",
+    playground: str | None = None,
     config: ServerConfig | None = None,
 ) -> None:
     """Add the routes of an engine under ``prefix``, and a health route, to an application.
 
-    ``health`` is an absolute path or relative to the prefix; None: no such route and no trace. An application
-    can have several engines under different prefixes.
+    ``health`` is an absolute path or relative to the prefix; None: no such route, no trace and no feed of
+    steps. ``playground`` is the absolute path of a page to try the model with; None: no page, whatever the
+    config says. An application can have several engines under different prefixes.
 
     An engine that is not started is started and closed together with the application. When the application
     shuts down, open requests have ``config.drain_timeout`` seconds to finish, and new ones get 503.
     Disconnects are detected within a second, even if the application's runner does not cancel handlers. The
     application's ``client_max_size`` bounds request bodies.
 
-    Raises ConfigError: the prefix is not a path, or the application already has one of the routes.
+    Raises ConfigError: the prefix or ``playground`` is not a path, or the application already has one of the
+    routes.
     """
-    _drained(app, _mount(app, engine, prefix, health, config or ServerConfig()))
+    _drained(app, _mount(app, engine, prefix, health, config or ServerConfig(), playground=playground))
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
@@ -59,7 +63,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Applic
     path. It starts, drains and closes the engine as :func:`setup` says."""
     config = config or ServerConfig()
     app = _application(config)
-    _drained(app, _mount(app, engine, "/v1", HEALTH.path, config, whole=True))
+    _drained(app, _mount_whole(app, engine, config))
     return app
 
 
@@ -105,7 +109,7 @@ async def _serve(
     )
     logged = [AccessLog.of_cancelled(config.access_log_format)] if config.access_log else []
     app = _application(config, *logged, connections.middleware)
-    _mount(app, engine, "/v1", HEALTH.path, config, whole=True)
+    _mount_whole(app, engine, config)
     runner = _runner(app, config)
     admin = _runner(admin_application(engine, config), config)
     servers: list[asyncio.Server] = []
@@ -206,18 +210,28 @@ def _mount(
     config: ServerConfig,
     *,
     whole: bool = False,
+    playground: str | None = None,
 ) -> _Mount:
     prefix = prefix.rstrip("/")
     if prefix and not prefix.startswith("/"):
         raise ConfigError(f"prefix must begin with /, got {prefix!r}")
+    if playground is not None and not playground.startswith("/"):
+        raise ConfigError(f"playground must begin with /, got {playground!r}")
     if health is not None:
         health = posixpath.normpath(posixpath.join(prefix or "/", health))
-    Routes(engine, config, Keys.of(config)).add_to(app, prefix, health, whole=whole)
+    routes = Routes(engine, config, Keys.of(config))
+    routes.add_to(app, prefix, health, whole=whole, playground=playground)
     if add_headers not in app.on_response_prepare:
         app.on_response_prepare.append(add_headers)
     mount = _Mount(engine, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
+
+
+def _mount_whole(app: web.Application, engine: Engine, config: ServerConfig) -> _Mount:
+    """The engine of a server of its own, with all its routes."""
+    playground = PAGE.path if config.playground else None
+    return _mount(app, engine, "/v1", HEALTH.path, config, whole=True, playground=playground)
 
 
 def _application(config: ServerConfig, *outer: Middleware) -> web.Application:

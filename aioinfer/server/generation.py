@@ -68,6 +68,16 @@ class Generation:
             finally:
                 self._engine.timeline.request(record.id, record.started, record.output_tokens)
 
+    async def count(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> int:
+        """How many tokens the prompt of a request has."""
+        call, _ = await self.parsed(request, parse)
+        try:
+            kwargs = call.chat_template_kwargs
+            source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
+            return len(await unless_gone(request, asyncio.to_thread(source.encode)))
+        except RequestError as error:
+            raise call.named(error) from None
+
     async def parsed(self, request: web.Request, parse: Callable[[bytes, Served], _T]) -> tuple[_T, Limits]:
         """The body of a request, read and parsed within the server's limits, and these. Raises Refused,
         InvalidRequest, ClientGone."""

@@ -129,7 +129,7 @@ class Status:
         return web.Response(text=trace, content_type="application/json")
 
     def _body(self, name: str) -> Model:
-        return {
+        body: Model = {
             "id": name,
             "object": "model",
             "created": self._created,
@@ -139,6 +139,9 @@ class Status:
             "max_model_len": self._engine.info.max_model_len if self._engine.ready else None,
             "permission": [self._permission()],
         }
+        if self._engine.ready and self._engine.info.block_size is not None:
+            body["block_size"] = self._engine.info.block_size
+        return body
 
     def _permission(self) -> Permission:
         return {

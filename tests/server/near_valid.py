@@ -10,10 +10,10 @@ from typing import Any
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
 
-__all__ = ["request"]
+__all__ = ["JUNK", "WORDS", "request", "schema", "value"]
 
 _VOCABULARY = 864
-_JUNK: list[Any] = [
+JUNK: list[Any] = [
     "",
     "x",
     -1,
@@ -32,7 +32,7 @@ _JUNK: list[Any] = [
     [[]],
     [None],
 ]
-_WORDS = ["a", "cat", " the", "yes", "no", "é", "<|end|>", "\n", "zq"]
+WORDS = ["a", "cat", " the", "yes", "no", "é", "<|end|>", "\n", "zq"]
 
 _Random = random.Random
 _Make = Callable[[_Random], Any]
@@ -46,11 +46,11 @@ def _tokens(rng: _Random, most: int = 4) -> list[int]:
     return [_token(rng) for _ in range(rng.randint(1, most))]
 
 
-def _schema(rng: _Random, depth: int = 0) -> dict[str, Any]:
+def schema(rng: _Random, depth: int = 0) -> dict[str, Any]:
     kind = rng.randrange(6 if depth < 2 else 4)
     match kind:
         case 0:
-            return {"enum": rng.sample(_WORDS, 2)}
+            return {"enum": rng.sample(WORDS, 2)}
         case 1:
             return {"type": "integer", "minimum": 0, "maximum": rng.randint(0, 99)}
         case 2:
@@ -58,8 +58,8 @@ def _schema(rng: _Random, depth: int = 0) -> dict[str, Any]:
         case 3:
             return {"const": rng.choice([1, None, "a"])}
         case 4:
-            return {"type": "array", "items": _schema(rng, depth + 1), "maxItems": 2}
-    return {"type": "object", "properties": {"a": _schema(rng, depth + 1)}, "required": ["a"]}
+            return {"type": "array", "items": schema(rng, depth + 1), "maxItems": 2}
+    return {"type": "object", "properties": {"a": schema(rng, depth + 1)}, "required": ["a"]}
 
 
 def _regex(rng: _Random) -> str:
@@ -69,7 +69,7 @@ def _regex(rng: _Random) -> str:
 
 
 def _choices(rng: _Random) -> list[str]:
-    return rng.sample(_WORDS, rng.randint(1, 3))
+    return rng.sample(WORDS, rng.randint(1, 3))
 
 
 def _grammar(rng: _Random) -> str:
@@ -80,7 +80,7 @@ def _grammar(rng: _Random) -> str:
 
 def _words(rng: _Random) -> list[Any]:
     every = [[token] for token in range(256)]
-    return rng.choice([_choices(rng), [_tokens(rng, 2)], every, [rng.choice(_WORDS), [_token(rng)]]])
+    return rng.choice([_choices(rng), [_tokens(rng, 2)], every, [rng.choice(WORDS), [_token(rng)]]])
 
 
 def _bias(rng: _Random) -> dict[str, float]:
@@ -96,13 +96,13 @@ def _ends(rng: _Random) -> list[int]:
 
 def _messages(rng: _Random) -> list[Any]:
     parts = [
-        {"type": "text", "text": rng.choice(_WORDS)},
+        {"type": "text", "text": rng.choice(WORDS)},
         _object(rng, "messages[].content[]", {"type": "text"}),
     ]
     call = _object(rng, "messages[].tool_calls[]", {"function": {"name": "f", "arguments": "{}"}})
-    message = _object(rng, "messages[]", {"role": "user", "content": rng.choice([*_WORDS, parts])})
+    message = _object(rng, "messages[]", {"role": "user", "content": rng.choice([*WORDS, parts])})
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    user = {"role": rng.choice(["user", "system", "cat"]), "content": rng.choice(_WORDS)}
+    user = {"role": rng.choice(["user", "system", "cat"]), "content": rng.choice(WORDS)}
     if rng.random() < 0.05:
         return rng.choice([[user, {"role": "user"}], [user, message], [message]])
     return rng.choice([[user], [user], [user, answer, user]])
@@ -110,7 +110,7 @@ def _messages(rng: _Random) -> list[Any]:
 
 def _tools(rng: _Random) -> list[Any]:
     function = _object(
-        rng, "tools[].function", {"name": rng.choice(["f", "g", "?"]), "parameters": _schema(rng)}
+        rng, "tools[].function", {"name": rng.choice(["f", "g", "?"]), "parameters": schema(rng)}
     )
     return [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": function}][
         : rng.randint(1, 2)
@@ -123,7 +123,7 @@ def _choice(rng: _Random) -> Any:
 
 
 def _format(rng: _Random) -> Any:
-    wrapped = _object(rng, "response_format.json_schema", {"schema": _schema(rng), "name": "x"})
+    wrapped = _object(rng, "response_format.json_schema", {"schema": schema(rng), "name": "x"})
     given: dict[str, Any] = rng.choice(
         [
             {"type": "text"},
@@ -136,7 +136,7 @@ def _format(rng: _Random) -> Any:
 
 
 def _structured(rng: _Random) -> Any:
-    makers: dict[str, _Make] = {"json": _schema, "regex": _regex, "choice": _choices, "grammar": _grammar}
+    makers: dict[str, _Make] = {"json": schema, "regex": _regex, "choice": _choices, "grammar": _grammar}
     kind = rng.choice(list(makers))
     given = {kind: makers[kind](rng)}
     return _object(rng, "structured_outputs", given) if rng.random() < 0.2 else given
@@ -173,8 +173,8 @@ _VALUES: dict[str, _Make] = {
     "bad_words": _words,
     "response_format": _format,
     "structured_outputs": _structured,
-    "guided_json": _schema,
-    "json_schema": _schema,
+    "guided_json": schema,
+    "json_schema": schema,
     "guided_json_object": _one_of(True, False),
     "guided_regex": _regex,
     "regex": _regex,
@@ -213,11 +213,11 @@ def request(rng: _Random) -> tuple[str, dict[str, Any]]:
     weights = [_weight(name, rule) for name, rule in table.items()]
     for name in rng.choices(list(table), weights, k=rng.choice([0, 1, 2, 2, 3, 3, 4, 5])):
         if name not in ("messages", "prompt"):
-            body[name] = _value(rng, name, table[name])
+            body[name] = value(rng, name, table[name])
     if rng.random() < 0.15:
         body |= _trap(rng)
     if rng.random() < 0.03:
-        body[rng.choice(["temprature", "x", "", "Stop"])] = rng.choice(_JUNK)
+        body[rng.choice(["temprature", "x", "", "Stop"])] = rng.choice(JUNK)
     return "chat/completions" if chat else "completions", body
 
 
@@ -253,13 +253,13 @@ def _weight(name: str, rule: Any) -> float:
 
 def _prompt(rng: _Random) -> Any:
     if rng.random() < 0.03:
-        return rng.choice([[864], [], [""], [[]], "a" * 5000, *_JUNK])
-    return rng.choice([rng.choice(_WORDS), _tokens(rng), [rng.choice(_WORDS), _tokens(rng)]])
+        return rng.choice([[864], [], [""], [[]], "a" * 5000, *JUNK])
+    return rng.choice([rng.choice(WORDS), _tokens(rng), [rng.choice(WORDS), _tokens(rng)]])
 
 
-def _value(rng: _Random, name: str, rule: Any) -> Any:
+def value(rng: _Random, name: str, rule: Any) -> Any:
     if rng.random() < 0.04:
-        return rng.choice(_JUNK)
+        return rng.choice(JUNK)
     if name == "logprobs":
         return rng.choice([True, False, 0, 1, 3])
     if name == "top_logprobs":
@@ -267,7 +267,7 @@ def _value(rng: _Random, name: str, rule: Any) -> Any:
     if isinstance(rule, Unsupported) and rule.neutral and rng.random() < 0.8:
         return rng.choice(rule.neutral)
     if isinstance(rule, Harmless) or name not in _VALUES:
-        return rng.choice(_JUNK)
+        return rng.choice(JUNK)
     return _VALUES[name](rng)
 
 
@@ -278,5 +278,5 @@ def _object(rng: _Random, path: str, given: dict[str, Any]) -> dict[str, Any]:
     for name in rng.sample(names, min(len(names), rng.choice([0, 0, 0, 1, 2]))):
         rule = table[name]
         neutral = rule.neutral if isinstance(rule, Unsupported) else ()
-        given = {**given, name: rng.choice([*neutral, None, "x", *rng.sample(_JUNK, 1)])}
+        given = {**given, name: rng.choice([*neutral, None, "x", *rng.sample(JUNK, 1)])}
     return {**given, "nothing": 1} if rng.random() < 0.03 else given

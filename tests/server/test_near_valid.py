@@ -8,9 +8,10 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -20,14 +21,22 @@ from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
+from aioinfer.server.anthropic import fields as anthropic
 from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
+from aioinfer.server.responses import fields as responses
+from tests.server import near_valid_wires
+from tests.server.event_order import MessageOrder, ResponseOrder
 from tests.server.near_valid import request
+from tests.server.test_responses import read_events
 from tests.tiers import points
 
 _AT_ONCE = 8
 
 
-def ignored(value: Any, table: Table, path: str = "") -> Iterator[str]:
+Nested = Mapping[str, Table]
+
+
+def ignored(value: Any, table: Table, nested: Nested = NESTED, path: str = "") -> Iterator[str]:
     """The fields of an accepted object that are neither honoured nor harmless nor at a neutral value."""
     for name, inner in value.items():
         rule, where = table.get(name), f"{path}{name}"
@@ -38,8 +47,8 @@ def ignored(value: Any, table: Table, path: str = "") -> Iterator[str]:
             yield where
         for each in inner if isinstance(inner, list) else [inner]:
             below = f"{where}[]" if isinstance(inner, list) else where
-            if isinstance(each, dict) and below in NESTED:
-                yield from ignored(each, NESTED[below], f"{below}.")
+            if isinstance(each, dict) and below in nested:
+                yield from ignored(each, nested[below], nested, f"{below}.")
 
 
 #: number of requests, model, parser of reasoning
@@ -53,6 +62,35 @@ MANY = [(10_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3"), (1_500, "tin
 async def test_requests_that_are_almost_right_are_answered_or_refused_by_name(
     count: int, model: str, reasoning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    await answer(request, check, count, model, reasoning, caplog)
+
+
+WIRES: list[tuple[int, str, str | None]] = [(300, "tiny-chat", None)]
+MANY_WIRES = [(10_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3")]
+
+
+@pytest.mark.parametrize(
+    ("count", "model", "reasoning"), points(WIRES, MANY_WIRES, "ten thousand requests take a minute")
+)
+async def test_so_are_those_of_responses_and_messages(
+    count: int, model: str, reasoning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    await answer(near_valid_wires.request, check_wires, count, model, reasoning, caplog)
+
+
+Request = Callable[[random.Random], tuple[str, dict[str, Any]]]
+Check = Callable[[int, str, str, dict[str, Any]], None]
+
+
+async def answer(
+    request: Request,
+    check: Check,
+    count: int,
+    model: str,
+    reasoning: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Sends so many requests to a server, and checks what it answers and that it logs nothing."""
     seed = int(os.environ.get("AIOINFER_TEST_SEED", random.SystemRandom().randrange(2**32)))
     sys.stdout.write(f"seed {seed}: AIOINFER_TEST_SEED repeats it\n")
     rng = random.Random(seed)
@@ -103,3 +141,36 @@ def check(status: int, text: str, path: str, body: dict[str, Any]) -> None:
         assert error["type"] == "invalid_request_error", told
         top = error["param"].split(".")[0].split("[")[0]
         assert top in body or top in ("messages", "prompt", "n", "tools", "tool_choice"), told
+
+
+def check_wires(status: int, text: str, path: str, body: dict[str, Any]) -> None:
+    told = (status, text[:500], path, json.dumps(body)[:2000])
+    assert status in (200, 400, 404), told
+    if status == 200:
+        if path == "responses":
+            assert not [*ignored(body, responses.RESPONSES, responses.NESTED)], told
+        else:
+            table = anthropic.MESSAGES if path == "messages" else anthropic.COUNT
+            assert not [*ignored(body, table, anthropic.NESTED)], told
+        if not text.startswith((":", "event:")):
+            return
+        order = ResponseOrder() if path == "responses" else MessageOrder()
+        read_events(order.take, text)
+        order.check_ended()
+        if order.error is None:
+            return
+        # Constraints that turn out to allow nothing.
+        named = order.error.get("param") or order.error["message"]
+    elif path == "responses":
+        error = json.loads(text)["error"]
+        assert error["type"] == "invalid_request_error", told
+        named = error["param"]
+    else:
+        given = json.loads(text)
+        assert (given["type"], "request_id" in given) == ("error", True), told
+        kind = given["error"]["type"]
+        assert kind == ("not_found_error" if status == 404 else "invalid_request_error"), told
+        named = given["error"]["message"]
+    top = "model" if status == 404 else re.split(r"[.\[:,]", named)[0]
+    wanted = {"input", "messages", "max_tokens", "body"}
+    assert top in body or top in wanted, told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +41,12 @@ class Failure:
             "error": {"message": _clipped(self.message), "type": self.kind, "param": param, "code": self.code}
         }
 
-    def response(self) -> web.Response:
+    def response(self, body: Mapping[str, Any] | None = None) -> web.Response:
+        """The response, with a body of another protocol than OpenAI's if there is one."""
         response = web.Response(
             status=self.status,
             headers=self.headers,
-            text=json.dumps(self.body()),
+            text=json.dumps(self.body() if body is None else body),
             content_type="application/json",
         )
         if self.close:

@@ -15,7 +15,7 @@ from aiohttp.payload import Payload
 
 from aioinfer.server.http.pace import Pace
 
-__all__ = ["PIECE", "Pieces", "PiecesPayload", "cut", "whole_response"]
+__all__ = ["PIECE", "Pieces", "PiecesPayload", "cut", "json_text", "whole_response"]
 
 #: characters, or values of a list, that are converted at once
 PIECE = 1 << 15
@@ -53,6 +53,13 @@ class Pieces:
         self._done.append("".join(self._parts).encode("ascii"))
         self._parts.clear()
         self._size = 0
+
+
+async def json_text(value: Any, pace: Pace) -> str:
+    """``json.dumps(value)``, with turns of the loop in between if it is long."""
+    pieces = Pieces()
+    await pieces.add_json(value, pace)
+    return b"".join(pieces.end()).decode("ascii")
 
 
 def cut(text: str) -> Iterator[str]:

@@ -51,6 +51,11 @@ class ChatLogprobs:
     ) -> None:
         """``choices[].logprobs`` of these tokens, part by part to ``out``."""
         out('{"content":[')
+        await self.entries(logprobs, pace, out)
+        out('],"refusal":null}')
+
+    async def entries(self, logprobs: Sequence[TokenLogprob | None], pace: Pace, out: _Out) -> None:
+        """The entries of these tokens with commas in between, part by part to ``out``."""
         comma = ""
         for each in logprobs:
             if each is None:
@@ -59,7 +64,6 @@ class ChatLogprobs:
             out(f'{comma}{self._entry(each.token_id, each.logprob)},"top_logprobs":[{top}]}}')
             comma = ","
             await pace()
-        out('],"refusal":null}')
 
     def _entry(self, token: int, logprob: float) -> str:
         """An entry without its closing brace."""

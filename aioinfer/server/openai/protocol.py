@@ -30,6 +30,7 @@ from aioinfer.server.openai.fields import CHAT, COMPLETION, MAX_CHOICES, NESTED,
 __all__ = [
     "Call",
     "Served",
+    "chat_call",
     "conversation",
     "flag_of",
     "model_not_found",
@@ -91,6 +92,8 @@ class Call:
     fingerprint: str = ""
     #: argument of the engine -> field of the body that it comes from, where the names differ
     names: Mapping[str, str] = field(default_factory=dict)
+    #: what other protocols repeat of the body in their answers
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
@@ -105,14 +108,22 @@ class Call:
 
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
-    body = object_of(raw, served, CHAT)
+    return chat_call(object_of(raw, served, CHAT), served)
+
+
+def chat_call(body: Mapping[str, Any], served: Served, prefix: str = "chatcmpl-") -> Call:
+    """The call of the fields of a chat, which the parsers of other protocols translate their bodies to.
+
+    ``prefix`` begins the id of the answer. Raises InvalidRequest of a field of ``body``; fields in no table
+    must have been refused.
+    """
     messages, kwargs, tools = conversation(body, served)
     top = body.get("top_logprobs")
     if top is not None and not flag_of(body, "logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs")
     logprobs = (0 if top is None else top) if flag_of(body, "logprobs") else None
     names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
-    call = _call("chatcmpl", body, served, [messages], logprobs, CHAT, names, kwargs or None)
+    call = _call(prefix, body, served, [messages], logprobs, CHAT, names, kwargs or None)
     try:
         params, answer = served.chat.apply(call.params, tools)
     except InvalidRequest as refused:
@@ -167,7 +178,7 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     logprobs = body.get("logprobs")
     if logprobs is not None and flag_of(body, "echo") and flag_of(body, "stream"):
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
-    return _call("cmpl", body, served, prompts, logprobs, COMPLETION, {})
+    return _call("cmpl-", body, served, prompts, logprobs, COMPLETION, {})
 
 
 def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | None) -> dict[str, Any]:
@@ -195,7 +206,7 @@ def model_not_found(served: str, wanted: Any) -> Refused:
 
 def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
     """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
-    ``table`` are refused."""
+    ``table`` are refused with InvalidRequest, another model with Refused."""
     try:
         body = json.loads(
             raw.decode(),
@@ -218,7 +229,7 @@ def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
 
 
 def _call(
-    kind: str,
+    prefix: str,
     body: Mapping[str, Any],
     served: Served,
     prompts: list[Prompt],
@@ -241,7 +252,7 @@ def _call(
     other_key = body.get("routing_key") is None
     names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
     return Call(
-        id=f"{kind}-{_request_id(body, served)}",
+        id=f"{prefix}{_request_id(body, served)}",
         created=int(time.time()),
         model=served.name(body.get("model")),
         prompts=prompts,

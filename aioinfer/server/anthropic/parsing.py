@@ -1,0 +1,136 @@
+"""Parsing: the bodies of ``/v1/messages`` and ``/v1/messages/count_tokens`` become checked calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aioinfer.chat.fields import Table, check
+from aioinfer.errors import InvalidRequest, shown
+from aioinfer.server.anthropic.conversation import Conversation
+from aioinfer.server.anthropic.fields import COUNT, MESSAGES, NESTED, SERVER_TOOL
+from aioinfer.server.openai.protocol import Call, Served, object_of
+from aioinfer.server.translation import ChatBody, given_list, given_object
+
+__all__ = ["parse_count", "parse_message"]
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def parse_message(raw: bytes, served: Served) -> Call:
+    """A body of ``/v1/messages``. Raises InvalidRequest, and Refused for another model."""
+    return _parse(raw, served, MESSAGES)
+
+
+def parse_count(raw: bytes, served: Served) -> Call:
+    """A body of ``/v1/messages/count_tokens``, of which the prompt counts. Raises as
+    :func:`parse_message`."""
+    return _parse(raw, served, COUNT)
+
+
+def _parse(raw: bytes, served: Served, table: Table) -> Call:
+    body = object_of(raw, served, table)
+    chat = ChatBody(body, served)
+    if table is MESSAGES and body.get("max_tokens") is None:
+        raise InvalidRequest("max_tokens", "is missing")
+    for name, source in (("max_tokens", "max_tokens"), ("stop", "stop_sequences"), ("stream", "stream")):
+        chat.put(name, body.get(source), source)
+    if body.get("stop_sequences") is not None:
+        given_list("stop_sequences", body["stop_sequences"])
+    _conversation(body, chat, served)
+    _tools(body, chat)
+    _choice(body, chat)
+    _thinking(body, chat)
+    _output(body, chat)
+    return chat.call("msg_")
+
+
+def _conversation(body: Mapping[str, Any], chat: ChatBody, served: Served) -> None:
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > served.max_messages:
+        most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
+        raise InvalidRequest("messages", most)
+    conversation = Conversation()
+    conversation.read(body.get("system"), messages)
+    chat.put("messages", conversation.messages, "messages")
+    chat.names.update(conversation.names)
+    if conversation.continues:
+        last = conversation.messages[-1]
+        if last.get("tool_calls"):
+            raise InvalidRequest("messages", "must not end with a call: its result is missing")
+        chat.put("continue_final_message", True, "messages")
+
+
+def _tools(body: Mapping[str, Any], chat: ChatBody) -> None:
+    functions: list[dict[str, Any]] = []
+    for number, tool in enumerate(given_list("tools", body.get("tools") or [])):
+        field = f"tools[{number}]"
+        kind = given_object(field, tool).get("type")
+        if isinstance(kind, str) and SERVER_TOOL.fullmatch(kind):
+            continue
+        if kind not in (None, "custom"):
+            message = f"must be 'custom' or a tool of Anthropic's, got {shown(kind)}"
+            raise InvalidRequest(f"{field}.type", message, code="unsupported_parameter")
+        check(tool, NESTED["tools[]"], f"{field}.")
+        at = f"tools[{len(functions)}]"
+        chat.names[at] = chat.names[f"{at}.function"] = field
+        chat.names[f"{at}.function.parameters"] = f"{field}.input_schema"
+        function = {name: tool.get(name) for name in ("name", "description", "strict")}
+        functions.append({"type": "function", "function": {**function, "parameters": _schema(field, tool)}})
+    chat.put("tools", functions or None, "tools")
+
+
+def _schema(field: str, tool: Mapping[str, Any]) -> Any:
+    if tool.get("input_schema") is None:
+        raise InvalidRequest(f"{field}.input_schema", "is missing")
+    return tool["input_schema"]
+
+
+def _choice(body: Mapping[str, Any], chat: ChatBody) -> None:
+    given = body.get("tool_choice")
+    if given is None:
+        return
+    check(given_object("tool_choice", given), NESTED["tool_choice"], "tool_choice.")
+    kind, name, alone = given.get("type"), given.get("name"), given.get("disable_parallel_tool_use")
+    if name is not None and kind != "tool":
+        raise InvalidRequest("tool_choice.name", "needs the type tool")
+    if alone is not None:
+        if not isinstance(alone, bool):
+            raise InvalidRequest("tool_choice.disable_parallel_tool_use", "must be true or false")
+        chat.put("parallel_tool_calls", not alone, "tool_choice.disable_parallel_tool_use")
+    if kind == "tool":
+        chat.put("tool_choice", {"type": "function", "function": {"name": name}}, "tool_choice")
+        chat.names["tool_choice.function"] = "tool_choice"
+    elif not isinstance(kind, str) or kind not in _CHOICES:
+        raise InvalidRequest("tool_choice.type", f"must be auto, any, tool or none, got {shown(kind)}")
+    elif kind != "auto" or chat.fields.get("tools"):
+        chat.put("tool_choice", _CHOICES[kind], "tool_choice")
+
+
+def _thinking(body: Mapping[str, Any], chat: ChatBody) -> None:
+    given = body.get("thinking")
+    if given is None:
+        return
+    check(given_object("thinking", given), NESTED["thinking"], "thinking.")
+    kind = given.get("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        message = f"must be enabled, disabled or adaptive, got {shown(kind)}"
+        raise InvalidRequest("thinking.type", message)
+    if kind != "adaptive":
+        chat.think(kind == "enabled", "thinking.type")
+
+
+def _output(body: Mapping[str, Any], chat: ChatBody) -> None:
+    config = given_object("output_config", body.get("output_config") or {})
+    check(config, NESTED["output_config"], "output_config.")
+    chat.effort(config.get("effort"), "output_config.effort", "high")
+    wanted = config.get("format")
+    if wanted is None:
+        return
+    field = "output_config.format"
+    check(given_object(field, wanted), NESTED[field], f"{field}.")
+    if wanted.get("type") != "json_schema":
+        raise InvalidRequest(f"{field}.type", "must be 'json_schema'")
+    schema = given_object(f"{field}.schema", wanted.get("schema"))
+    chat.put("response_format", {"type": "json_schema", "json_schema": {"schema": schema}}, field)
+    chat.names["response_format.json_schema"] = field

@@ -1,0 +1,248 @@
+"""The wire of Anthropic's Messages endpoint.
+
+A stream is a message that starts, its blocks of content one behind the other, and the message's end with why
+it stopped. An answer that is not streamed is the message with all its blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from aiohttp import web
+
+from aioinfer.chat.parts import Part, Parts, Step
+from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
+from aioinfer.server.anthropic.fields import COUNT, MESSAGES, NESTED
+from aioinfer.server.anthropic.parsing import parse_message
+from aioinfer.server.http.failures import Failure
+from aioinfer.server.http.pace import Pace
+from aioinfer.server.http.pieces import Pieces, json_text
+from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
+from aioinfer.server.wire import AnswerContext, Events
+
+__all__ = ["COUNT_ENDPOINT", "MESSAGES_ENDPOINT", "MESSAGES_WIRE", "MessagesAnswer", "MessagesWire"]
+
+#: kind of part -> type of its deltas, and their field
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+#: type of an error by the status of the response; others by their hundreds
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessagesWire:
+    """The endpoint: as :class:`~aioinfer.server.wire.Wire`."""
+
+    def parse(self, raw: bytes, served: Served) -> Call:
+        return parse_message(raw, served)
+
+    async def answer(self, call: Call, context: AnswerContext) -> MessagesAnswer:
+        return MessagesAnswer(call, context)
+
+    def failed(self, failure: Failure) -> web.Response:
+        body = _error(failure)
+        response = failure.response(body)
+        response.headers["request-id"] = body["request_id"]
+        return response
+
+
+class MessagesAnswer:
+    """The answer to one call: as :class:`~aioinfer.server.wire.AnswerWriter`."""
+
+    def __init__(self, call: Call, context: AnswerContext) -> None:
+        self._call = call
+        self._context = context
+        self._parts = Parts()
+        self._last: Chunk | None = None
+
+    async def open(self, events: Events) -> None:
+        usage = _usage(self._context.usage(0))
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+        await _send(events, "message_start", f'"message":{json.dumps(message)}')
+        await events.send('{"type": "ping"}', "ping")
+
+    async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
+        pace = Pace()
+        reader = self._context.readers[index]
+        if reader is not None:
+            steps: Iterable[Step] = self._parts.read(await deltas_of(reader, chunk, pace))
+        else:
+            steps = self._parts.text(chunk.text) if chunk.text else ()
+        await _take(steps, events, pace)
+        self._last = chunk
+
+    async def close(self, usages: Sequence[Usage], events: Events) -> None:
+        await _take(self._parts.end(), events, Pace())
+        delta = json.dumps(self._stop(usages[0]))
+        usage = json.dumps(await self._usage(usages[0]))
+        await _send(events, "message_delta", f'"delta":{delta},"usage":{usage}')
+        await events.send('{"type": "message_stop"}', "message_stop")
+        await events.end()
+
+    async def fail(self, failure: Failure, events: Events) -> None:
+        await events.send(json.dumps(_error(failure)), "error")
+        await events.end()
+
+    async def whole(self, results: Sequence[Result]) -> list[bytes]:
+        result, pace = results[0], Pace()
+        await self.chunk(0, as_chunk(result), None)
+        await _take(self._parts.end(), None, pace)
+        content = [_block(part) for part in self._parts.all]
+        usage = await self._usage(result.usage)
+        pieces = Pieces()
+        await pieces.add_json(self._message(content, self._stop(result.usage), usage), pace)
+        return pieces.end()
+
+    def _message(
+        self, content: list[dict[str, Any]], stop: Mapping[str, Any], usage: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        head = {"id": self._call.id, "type": "message", "role": "assistant", "model": self._call.model}
+        return {**head, "content": content, **stop, "usage": usage}
+
+    def _stop(self, usage: Usage) -> dict[str, Any]:
+        """Why the message ended."""
+        last = self._last
+        assert last is not None
+        reason, stop = "end_turn", None
+        if last.finish_reason != "stop":
+            most = self._call.params.max_tokens
+            reached = last.finish_reason != "length" or usage.completion_tokens == most
+            reason = "max_tokens" if reached else "model_context_window_exceeded"
+        elif self._called():
+            reason = "tool_use"
+        elif isinstance(last.stop_reason, str):
+            reason, stop = "stop_sequence", last.stop_reason
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _called(self) -> bool:
+        reader = self._context.readers[0]
+        return reader is not None and reader.finish_reason("stop") == "tool_calls"
+
+    async def _usage(self, usage: Usage) -> dict[str, Any]:
+        thoughts = await thinking_tokens(self._parts.all, self._context.tokenizer, usage)
+        return {**_usage(usage), "output_tokens_details": {"thinking_tokens": thoughts}}
+
+
+async def _take(steps: Iterable[Step], events: Events | None, pace: Pace) -> None:
+    """Sends the events of parts, if there is a stream."""
+    for step in steps:
+        part = step.part
+        if events is not None:
+            match step.kind:
+                case "begin":
+                    block = json.dumps(_block(part, begins=True))
+                    await _send(
+                        events, "content_block_start", f'"index":{part.index},"content_block":{block}'
+                    )
+                case "more":
+                    kind, name = _DELTAS[part.kind]
+                    text = await json_text(step.text, pace)
+                    delta = f'{{"type":"{kind}","{name}":{text}}}'
+                    await _send(events, "content_block_delta", f'"index":{part.index},"delta":{delta}')
+                case "end":
+                    await _send(events, "content_block_stop", f'"index":{part.index}')
+        await pace()
+
+
+async def _send(events: Events, kind: str, members: str) -> None:
+    await events.send(f'{{"type":"{kind}",{members}}}', kind)
+
+
+def _block(part: Part, *, begins: bool = False) -> dict[str, Any]:
+    """The block of a part; of one that ``begins``, without its content."""
+    text = "" if begins else part.text
+    match part.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "text":
+            return {"type": "text", "text": text, "citations": None}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _arguments(text)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call. Text that is no JSON object, such as arguments that were cut off, is kept in
+    the form that Anthropic has for it."""
+    if not text:
+        return {}
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _error(failure: Failure) -> dict[str, Any]:
+    kind = _ERRORS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
+    error = {"type": kind, "message": failure.body()["error"]["message"]}
+    return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
+
+
+MESSAGES_WIRE = MessagesWire()
+
+
+class TokenCount(TypedDict):
+    """How many tokens the prompt of a chat has."""
+
+    input_tokens: int
+
+
+_ERROR_BODY = ErrorBody(
+    "AnthropicError",
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+                "required": ["type", "message"],
+            },
+        },
+        "required": ["type", "error"],
+    },
+)
+_EXAMPLE = {"messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+MESSAGES_ENDPOINT = Endpoint(
+    "POST",
+    "/messages",
+    "Generate the answer in a chat",
+    body=Body("MessagesRequest", MESSAGES, NESTED, examples=({**_EXAMPLE, "max_tokens": 64},)),
+    answer={"type": "object"},
+    events={"type": "object"},
+    generates=True,
+    error=_ERROR_BODY,
+    tag="Anthropic",
+)
+COUNT_ENDPOINT = Endpoint(
+    "POST",
+    "/messages/count_tokens",
+    "Count the tokens of a chat",
+    body=Body("CountRequest", COUNT, NESTED, examples=(_EXAMPLE,)),
+    answer=TokenCount,
+    error=_ERROR_BODY,
+    tag="Anthropic",
+)

@@ -1,0 +1,1 @@
+"""OpenAI's Responses endpoint, without stored state."""

@@ -1,0 +1,199 @@
+"""Fields of the bodies of ``/v1/responses``, and what the server does with each of them.
+
+:mod:`aioinfer.chat.fields` has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.server.translation import EXTENSIONS
+
+__all__ = ["HOSTED_TOOLS", "INCLUDABLE", "LOGPROBS", "NESTED", "RESPONSES"]
+
+_BOOKKEEPING = Harmless("the client's bookkeeping")
+_NO = Unsupported()
+_TEXT = {"type": "string"}
+_FLAG = {"type": "boolean"}
+_OBJECT = {"type": "object"}
+_STATE = Harmless("of an item that is complete")
+
+#: Types of tools that are left out of a request. An offered tool is a permission: the answer is that of a
+#: model that does not use it. A ``tool_choice`` that demands one is refused.
+HOSTED_TOOLS = frozenset(
+    {
+        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+        *("file_search", "code_interpreter", "image_generation", "computer", "computer_use_preview", "mcp"),
+        *("local_shell", "shell", "apply_patch", "custom", "namespace", "tool_search"),
+        "programmatic_tool_calling",
+    }
+)
+
+LOGPROBS = "message.output_text.logprobs"
+#: what ``include`` may name: besides logprobs, parts of answers that this server's do not have
+INCLUDABLE = frozenset(
+    {
+        *(LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+        *("web_search_call.action.sources", "message.input_image.image_url"),
+        *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+    }
+)
+
+#: of the body
+RESPONSES: Table = {
+    **EXTENSIONS,
+    "model": Honoured("the served model's name; a request without it gets the served model", schema=_TEXT),
+    "input": Honoured(
+        "text, or items: messages, calls and their outputs, reasoning",
+        schema={"anyOf": [_TEXT, {"type": "array", "items": _OBJECT, "minItems": 1}]},
+    ),
+    "instructions": Honoured("a system message in front of `input`", schema=_TEXT),
+    "max_output_tokens": Honoured("`max_tokens`", schema={"type": "integer", "minimum": 1}),
+    "stop": Honoured("as in `SamplingParams`", schema={"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}),
+    "top_logprobs": Honoured(
+        f"likely alternatives of each token; needs `include` with `{LOGPROBS}`",
+        schema={"type": "integer", "minimum": 0, "maximum": 20},
+    ),
+    "include": Honoured(
+        f"`{LOGPROBS}`; what else it may name is in no answer of this server",
+        schema={"type": "array", "items": {"type": "string", "enum": sorted(INCLUDABLE)}},
+    ),
+    "tools": Honoured(
+        "functions that the model may call; hosted tools are left out",
+        schema={"type": "array", "items": _OBJECT, "maxItems": 128},
+    ),
+    "tool_choice": Honoured(
+        "`none`, `auto`, `required`, or one function",
+        schema={"anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, _OBJECT]},
+    ),
+    "parallel_tool_calls": Honoured("false: one call at most", schema=_FLAG),
+    "text": Honoured("the format of the answer", schema=_OBJECT),
+    "reasoning": Honoured("how much the model thinks", schema=_OBJECT),
+    "stream": Honoured("server-sent events", schema=_FLAG),
+    "stream_options": Honoured("what a stream includes", schema=_OBJECT),
+    "prompt_cache_key": Honoured("`routing_key`, unless that is given", schema=_TEXT),
+    "metadata": Honoured("is repeated in the answer", schema={"type": "object", "maxProperties": 16}),
+    # accepted
+    "user": _BOOKKEEPING,
+    "safety_identifier": _BOOKKEEPING,
+    "client_metadata": _BOOKKEEPING,
+    "store": Harmless("nothing is stored, whatever it says"),
+    "prompt_cache_retention": Harmless("how long a prefix stays cached"),
+    "prompt_cache_options": Harmless("how a prefix is cached"),
+    "max_tool_calls": Harmless("a limit of hosted tools, which this server does not have"),
+    # refused
+    "previous_response_id": Unsupported((), "nothing is stored: send the whole conversation as input"),
+    "conversation": Unsupported((), "nothing is stored: send the whole conversation as input"),
+    "background": Unsupported((False,)),
+    "background_options": _NO,
+    "prompt": Unsupported((), "nothing is stored: use input and instructions"),
+    "truncation": Unsupported(("disabled",)),
+    "context_management": Unsupported(([],)),
+    "service_tier": Unsupported(("auto", "default")),
+    "moderation": _NO,
+    "image": _NO,
+    "access_programs": _NO,
+    "messages": Unsupported((), "use input"),
+    "max_tokens": Unsupported((), "use max_output_tokens"),
+    "max_completion_tokens": Unsupported((), "use max_output_tokens"),
+    "response_format": Unsupported((), "use text.format"),
+    "reasoning_effort": Unsupported((), "use reasoning.effort"),
+    "logprobs": Unsupported((False,), "use top_logprobs and include"),
+    "n": Unsupported((1,)),
+}
+
+_MESSAGE: Table = {
+    "type": Honoured("`message`, or absent", schema=_TEXT),
+    "role": Honoured("`user`, `assistant`, `system`, or `developer`, which is the same", schema=_TEXT),
+    "content": Honoured("text or a list of parts of text", schema={"anyOf": [_TEXT, {"type": "array"}]}),
+    "id": _BOOKKEEPING,
+    "status": _STATE,
+    "phase": Harmless("a label of OpenAI's own models"),
+}
+_CALL: Table = {
+    "type": Honoured("`function_call`", schema=_TEXT),
+    "call_id": Honoured("goes to the chat template", schema=_TEXT),
+    "name": Honoured("goes to the chat template", schema=_TEXT),
+    "arguments": Honoured("goes to the chat template", schema=_TEXT),
+    "id": _BOOKKEEPING,
+    "status": _STATE,
+    "parsed_arguments": Harmless("the client's reading of `arguments`"),
+    "caller": Unsupported(({"type": "direct"},)),
+    "namespace": _NO,
+    "async": Unsupported((False,)),
+}
+_OUTPUT: Table = {
+    "type": Honoured("`function_call_output`", schema=_TEXT),
+    "call_id": Honoured("goes to the chat template", schema=_TEXT),
+    "output": Honoured("text or a list of parts of text", schema={"anyOf": [_TEXT, {"type": "array"}]}),
+    "name": Honoured("goes to the chat template", schema=_TEXT),
+    "id": _BOOKKEEPING,
+    "status": _STATE,
+    "caller": Unsupported(({"type": "direct"},)),
+    "namespace": _NO,
+}
+_REASONING_ITEM: Table = {
+    "type": Honoured("`reasoning`", schema=_TEXT),
+    "content": Honoured("the reasoning; goes to the chat template, which may not read it"),
+    "summary": Honoured("is used without `content`", schema={"type": "array"}),
+    "id": _BOOKKEEPING,
+    "status": _STATE,
+    "encrypted_content": Unsupported(("",), "of another server, it cannot be read"),
+}
+_PART: Table = {
+    "type": Honoured("`input_text` or `output_text`", schema=_TEXT),
+    "text": Honoured("text", schema=_TEXT),
+    "annotations": Unsupported(([],)),
+    "logprobs": Harmless("of an earlier answer"),
+    "parsed": Harmless("the client's reading of `text`"),
+    "cache_control": Harmless("how long a prefix stays cached"),
+    "prompt_cache_breakpoint": Harmless("how a prefix is cached"),
+}
+
+#: objects within a body, by their path; of an item with its type
+NESTED: Mapping[str, Table] = {
+    "input[] message": _MESSAGE,
+    "input[] function_call": _CALL,
+    "input[] function_call_output": _OUTPUT,
+    "input[] reasoning": _REASONING_ITEM,
+    "input[].content[]": _PART,
+    "tools[]": {
+        "type": Honoured("`function`; hosted tools are left out", schema=_TEXT),
+        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_TEXT),
+        "description": Honoured("goes to the chat template", schema=_TEXT),
+        "parameters": Honoured("the JSON schema of the arguments", schema=_OBJECT),
+        "strict": Honoured("the arguments obey the schema", schema=_FLAG),
+        "defer_loading": Unsupported((False,)),
+        "allowed_callers": Unsupported((["direct"],)),
+        "async": Unsupported((False,)),
+        "output_schema": _NO,
+    },
+    "tool_choice": {
+        "type": Honoured("`function`", schema=_TEXT),
+        "name": Honoured("the function to call", schema=_TEXT),
+    },
+    "text": {
+        "format": Honoured("`text`, `json_object` or `json_schema`", schema=_OBJECT),
+        "verbosity": Unsupported(("medium",)),
+    },
+    "text.format": {
+        "type": Honoured("`text`, `json_object` or `json_schema`", schema=_TEXT),
+        "schema": Honoured("of type `json_schema`: the JSON schema", schema=_OBJECT),
+        "name": Harmless("a label"),
+        "description": Harmless("a label"),
+        "strict": Harmless("every schema is enforced"),
+    },
+    "reasoning": {
+        "effort": Honoured(
+            "goes to the chat template as `reasoning_effort`; refused if that does not read it, but for "
+            "`medium`, which is the default, and for `none` of a model that can be told not to think",
+            schema=_TEXT,
+        ),
+        "summary": Unsupported(("auto",), "answers have the reasoning itself"),
+        "generate_summary": Unsupported(("auto",), "answers have the reasoning itself"),
+        "mode": Unsupported(("standard",)),
+        "context": Unsupported(("auto", "all_turns"), "what of it is in input"),
+    },
+    "stream_options": {"include_obfuscation": Harmless("padding of events")},
+}

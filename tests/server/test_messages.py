@@ -1,0 +1,349 @@
+"""``/v1/messages`` through the real anthropic client, which checks every object against its types."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import anthropic
+import jsonschema
+import pytest
+from pydantic import BaseModel
+
+from aioinfer.scheduling.step import Step
+from tests.server.chats import ROME, USER, WEATHER, add_tags
+from tests.server.conftest import Bundled, Serving
+from tests.server.event_order import MessageOrder
+from tests.server.test_reasoning import OPENS
+from tests.server.test_responses import read_events
+from tests.server.test_tool_requests import ROUND_TRIP
+
+TOOL: Any = {"name": "weather", "description": "The weather of a city.", "input_schema": WEATHER}
+STRICT: Any = {**TOOL, "strict": True}
+ASK: Any = {"model": "tiny-chat", "messages": [USER], "max_tokens": 400}
+
+Messages = Callable[..., AbstractAsyncContextManager[anthropic.AsyncAnthropic]]
+
+
+@pytest.fixture
+def messages(bundled: Bundled) -> Messages:
+    """A client of a server with the bundled model."""
+
+    @asynccontextmanager
+    async def run(model: Path | None = None, **server: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+        key = server.get("api_key", "none")
+        async with (
+            bundled(model, **server) as other,
+            anthropic.AsyncAnthropic(
+                base_url=str(other.base_url).removesuffix("/v1/"),
+                api_key=key,
+                max_retries=0,
+                _strict_response_validation=True,
+            ) as client,
+        ):
+            yield client
+
+    return run
+
+
+async def both(client: anthropic.AsyncAnthropic, **options: Any) -> Any:
+    """The message, whole; its stream has its events in order and says the same."""
+    extra = {"temperature": 0, **options.pop("extra_body", {})}
+    options = {**ASK, **options, "extra_body": extra}
+    whole = await client.messages.create(**options)
+    order = MessageOrder()
+    async for event in await client.messages.create(**options, stream=True):
+        order.take(event.type, event.to_json())
+    order.check_ended()
+    given = json.loads(whole.to_json())
+    for name in ("stop_reason", "stop_sequence", "role", "model"):
+        assert order.message[name] == given[name], name
+    assert [_compared(each) for each in order.message["content"]] == [
+        _compared(each) for each in given["content"]
+    ]
+    assert order.message["usage"]["output_tokens"] == whole.usage.output_tokens
+    return whole
+
+
+def _compared(block: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in block.items() if name != "id"}
+
+
+async def test_text_is_answered_whole_and_streamed(messages: Messages) -> None:
+    async with messages() as client:
+        answer = await both(client)
+        blocks = [{"type": "text", "text": text} for text in ("What is ", "20 + 22?")]
+        blocks[0]["cache_control"] = {"type": "ephemeral"}  # type: ignore[assignment]
+        other = await both(client, messages=[{"role": "user", "content": blocks}])
+        begun = [USER, {"role": "assistant", "content": "20 + 22 ="}]
+        prefilled = await both(client, messages=begun)
+        system = await both(client, system=[{"type": "text", "text": "Be brief."}], max_tokens=5)
+    assert answer.content[0].text == other.content[0].text == "20 + 22 = 42"
+    assert (answer.type, answer.role, answer.stop_reason) == ("message", "assistant", "end_turn")
+    assert prefilled.content[0].text == " 42"
+    assert system.usage.input_tokens + system.usage.cache_read_input_tokens > answer.usage.input_tokens
+
+
+async def test_the_synchronous_client_works_too(messages: Messages) -> None:
+    async with messages() as served:
+
+        def ask() -> tuple[str, str, int]:
+            with anthropic.Anthropic(
+                base_url=served.base_url, api_key="none", max_retries=0, _strict_response_validation=True
+            ) as client:
+                options: Any = {**ASK, "extra_body": {"temperature": 0}}
+                whole: Any = client.messages.create(**options)
+                with client.messages.stream(**options) as stream:
+                    text = "".join(stream.text_stream)
+                count = client.messages.count_tokens(model="tiny-chat", messages=[USER])
+                assert whole.usage.input_tokens == count.input_tokens
+                return whole.content[0].text, text, count.input_tokens
+
+        whole, streamed, count = await asyncio.to_thread(ask)
+    assert whole == streamed == "20 + 22 = 42"
+    assert count == 16
+
+
+async def test_why_a_message_stopped(messages: Messages) -> None:
+    async with messages() as client:
+        short = await both(client, max_tokens=3)
+        assert (short.stop_reason, short.stop_sequence, short.usage.output_tokens) == ("max_tokens", None, 3)
+        stopped = await both(client, stop_sequences=["nothing", "22 ="])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "22 =")
+        assert stopped.content[0].text == "20 + "
+        endless = await both(client, max_tokens=20_000, extra_body={"logit_bias": {"1": -100}})
+        assert endless.stop_reason == "model_context_window_exceeded"
+
+
+async def test_an_agent_calls_its_tools_until_the_model_answers(messages: Messages, directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text(ROUND_TRIP)
+    conversation: list[Any] = [USER]
+    async with messages(directory) as client:
+        for turn in range(2):
+            answer = await both(
+                client,
+                messages=conversation,
+                tools=[STRICT],
+                tool_choice={"type": "any", "disable_parallel_tool_use": True},
+                extra_body={"seed": turn, "temperature": 0.3},
+            )
+            (call,) = answer.content
+            assert (answer.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
+            jsonschema.validate(call.input, WEATHER)
+            # The client's objects are content of the next request.
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+            conversation += [
+                {"role": "assistant", "content": answer.content},
+                {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+            ]
+
+        async def count(**change: Any) -> int:
+            last = {**conversation[-1], "content": [{**result, **change}, conversation[-1]["content"][1]]}
+            options: Any = {"model": "tiny-chat", "tools": [STRICT], "tool_choice": {"type": "auto"}}
+            counted = await client.messages.count_tokens(messages=[*conversation[:-1], last], **options)
+            return counted.input_tokens
+
+        last = await both(client, messages=conversation, tools=[STRICT], max_tokens=4)
+        assert last.usage.input_tokens + last.usage.cache_read_input_tokens == await count()
+        blocks = [{"type": "text", "text": "ra"}, {"type": "text", "text": "in"}]
+        assert await count(content=blocks, is_error=False) == await count()
+        assert await count(is_error=True) > await count()
+
+
+async def test_calls_that_the_model_writes_by_itself(messages: Messages) -> None:
+    async with messages() as client:
+
+        async def ask(text: str, **options: Any) -> Any:
+            extra = {"structured_outputs": {"choice": [text]}}
+            return await both(client, tools=[TOOL], extra_body=extra, **options)
+
+        answer = await ask(f"Hm.\n{ROME}\n{ROME}")
+        assert [each.type for each in answer.content] == ["text", "tool_use", "tool_use"]
+        assert answer.content[1].input == answer.content[2].input == {"city": "Rome", "days": 1}
+        assert answer.content[1].id != answer.content[2].id
+        # Arguments that are cut off are kept, in Anthropic's form of what is no JSON.
+        answer = await ask(ROME, max_tokens=55)
+        assert answer.stop_reason == "max_tokens"
+        assert answer.content[-1].input["INVALID_JSON"].startswith('{"city": ')
+        none = await ask(ROME, tool_choice={"type": "none"})
+        assert (none.content[0].text, none.stop_reason) == (ROME, "end_turn")
+
+
+class Sum(BaseModel):
+    sign: Literal["plus", "minus"]
+    right: bool
+
+
+async def test_structured_output_is_parsed(messages: Messages) -> None:
+    async with messages() as client:
+        answer = await client.messages.parse(**ASK, output_format=Sum, extra_body={"temperature": 0.5})
+        assert isinstance(answer.parsed_output, Sum)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_own_stream_assembles_calls(messages: Messages, stream: bool) -> None:
+    options: Any = {**ASK, "tools": [STRICT], "tool_choice": {"type": "tool", "name": "weather"}}
+    async with messages() as client:
+        if not stream:
+            message: Any = await client.messages.create(**options)
+        else:
+            async with client.messages.stream(**options) as events:
+                async for _ in events:
+                    pass
+                message = await events.get_final_message()
+    (call,) = message.content
+    assert message.stop_reason == "tool_use"
+    jsonschema.validate(call.input, WEATHER)
+
+
+async def test_thinking_is_a_block_of_its_own(messages: Messages, directory: Path) -> None:
+    template = directory / "chat_template.jinja"
+    opens = OPENS.replace("thinking", "enable_thinking")
+    template.write_text("{% if '</think>' in '' %}{% endif %}" + template.read_text() + opens)
+    tags = add_tags(directory, "<think>", "</think>", special=False)
+    bias = {str(tags["</think>"]): 14, "1": -100}
+    async with messages(directory, reasoning_parser="qwen3") as client:
+
+        async def ask(kind: str | None, **more: Any) -> Any:
+            thinking = {} if kind is None else {"thinking": {"type": kind, **more}}
+            extra = {"logit_bias": bias, "seed": 1, "temperature": 1.5}
+            return await both(client, **thinking, max_tokens=60, extra_body=extra)
+
+        enabled = await ask("enabled", budget_tokens=1024)
+        assert enabled.content[0].type == "thinking"
+        assert enabled.usage.output_tokens_details.thinking_tokens > 0
+        for kind in ("disabled", "adaptive", None):
+            assert {each.type for each in (await ask(kind)).content} == {"text"}
+        # Blocks of an answer are content of the next request.
+        earlier = {"role": "assistant", "content": enabled.content}
+        again = await both(client, messages=[USER, earlier, USER], max_tokens=3)
+        assert again.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_is_the_end_of_the_stream(serving: Serving, stream: bool) -> None:
+    def fault(step: Step) -> None:
+        if step.id == 4:
+            raise RuntimeError("planned")
+
+    body = {"messages": [USER], "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    async with serving(fault=fault) as served, aiohttp.ClientSession() as session:
+        url = f"{served.url}/v1/messages"
+        async with session.post(url, json=body) as response:
+            text = await response.text()
+        assert "planned" not in text
+        if stream:
+            assert read_events(MessageOrder().take, text)[-1] == "error"
+            error = json.loads(text.rsplit("data: ", 1)[1])
+        else:
+            error = json.loads(text)
+            assert response.status == 500
+    assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+
+
+async def test_errors_have_anthropics_form(messages: Messages, bundled: Bundled) -> None:
+    async with messages(api_key="secret") as client:
+        assert (await both(client)).stop_reason == "end_turn"  # with x-api-key
+        for change, kind, status in (
+            ({"api_key": "wrong"}, "authentication_error", 401),
+            ({"model": "other"}, "not_found_error", 404),
+            ({"max_tokens": 0}, "invalid_request_error", 400),
+        ):
+            options = {**ASK, **change}
+            other = client.with_options(api_key=options.pop("api_key", "secret"))
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                await other.messages.create(**options)
+            body: Any = caught.value.body
+            assert (caught.value.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+            assert caught.value.request_id == body["request_id"]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [5]}, "messages[0]"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+    (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]},
+            ]
+        },
+        "messages[1].content[0].input",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+        "messages[0].content[0].tool_use_id",
+    ),
+    ({"system": 5}, "system"),
+    ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"colour": "red"}, "colour"),
+    ({"stop_sequences": "a"}, "stop_sequences"),
+    ({"stop_sequences": ["a", 5]}, "stop_sequences"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+    ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{**TOOL, "type": "function"}]}, "tools[0].type"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL, TOOL]}, "tools[2].name"),
+    ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+    ({"container": "x"}, "container"),
+]
+
+
+async def test_refusals_name_the_field_of_the_body(messages: Messages) -> None:
+    async with messages() as client:
+        for change, field in REFUSED:
+            for path in ("", "/count_tokens"):
+                if path and not change.keys() & {"messages", "system", "tools", "thinking", "output_config"}:
+                    continue
+                # Past the client's own types. What is compiled for an answer does not matter to a count.
+                body = {
+                    key: value for key, value in {**ASK, **change}.items() if not path or key != "max_tokens"
+                }
+                try:
+                    await client.post(f"/v1/messages{path}", body=body, cast_to=object)
+                    raised = ""
+                except anthropic.BadRequestError as error:
+                    raised = str(error.body["error"]["message"])  # type: ignore[index]
+                assert raised.startswith(f"{field}: ") or (path and field == "output_config.format"), change
+
+
+async def test_what_claude_code_sends_is_accepted(messages: Messages) -> None:
+    body = {
+        **ASK,
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}],
+        "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        "metadata": {"user_id": "user_1"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": False,
+    }
+    headers = {"anthropic-beta": "interleaved-thinking-2025-05-14", "anthropic-version": "2023-06-01"}
+    async with messages() as client:
+        answer: Any = await client.post(
+            "/v1/messages?beta=true", body=body, options={"headers": headers}, cast_to=object
+        )
+    assert answer["stop_reason"] == "max_tokens"
