@@ -11,6 +11,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aioinfer.chat.results import ChatDelta, ChatResult, ToolCall
+    from aioinfer.chats import ChatStream
     from aioinfer.config import EngineConfig, ServerConfig
     from aioinfer.engine import Engine, EngineState
     from aioinfer.errors import (
@@ -43,6 +45,10 @@ logging.getLogger("aioinfer").addHandler(logging.NullHandler())
 _HOME = {
     "AioInferError": "errors",
     "Cancelled": "errors",
+    "ChatDelta": "chat.results",
+    "ChatResult": "chat.results",
+    "ToolCall": "chat.results",
+    "ChatStream": "chats",
     "Chunk": "outputs",
     "ConfigError": "errors",
     "ConstraintFailed": "errors",
@@ -76,6 +82,9 @@ __all__ = [
     "LLM",
     "AioInferError",
     "Cancelled",
+    "ChatDelta",
+    "ChatResult",
+    "ChatStream",
     "Chunk",
     "ConfigError",
     "ConstraintFailed",
@@ -100,6 +109,7 @@ __all__ = [
     "StepFailed",
     "Stream",
     "TimedOut",
+    "ToolCall",
     "Usage",
     "WrongLoop",
 ]

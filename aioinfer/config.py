@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -411,14 +412,27 @@ class ServerConfig:
 
     host: str = _option("127.0.0.1", "server", "address to listen on")
     port: int = _option(8000, "server", "port to listen on; 0: any free port", _Bounds(0, 65535))
+    uds: str | None = _option(None, "server", "path of a Unix socket to listen on instead of host and port")
+    uds_mode: str = _option("600", "server", "permissions of the Unix sockets, in octal digits")
+    tls_certificate: str | None = _option(None, "server", "PEM file of a certificate chain: serve HTTPS")
+    tls_key: str | None = _option(None, "server", "PEM file of its key; default: in the same file")
+    tls_ca: str | None = _option(None, "server", "PEM file of authorities: clients need a certificate of one")
     api_key: str | None = _option(None, "server", "bearer token that clients must send")
+    api_keys: str | None = _option(None, "server", "YAML file of further keys with names and limits")
     insecure: bool = _option(False, "server", "allow a non-loopback host without an API key")
     served_model_name: str | None = _option(
-        None, "server", "model name in the API; default: the directory's name"
+        None, "server", "names of the model in the API, separated by commas; default: the directory's name"
     )
     access_log: bool = _option(False, "server", "log one line per request")
+    access_log_format: Literal["text", "json"] = _option("text", "server", "form of these lines")
+    playground: bool = _option(True, "server", "a page at / to try the model with")
     metrics: bool = _option(True, "observing", "answer /metrics in the formats of Prometheus")
     vllm_metrics: bool = _option(True, "observing", "show metrics by the names of vLLM, too, for its boards")
+    admin_port: int | None = _option(
+        None, "server", "port of the admin routes on 127.0.0.1; 0: any free port", _Bounds(0, 65535)
+    )
+    admin_uds: str | None = _option(None, "server", "path of a Unix socket for the admin routes")
+    admin_key: str | None = _option(None, "server", "bearer token that admin requests must send")
     #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
     allowed_hosts: str | None = _option(
         None,
@@ -479,8 +493,24 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if not is_loopback(self.host) and not (self.api_key or self.insecure):
+        _check_listening(self)
+        if self.uds is None and not is_loopback(self.host) and not (self.needs_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
+
+    @property
+    def needs_key(self) -> bool:
+        """Clients must send a key."""
+        return bool(self.api_key or self.api_keys)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names in ``served_model_name``; empty: the model's own."""
+        return tuple(name.strip() for name in (self.served_model_name or "").split(",") if name.strip())
+
+    @property
+    def socket_mode(self) -> int:
+        """``uds_mode`` as a number."""
+        return int(self.uds_mode, 8)
 
     @classmethod
     def load(
@@ -533,6 +563,19 @@ def _check_fields(config: Any) -> None:
 def policy_names() -> tuple[str, ...]:
     """Names of the queue policies in a config."""
     return tuple(name.replace("_", "-") for name in plugins.names(plugins.POLICIES))
+
+
+def _check_listening(config: ServerConfig) -> None:
+    if not re.fullmatch("0?[0-7]{3}", config.uds_mode):
+        raise ConfigError(f"uds_mode must be three octal digits such as 660, got {shown(config.uds_mode)}")
+    for name in ("uds", "admin_uds"):
+        if getattr(config, name) == "":
+            raise ConfigError(f"{name} must be a path, not empty")
+    for name in ("tls_key", "tls_ca"):
+        if getattr(config, name) is not None and config.tls_certificate is None:
+            raise ConfigError(f"{name} needs tls_certificate")
+    if config.uds is not None and config.uds == config.admin_uds:
+        raise ConfigError("admin_uds must be another path than uds")
 
 
 def _known_parsers(config: EngineConfig) -> None:

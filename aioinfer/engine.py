@@ -10,24 +10,32 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from aioinfer import __version__
 from aioinfer.chat.answers import ChatFormat
+from aioinfer.chat.asking import chat_request
+from aioinfer.chat.functions import Tool
+from aioinfer.chats import ChatStream
 from aioinfer.config import EngineConfig
-from aioinfer.errors import EngineClosed, EngineError
+from aioinfer.errors import EngineClosed, EngineError, RequestError, renamed
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
-from aioinfer.loop import factory
+from aioinfer.loop import factory, observing
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
-from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions, check_timeout
+from aioinfer.loop.options import (
+    GenerateOptions,
+    Prompt,
+    PromptForm,
+    PromptSource,
+    RequestOptions,
+    check_timeout,
+)
 from aioinfer.loop.runtime import EngineState, Runtime, require_loop
-from aioinfer.observe import tracing
-from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
-from aioinfer.params import SamplingParams, inherited
+from aioinfer.observe.tracing import require_api
+from aioinfer.params import SamplingParams, Schema, inherited
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
@@ -113,7 +121,7 @@ class Engine:
     async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Runtime:
         """Open everything. If that fails or is cancelled, close what has been begun."""
         if self.config.tracing:
-            tracing.require_api()
+            require_api()
         intake = Intake(loop)
         launcher: Launcher | None = None
         try:
@@ -159,7 +167,7 @@ class Engine:
         )
         self.default_params, self._chat_format = defaults, chat_format
         runtime = Runtime(config, core, launcher, intake)
-        self._observe(runtime)
+        observing.observe(runtime, self.config, self._measuring)
         _log.info("started: %s", info.decisions)
         return runtime
 
@@ -271,7 +279,63 @@ class Engine:
             running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
             max_lag=self.config.max_lag if max_lag is None else max_lag,
         )
-        return runtime.generate(runtime.core.source(prompt, chat_template_kwargs), params, options)
+        source = runtime.core.source(prompt, chat_template_kwargs)
+        return self._queue(runtime, source, params, options)
+
+    def _queue(
+        self, runtime: Runtime, prompt: PromptSource, params: SamplingParams, options: RequestOptions
+    ) -> Stream:
+        """The way of every request; engines in tests add to it."""
+        return runtime.generate(prompt, params, options)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str | Tool | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Schema | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> ChatStream:
+        """Queue the next answer of a chat and return its :class:`~aioinfer.ChatStream` at once.
+
+        As :meth:`generate`, with the answer split into reasoning, content and calls of tools. All arguments
+        are checked as the HTTP API checks them, and copied.
+
+        Args:
+            messages: in OpenAI's form; :attr:`ChatResult.message` and :meth:`ToolCall.reply` are some.
+            tools: functions that the model may call: objects in OpenAI's form, Python functions whose
+                parameters have annotations, or pydantic models. They are never called here.
+            tool_choice: "auto" (the default), "none", "required", or the tool that must be called, as an
+                object in OpenAI's form or as it is in ``tools``.
+            parallel_tool_calls: False for one call at most.
+            response_format: of the content: OpenAI's object, a JSON schema or a pydantic model. The result's
+                ``parsed`` is then what the content stands for.
+            chat_template_kwargs: variables that the chat template reads.
+            options: those of :meth:`generate`.
+
+        Raises as :meth:`generate`, with these names, also for tools that the model's formats cannot express.
+        """
+        self._serving()
+        asked = chat_request(
+            self._chat_format,
+            messages,
+            inherited(params, self.default_params),
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        try:
+            prompt = self.prompt(asked.messages, chat_template_kwargs=asked.template_kwargs)
+            stream = self.generate(prompt, asked.params, **options)
+        except RequestError as error:
+            raise renamed(error, asked.names) from error.__cause__
+        return ChatStream(stream, prompt, asked, self.tokenizer)
 
     def prompt(
         self,
@@ -422,32 +486,8 @@ class Engine:
 
             self._measuring = Measuring()
             if self._runtime is not None and self._loop is not None:
-                self._measure(self._measuring, self._runtime)
+                observing.measure(self._runtime, self._measuring)
         return self._measuring
-
-    def _measure(self, measuring: Measuring, runtime: Runtime) -> None:
-        config, info = runtime.config, runtime.core.info
-        facts = {
-            "version": __version__,
-            "device": info.device or info.description,
-            "dtype": info.dtype,
-            "page_size": str(info.page_size or config.page_size),
-            "prefix_cache": str(config.prefix_cache).lower(),
-            "policy": config.policy,
-        }
-        length = info.max_model_len
-        measuring.begin(runtime.observers, runtime.loop, length, facts, runtime.measured)
-
-    def _observe(self, runtime: Runtime) -> None:
-        """Add what follows the requests of a runtime that has just started."""
-        config, clock = self.config, runtime.core.clock
-        if self._measuring is not None:
-            self._measure(self._measuring, runtime)
-        if config.tracing:
-            runtime.observers.add(tracing.Tracer(config.model_name, __version__, clock))
-        if config.stats_interval:
-            reporter = Reporter(runtime.loop, config.stats_interval, runtime.stats, clock)
-            runtime.observers.add(reporter)
 
     @property
     def timeline(self) -> Timeline:

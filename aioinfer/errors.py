@@ -137,6 +137,31 @@ class WrongLoop(EngineError, RuntimeError):
     """The engine belongs to another event loop than the running one."""
 
 
+def renamed(error: BaseException, names: Mapping[str, str]) -> BaseException:
+    """The error with the names that its caller knows in place of the engine's arguments."""
+    other: RequestError
+    match error:
+        case InvalidRequest():
+            other = InvalidRequest(renamed_field(error.field, names), error.message, code=error.code)
+        case ConstraintFailed():
+            other = ConstraintFailed([renamed_field(each, names) for each in error.fields], error.message)
+        case _:
+            return error
+    other.__cause__ = error.__cause__
+    return other
+
+
+def renamed_field(field: str, names: Mapping[str, str]) -> str:
+    """The field with the longest part of its path that ``names`` has replaced: ``messages[0].role`` is
+    ``input[0].role`` where ``messages[0]`` is ``input[0]``."""
+    end = len(field)
+    while end > 0:
+        if (name := names.get(field[:end])) is not None:
+            return name + field[end:]
+        end = max(field.rfind(".", 0, end), field.rfind("[", 0, end))
+    return field
+
+
 def _restored(kind: type[AioInferError], args: tuple[Any, ...], state: Mapping[str, Any]) -> AioInferError:
     error = kind.__new__(kind, *args)
     error.args = args  # OSError, a base of TimedOut, sets them in __init__ only

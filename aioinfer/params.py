@@ -14,7 +14,7 @@ from aioinfer.errors import InvalidRequest, shown
 from aioinfer.plain import exactly, keep_plain, plain
 from aioinfer.text.grammar_spec import Grammar, Schema
 
-__all__ = ["BOUNDS", "MOST", "Bounds", "DiffusionParams", "Grammar", "SamplingParams", "inherited"]
+__all__ = ["BOUNDS", "MOST", "Bounds", "DiffusionParams", "Grammar", "SamplingParams", "Schema", "inherited"]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SEED_LIMIT = 2**63
@@ -226,6 +226,13 @@ class SamplingParams:
         for name, value in values.items():
             object.__setattr__(other, name, value)
         return other
+
+    def for_choice(self, number: int) -> SamplingParams:
+        """The parameters of choice ``number`` of several for one prompt: its seed differs, if there is one,
+        so that the choices differ. The first is that of a request for one."""
+        if number == 0 or self.seed is None:
+            return self
+        return self.changed(seed=(self.seed + number) % _SEED_LIMIT)
 
     @property
     def greedy(self) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "load_settings",
     "parse_setting",
     "read_settings_file",
+    "read_yaml",
     "shown",
     "shown_bound",
     "value_names",
@@ -151,6 +152,19 @@ def read_settings_file(path: str | Path, known: Collection[str]) -> dict[str, An
         ConfigError: the file cannot be read, is no mapping, or has a key that is unknown or occurs twice. The
             message is one line that begins with the path.
     """
+    settings = read_yaml(path)
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not {type(settings).__name__}")
+    unknown = sorted(key for key in map(str, settings) if key not in known)
+    if unknown:
+        raise ConfigError(f"{path} has unknown settings: {', '.join(_suggested(unknown, known))}")
+    return settings
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file of at most 1 MiB holds. Raises ConfigError: one line that begins with the path."""
     import yaml
 
     try:
@@ -158,7 +172,7 @@ def read_settings_file(path: str | Path, known: Collection[str]) -> dict[str, An
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
             raise ConfigError(f"{path} is larger than {_LARGEST_FILE >> 20} MiB: it holds no settings")
-        settings = yaml.load(content.decode("utf-8"), _yaml_loader())
+        return yaml.load(content.decode("utf-8"), _yaml_loader())
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -175,14 +189,6 @@ def read_settings_file(path: str | Path, known: Collection[str]) -> dict[str, An
         raise ConfigError(f"{path} is nested too deeply to hold settings") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    if settings is None:
-        return {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, not {type(settings).__name__}")
-    unknown = sorted(key for key in map(str, settings) if key not in known)
-    if unknown:
-        raise ConfigError(f"{path} has unknown settings: {', '.join(_suggested(unknown, known))}")
-    return settings
 
 
 def warn_of_variables(environ: Mapping[str, str], known: Collection[str]) -> None:

@@ -25,14 +25,16 @@ LAYERS: list[set[str]] = [
     {"__main__"},
     # the command line and the doctor
     {"cli"},
-    # the HTTP API over an engine
-    {"server"},
+    # the HTTP API over an engine; scripted engines, the toy device, simulated launchers and clocks
+    {"server", "testing"},
     # what an application holds: the engine in its event loop, and the one without a loop
     {"engine", "llm"},
+    # chats in this process: the streams of their answers
+    {"chats"},
     # messages, tools and response formats of chats, and the parts of answers
     {"chat"},
-    # the loop: admission of requests, driver of steps; the toy device, simulated launchers and clocks
-    {"loop", "testing"},
+    # the loop: admission of requests, driver of steps
+    {"loop"},
     # everything that touches a device: launch thread, packing, graphs, runner
     {"execution"},
     # what a caller reads: streams; statistics and traces

@@ -4,10 +4,11 @@ them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from aioinfer.chat.messages import UNREAD
 from aioinfer.chat.tools import Tools
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar, SamplingParams
@@ -18,7 +19,7 @@ from aioinfer.text.tokenizer import Tokenizer
 from aioinfer.text.tool_calls import Functions, Parsed, Qwen3Coder, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures
 
-__all__ = ["AnswerFormat", "AnswerReader", "ChatFormat"]
+__all__ = ["AnswerFormat", "AnswerReader", "ChatFormat", "joined"]
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 #: characters per push of a parser
@@ -67,6 +68,15 @@ class ChatFormat:
         if tokenizer is None:
             return cls(tools, parser)
         return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names)
+
+    def offered(self, tools: Tools) -> list[dict[str, Any]]:
+        """The functions as the chat template gets them. Raises InvalidRequest if nothing would tell the model
+        of them."""
+        names = self.template_names
+        if names is not None and "tools" not in names and not tools.enforced:
+            # The grammar of a required or strict call would.
+            raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
+        return [each.for_template() for each in tools.functions]
 
     def apply(
         self, params: SamplingParams, tools: Tools | None
@@ -161,10 +171,16 @@ class AnswerReader:
         if ended:
             self._keep(self._tools.finish())
 
+    def take(self) -> tuple[str, str, list[ToolCallDelta]]:
+        """Reasoning, content and calls since the last time."""
+        taken = "".join(self._thoughts), "".join(self._content), self._calls
+        self._thoughts, self._content, self._calls = [], [], []
+        return taken
+
     def deltas(self) -> Iterator[dict[str, Any]]:
         """``choices[].delta`` of what was read since the last call, one per event; none if all of it is held
         back."""
-        reasoning, content, calls = self._taken()
+        reasoning, content, calls = self.take()
         if reasoning:
             yield {"reasoning_content": reasoning}
         if content:
@@ -174,7 +190,7 @@ class AnswerReader:
 
     def message(self) -> dict[str, Any]:
         """``choices[].message`` of a whole answer that was read."""
-        reasoning, content, deltas = self._taken()
+        reasoning, content, deltas = self.take()
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or (None if deltas else ""),
@@ -182,16 +198,10 @@ class AnswerReader:
         }
         if reasoning:
             message["reasoning_content"] = reasoning
-        calls: list[dict[str, Any]] = []
-        arguments: list[str] = []
-        for at, delta in enumerate(deltas):
-            arguments.append(delta.arguments)
-            if delta.id is not None:
-                function: dict[str, Any] = {"name": delta.name}
-                calls.append({"id": delta.id, "type": "function", "function": function})
-            if at + 1 == len(deltas) or deltas[at + 1].id is not None:
-                function["arguments"] = "".join(arguments)
-                arguments = []
+        calls = [
+            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+            for each in joined(deltas)
+        ]
         if calls:
             message["tool_calls"] = calls
         return message
@@ -214,16 +224,24 @@ class AnswerReader:
         self._calls += parsed.calls
         self._called = self._called or bool(parsed.calls)
 
-    def _taken(self) -> tuple[str, str, list[ToolCallDelta]]:
-        """Reasoning, content and calls since the last time."""
-        taken = "".join(self._thoughts), "".join(self._content), self._calls
-        self._thoughts, self._content, self._calls = [], [], []
-        return taken
-
 
 def _cut(text: str) -> Iterator[str]:
     for at in range(0, len(text), _PIECE):
         yield text[at : at + _PIECE]
+
+
+def joined(deltas: Sequence[ToolCallDelta]) -> Iterator[ToolCallDelta]:
+    """Whole calls, each as one delta, of all deltas of an answer."""
+    first: ToolCallDelta | None = None
+    arguments: list[str] = []
+    for at, delta in enumerate(deltas):
+        arguments.append(delta.arguments)
+        if delta.id is not None:
+            first = delta
+        if at + 1 == len(deltas) or deltas[at + 1].id is not None:
+            assert first is not None
+            yield replace(first, arguments="".join(arguments))
+            arguments = []
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from aioinfer.chat.fields import NESTED, check
 from aioinfer.errors import InvalidRequest, shown
 
-__all__ = ["UNREAD", "parse_messages"]
+__all__ = ["UNREAD", "check_variables", "parse_messages"]
 
 
 _MESSAGE, _PART = NESTED["messages[]"], NESTED["messages[].content[]"]
@@ -18,6 +18,30 @@ _CALL, _FUNCTION = NESTED["messages[].tool_calls[]"], NESTED["messages[].tool_ca
 
 #: why a field is refused that the template would have to read
 UNREAD = "is not read by the model's chat template"
+
+
+#: arguments of the tokenizer that are no variables of the template
+_RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
+#: what the tokenizer reads in the template's place
+_SWITCHES = ("add_generation_prompt", "continue_final_message")
+
+
+def check_variables(
+    kwargs: Mapping[str, Any], fields: Mapping[str, str], template_names: frozenset[str] | None
+) -> None:
+    """Raise InvalidRequest for variables of the chat template that cannot be set, or that it does not read.
+
+    ``fields``: where each of them comes from; ``template_names``: what the template reads, if that is known.
+    """
+    if _RESERVED & kwargs.keys() & fields.keys():
+        raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
+    if kwargs.get("add_generation_prompt") and kwargs.get("continue_final_message"):
+        raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
+    for name, where in fields.items():
+        if kwargs[name] is not None and not (
+            template_names is None or name in template_names or name in _SWITCHES
+        ):
+            raise InvalidRequest(where, UNREAD, code="unsupported_parameter")
 
 
 def parse_messages(messages: Any, template_names: frozenset[str] | None = None) -> list[dict[str, Any]]:

@@ -158,6 +158,16 @@ async def _models(options: argparse.Namespace) -> int:
     return 0
 
 
+async def _key(options: argparse.Namespace) -> int:
+    from aioinfer.server.http.keys import check_name, digest_of, new_key
+
+    check_name(options.name, "key")
+    key = new_key()
+    print(f"- name: {options.name}\n  sha256: '{digest_of(key)}'")
+    print(f"The key, which is shown this once: {key}", file=sys.stderr)
+    return 0
+
+
 async def _trace(options: argparse.Namespace) -> int:
     import http.client
     import urllib.request
@@ -236,6 +246,11 @@ def _parser() -> argparse.ArgumentParser:
     models = _command(commands, "models", "", "list the models that need no download")
     models.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
     models.set_defaults(command=_models)
+
+    key = _command(commands, "key", "[NAME]", "make an API key: an entry for api_keys, and the key on stderr")
+    key.add_argument("name", nargs="?", metavar="NAME", default="default", help="its name in logs and errors")
+    key.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
+    key.set_defaults(command=_key)
 
     doctor = _command(commands, "doctor", "[MODEL]", "report what would run on this machine, and why")
     doctor.add_argument(

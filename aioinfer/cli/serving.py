@@ -7,16 +7,19 @@ import asyncio
 import dataclasses
 import json
 import logging
+import shlex
 import signal
-import socket
 import sys
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from aioinfer import __version__
 from aioinfer.cli.flags import read_settings
 from aioinfer.cli.terminal import Progress, interrupted
 from aioinfer.config import EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from aioinfer.server.http.listening import Bound
 
 __all__ = ["serve_model"]
 
@@ -25,34 +28,40 @@ _STATS_INTERVAL = 10.0
 
 
 async def serve_model(options: argparse.Namespace) -> int:
-    from aioinfer.server.http.listening import bind, check_open_files
+    from aioinfer.server.http.keys import Keys
+    from aioinfer.server.http.listening import bind_all, check_open_files
 
     engine_config = read_settings(EngineConfig, options)
     config = read_settings(ServerConfig, options)
-    # A port in use is known before the model loads, and before torch does. So are too few open files.
-    sockets = await bind(config.host, config.port)
+    Keys.of(config)
+    # A port in use is known before the model loads, and before torch does. So are too few open files, and
+    # files of keys and TLS that cannot be used.
+    bound = await bind_all(config)
     try:
         check_open_files()
-        return await _serve_on(sockets, engine_config, config)
+        return await _serve_on(bound, engine_config, config)
     finally:
-        for each in sockets:
-            each.close()
+        bound.close()
 
 
-async def _serve_on(
-    sockets: Sequence[socket.socket], engine_config: EngineConfig, config: ServerConfig
-) -> int:
+def _reporting(config: EngineConfig) -> EngineConfig:
+    """The config of a server that logs its throughput and load, unless it says otherwise. The line is shown
+    at the command line's usual level, where no other line of its own level is."""
+    if config.stats_interval is None:
+        config = dataclasses.replace(config, stats_interval=_STATS_INTERVAL)
+    if config.stats_interval and logging.getLogger().level <= logging.WARNING:
+        logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
+    return config
+
+
+async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerConfig) -> int:
     from aioinfer.engine import Engine
     from aioinfer.loop.tuning import FROZEN
     from aioinfer.server import serve
 
     if config.access_log:
-        logging.getLogger("aioinfer.access").setLevel(logging.INFO)
-    if engine_config.stats_interval is None:
-        engine_config = dataclasses.replace(engine_config, stats_interval=_STATS_INTERVAL)
-    if engine_config.stats_interval and logging.getLogger().level <= logging.WARNING:
-        # Asked for by the setting, where the command line shows no other line of this level.
-        logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
+        _log_accesses(config.access_log_format)
+    engine_config = _reporting(engine_config)
     engine = Engine(engine_config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -86,8 +95,10 @@ async def _serve_on(
 
         def ready(url: str) -> None:
             _banner(engine.info.description, time.monotonic() - started, url, config, engine.config)
+            for admin in bound.admin:
+                print(f"Admin routes on {_shown(admin.getsockname())}", flush=True)
 
-        await serve(engine, config, stop=stop, ready=ready, sockets=sockets)
+        await serve(engine, config, stop=stop, ready=ready, sockets=bound)
     finally:
         FROZEN.release(frozen)
         stopped.cancel()
@@ -95,15 +106,35 @@ async def _serve_on(
     return 0
 
 
+def _log_accesses(form: str) -> None:
+    """Lines of the access log go where other messages go; JSON without their prefix."""
+    log = logging.getLogger("aioinfer.access")
+    log.setLevel(logging.INFO)
+    if form == "json":
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.handlers = [handler]
+        log.propagate = False
+
+
+def _shown(address: Any) -> str:
+    return f"unix:{address}" if isinstance(address, str) else f"http://{address[0]}:{address[1]}"
+
+
 def _banner(
     description: str, seconds: float, url: str, config: ServerConfig, engine_config: EngineConfig
 ) -> None:
     """Print model, URL and an example request."""
-    name = config.served_model_name or engine_config.model_name
+    name = (*config.model_names, engine_config.model_name)[0]
     body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
-    key = ' -H "Authorization: Bearer $AIOINFER_API_KEY"' if config.api_key else ""
+    key = ' -H "Authorization: Bearer $AIOINFER_API_KEY"' if config.needs_key else ""
+    where, options = url, ""
+    if url.startswith("unix:"):
+        where = f"{'https' if config.tls_certificate else 'http'}://localhost"
+        options = f" --unix-socket {shlex.quote(url.removeprefix('unix:'))}"
     print(f"aioinfer {__version__}: {name} ({description}), loaded in {seconds:.1f} s")
-    print(f"Serving on {url}  (OpenAI API: {url}/v1)")
+    print(f"Serving on {url}  (OpenAI API: {where}/v1)")
     print("Try it:")
-    print(f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
+    command = f"curl -N{options} {where}/v1/chat/completions"
+    print(f"  {command} -H 'Content-Type: application/json'{key} -d '{body}'")
     sys.stdout.flush()

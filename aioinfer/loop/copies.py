@@ -31,23 +31,24 @@ def check_range(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(field, f"{shown} is not a token id; the model has {vocab_size}")
 
 
-def freeze(field: str, value: Any) -> Any:
+def freeze(field: str, value: Any, *, lists: bool = False) -> Any:
     """A deep copy of plain data (text, numbers, bytes, lists, tuples, mappings, None); callables stay as they
-    are, and sets become lists.
+    are, and sets become lists. With ``lists``, so do tuples.
 
     Raises InvalidRequest for other types, and for data that is nested too deeply or has too many parts.
     """
-    return _Copier(field).copy(value, 0)
+    return _Copier(field, lists).copy(value, 0)
 
 
 class _Copier:
     """Copies containers one by one, each in one step if it is a list or a dict, so that another thread cannot
     change it meanwhile; from then on the copy is read."""
 
-    __slots__ = ("_field", "_left")
+    __slots__ = ("_field", "_left", "_lists")
 
-    def __init__(self, field: str) -> None:
+    def __init__(self, field: str, lists: bool) -> None:
         self._field = field
+        self._lists = lists
         self._left = _MAX_PARTS
 
     def copy(self, value: Any, depth: int) -> Any:
@@ -61,7 +62,7 @@ class _Copier:
             items = list(value)
             if not PLAIN.issuperset(map(type, items)):
                 items = [self.copy(item, depth + 1) for item in items]
-            return tuple(items) if isinstance(value, tuple) else items
+            return tuple(items) if isinstance(value, tuple) and not self._lists else items
         raise self._refused(value)
 
     def _copy_mapping(self, value: Mapping[Any, Any], depth: int) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.copies import check_ids, freeze
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["MAX_LABEL", "Prepared", "Prompt", "PromptForm", "PromptSource", "RequestOptions", "check_timeout"]
+__all__ = [
+    "MAX_LABEL",
+    "GenerateOptions",
+    "Prepared",
+    "Prompt",
+    "PromptForm",
+    "PromptSource",
+    "RequestOptions",
+    "check_timeout",
+]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
 #: data), or what ``Engine.prompt`` made of one of these
@@ -35,6 +44,18 @@ _CHAT_FACTOR = 4
 _CHAT_ROOM = 1 << 20
 #: parameters of a tokenizer's methods
 _NOT_VARIABLES = ("self", "messages")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What :meth:`aioinfer.Engine.generate` takes besides prompt, parameters and the template's variables."""
+
+    waiting_timeout: float | None
+    running_timeout: float | None
+    priority: int
+    cache_salt: str
+    routing_key: str | None
+    queue_behind: int
+    max_lag: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from aioinfer.observe.observers import Observers
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import audit
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.stream import Stream, StreamCell
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ class Runtime:
             self.observers.opened(request, chat=prompt.chat)
         if options.waiting_timeout is not None:
             self._set_timer(request, "waiting", options.waiting_timeout)
+        if self.tuning.garbage is not None:
+            self.tuning.garbage.arrived()
         return Stream(self, cell)
 
     async def encode(self, prompt: PromptSource) -> Sequence[int]:
@@ -215,10 +217,11 @@ class Runtime:
 
     def updated(self, request: Request) -> None:
         """Wake the consumer, or end its stream; park the request if the consumer lags."""
-        if request.ended:
+        cell = request.consumer
+        assert isinstance(cell, StreamCell)
+        if request.state is RequestState.FINISHED and request.ended:
             self._ended(request)
             return
-        cell = _cell(request)
         cell.notify()
         if cell.max_lag is not None and cell.lags:
             self.core.scheduler.queues.park(request)
@@ -274,7 +277,7 @@ class Runtime:
 
     def _abandon(self, request: Request) -> None:
         if not request.ended:
-            self._end(request, None)
+            self.end(request, None)
 
     def caught_up(self, request: Request) -> None:
         """The consumer of a request that is parked for it has read enough: the request goes on."""
@@ -286,7 +289,7 @@ class Runtime:
         except Exception as cause:
             error = StepFailed(f"the request could not go on: {cause}")
             error.__cause__ = cause
-            self._end(request, error)
+            self.end(request, error)
         self.driver.wake()
 
     # -- endings --------------------------------------------------------------------------------
@@ -296,9 +299,9 @@ class Runtime:
 
     def _expire(self, request: Request, phase: str, seconds: float) -> None:
         _cell(request).timer = None
-        self._end(request, TimedOut(phase, seconds))
+        self.end(request, TimedOut(phase, seconds))
 
-    def _end(self, request: Request, error: RequestError | EngineError | None) -> None:
+    def end(self, request: Request, error: RequestError | EngineError | None) -> None:
         """End a request, whatever its state."""
         self.core.abort(request, error)
         self._ended(request)

@@ -21,6 +21,8 @@ __all__ = ["Lane", "Overlap", "Timeline"]
 
 #: events kept per lane; 4096 steps of the loop lane
 _EVENTS = 1 << 14
+#: requests kept
+_REQUESTS = 1 << 12
 
 now = time.perf_counter
 
@@ -103,12 +105,14 @@ class DeviceLane(Lane):
 class Timeline:
     """The three lanes of one engine, and the delay of the loop in reading results."""
 
-    __slots__ = ("device", "lag", "lag_worst", "launch", "loop")
+    __slots__ = ("device", "lag", "lag_worst", "launch", "loop", "requests")
 
     def __init__(self) -> None:
         self.loop = Lane("loop")
         self.launch = Lane("launch")
         self.device = DeviceLane()
+        #: the latest requests that have ended: id, start, end, output tokens
+        self.requests: deque[tuple[str, float, float, int]] = deque(maxlen=_REQUESTS)
         #: seconds between the end of a step and its read on the loop: smoothed, and the maximum
         self.lag = 0.0
         self.lag_worst = 0.0
@@ -117,6 +121,10 @@ class Timeline:
         """The loop read a result ``seconds`` after its step ended."""
         self.lag += (seconds - self.lag) / 64
         self.lag_worst = max(self.lag_worst, seconds)
+
+    def request(self, name: str, start: float, tokens: int) -> None:
+        """A request with the id ``name`` has ended now; ``start``: when it arrived."""
+        self.requests.append((name, start, now(), tokens))
 
     def overlap(self) -> Overlap:
         """Utilisation over all steps so far."""
@@ -127,12 +135,15 @@ class Timeline:
         """JSON in Chrome's trace event format; times in microseconds from the first event."""
         lanes: tuple[Lane, ...] = (self.loop, self.launch, self.device)
         kept = [(lane, list(lane.events)) for lane in lanes]
-        origin = min((events[0][2] for _, events in kept if events), default=0.0)
+        requests = list(self.requests)
+        begun = [events[0][2] for _, events in kept if events] + [start for _, start, _, _ in requests]
+        origin = min(begun, default=0.0)
         trace: list[dict[str, Any]] = []
         for number, (lane, events) in enumerate(kept, 1):
             trace.append(_named("thread_name", number, {"name": lane.name}))
             trace.append(_named("thread_sort_index", number, {"sort_index": number}))
             trace.extend(_events(number, events, origin))
+        trace.extend(_spans(requests, origin))
         return json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"})
 
 
@@ -154,3 +165,11 @@ def _events(
             "dur": round(1e6 * (end - start), 3),
             "args": {"step": step},
         }
+
+
+def _spans(requests: Iterable[tuple[str, float, float, int]], origin: float) -> Iterable[dict[str, Any]]:
+    """Requests as nestable asynchronous events: they overlap, so they have a track each."""
+    for number, (name, start, end, tokens) in enumerate(requests):
+        shared = {"cat": "request", "id": number, "pid": 1, "tid": 1, "name": name}
+        yield {"ph": "b", "ts": round(1e6 * (start - origin), 3), "args": {"tokens": tokens}, **shared}
+        yield {"ph": "e", "ts": round(1e6 * (end - origin), 3), **shared}

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracer", "require_api", "within"]
 
+#: the key of a call's id in a context, and the attribute that has it
+_REQUEST_ID = "aioinfer.request.id"
 _ATTRIBUTE = str | bool | int | float | list[str]
 
 
@@ -34,15 +36,14 @@ def require_api() -> None:
 
 
 @contextmanager
-def within(headers: Mapping[str, str]) -> Iterator[None]:
+def within(headers: Mapping[str, str], request_id: str) -> Iterator[None]:
     """Requests made in the block belong to the trace that the headers of a call name (``traceparent``), or to
-    the span that is current already, if there is one."""
+    the span that is current already, if there is one. Their spans have the id of the call."""
     from opentelemetry import context, propagate, trace
 
-    if trace.get_current_span().get_span_context().is_valid:
-        yield
-        return
-    token = context.attach(propagate.extract(headers))
+    inside = trace.get_current_span().get_span_context().is_valid
+    found = context.get_current() if inside else propagate.extract(headers)
+    token = context.attach(context.set_value(_REQUEST_ID, request_id, found))
     try:
         yield
     finally:
@@ -68,6 +69,7 @@ class Tracer(Observer):
         self._opened[request] = get_current(), chat
 
     def ended(self, request: Request) -> None:
+        from opentelemetry.context import get_value
         from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
         context, chat = self._opened.pop(request, (None, False))
@@ -90,6 +92,9 @@ class Tracer(Observer):
         )
         if span.is_recording():
             span.set_attributes(_answered(request))
+            called = get_value(_REQUEST_ID, context)
+            if isinstance(called, str):
+                span.set_attribute(_REQUEST_ID, called)
             if request.admitted_at is not None:
                 span.add_event("admitted", timestamp=stamp(request.admitted_at))
             if request.token_times:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import posixpath
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,22 +14,22 @@ from aiohttp.typedefs import Handler, Middleware
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError
+from aioinfer.server.admin import ADMIN_HOST, admin_application
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.connections import Connections
 from aioinfer.server.http.failures import as_failure
+from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.limits import MOST_BODY_MIB
-from aioinfer.server.http.listening import bind, cannot_listen, connection_limit
-from aioinfer.server.http.logs import ACCESS, ACCESS_FORMAT, HTTP
+from aioinfer.server.http.listening import Bound, bind_all, connection_limit, listen
+from aioinfer.server.http.logs import ACCESS, HTTP, AccessLog
+from aioinfer.server.http.records import add_headers, record_of, recorded
+from aioinfer.server.playground.page import PAGE
 from aioinfer.server.routes import Routes
 from aioinfer.server.status import HEALTH, OPEN_PATHS
 
 __all__ = ["create_app", "serve", "setup"]
 
 _MIB = 1 << 20
-#: connections that the system keeps until they are accepted
-_BACKLOG = 1024
-#: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
-_ACCEPTS = 16
 
 
 def setup(
@@ -37,21 +38,24 @@ def setup(
     prefix: str = "/v1",
     *,
     health: str | None = "../health",
+    playground: str | None = None,
     config: ServerConfig | None = None,
 ) -> None:
     """Add the routes of an engine under ``prefix``, and a health route, to an application.
 
-    ``health`` is an absolute path or relative to the prefix; None: no such route and no trace. An application
-    can have several engines under different prefixes.
+    ``health`` is an absolute path or relative to the prefix; None: no such route, no trace and no feed of
+    steps. ``playground`` is the absolute path of a page to try the model with; None: no page, whatever the
+    config says. An application can have several engines under different prefixes.
 
     An engine that is not started is started and closed together with the application. When the application
     shuts down, open requests have ``config.drain_timeout`` seconds to finish, and new ones get 503.
     Disconnects are detected within a second, even if the application's runner does not cancel handlers. The
     application's ``client_max_size`` bounds request bodies.
 
-    Raises ConfigError: the prefix is not a path, or the application already has one of the routes.
+    Raises ConfigError: the prefix or ``playground`` is not a path, or the application already has one of the
+    routes.
     """
-    _drained(app, _mount(app, engine, prefix, health, config or ServerConfig()))
+    _drained(app, _mount(app, engine, prefix, health, config or ServerConfig(), playground=playground))
 
 
 def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
@@ -59,7 +63,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Applic
     path. It starts, drains and closes the engine as :func:`setup` says."""
     config = config or ServerConfig()
     app = _application(config)
-    _drained(app, _mount(app, engine, "/v1", HEALTH.path, config, whole=True))
+    _drained(app, _mount_whole(app, engine, config))
     return app
 
 
@@ -69,25 +73,25 @@ async def serve(
     *,
     stop: asyncio.Event | None = None,
     ready: Callable[[str], None] | None = None,
-    sockets: Sequence[socket.socket] | None = None,
+    sockets: Sequence[socket.socket] | Bound | None = None,
 ) -> None:
     """Serve until ``stop`` is set, then drain; cancellation ends it without draining.
 
     While it drains, the server responds to new requests with 503, and running requests have
     ``config.drain_timeout`` seconds to finish. ``ready`` is called with the base URL when requests are
-    accepted. ``sockets``: bound TCP sockets to listen on, instead of the config's host and port; they are
-    closed at the end. Installs no signal handler.
+    accepted. ``sockets``: bound TCP sockets to listen on, instead of the config's host and port, or what
+    :func:`~aioinfer.server.http.listening.bind_all` returned; they are closed at the end. Installs no signal
+    handler.
 
-    Raises ConfigError if it cannot listen.
+    Raises ConfigError if it cannot listen, or cannot read the files of keys or TLS.
     """
     config = config or ServerConfig()
     stop = stop or asyncio.Event()
-    bound = list(sockets) if sockets is not None else await bind(config.host, config.port)
+    bound = sockets if isinstance(sockets, Bound) else await bind_all(config, sockets)
     try:
         await _serve(engine, config, stop, ready, bound)
     finally:
-        for each in bound:
-            each.close()
+        bound.close()
 
 
 async def _serve(
@@ -95,7 +99,7 @@ async def _serve(
     config: ServerConfig,
     stop: asyncio.Event,
     ready: Callable[[str], None] | None,
-    sockets: Sequence[socket.socket],
+    bound: Bound,
 ) -> None:
     connections = Connections(
         limit=connection_limit(config.max_connections),
@@ -103,50 +107,57 @@ async def _serve(
         send_timeout=config.send_timeout,
         unlimited=OPEN_PATHS,
     )
-    app = _application(config, connections.middleware)
-    _mount(app, engine, "/v1", HEALTH.path, config, whole=True)
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        auto_decompress=False,  # bodies are decompressed in slices
-        access_log=ACCESS if config.access_log else None,
-        access_log_format=ACCESS_FORMAT,
-        keepalive_timeout=config.idle_timeout,
-        logger=HTTP,
-        shutdown_timeout=2.0,
-    )
+    logged = [AccessLog.of_cancelled(config.access_log_format)] if config.access_log else []
+    app = _application(config, *logged, connections.middleware)
+    _mount_whole(app, engine, config)
+    runner = _runner(app, config)
+    admin = _runner(admin_application(engine, config), config)
     servers: list[asyncio.Server] = []
     try:
         await runner.setup()
+        await admin.setup()
         assert runner.server is not None
+        assert admin.server is not None
         connections.start(runner.server)
-        for each in sockets:
-            servers.append(await _listen(connections, each, config))
+        for each in bound.public:
+            servers.append(
+                await listen(connections, each, config.host, tls=bound.tls, handshake=config.header_timeout)
+            )
+        for each in bound.admin:
+            servers.append(await listen(admin.server, each, ADMIN_HOST))
         if ready is not None:
-            ready(_url(sockets[0], config))
+            ready(_url(bound, config))
         await stop.wait()
         await engine.aclose(drain=True, timeout=config.drain_timeout)
     finally:
         for server in servers:
             server.close()
         await runner.cleanup()
+        await admin.cleanup()
         connections.stop()
 
 
-async def _listen(connections: Connections, bound: socket.socket, config: ServerConfig) -> asyncio.Server:
-    try:
-        # Another program may have begun to listen since the socket was bound. uvloop hangs on this error.
-        bound.listen(_BACKLOG)
-    except OSError as error:
-        raise cannot_listen(error, config.host, bound.getsockname()[1]) from error
-    server = await asyncio.get_running_loop().create_server(connections, sock=bound, backlog=_ACCEPTS)
-    bound.listen(_BACKLOG)
-    return server
+def _runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,  # bodies are decompressed in slices
+        access_log=ACCESS if config.access_log else None,
+        access_log_class=AccessLog,
+        access_log_format=config.access_log_format,
+        keepalive_timeout=config.idle_timeout,
+        logger=HTTP,
+        shutdown_timeout=2.0,
+    )
 
 
-def _url(bound: socket.socket, config: ServerConfig) -> str:
+def _url(bound: Bound, config: ServerConfig) -> str:
+    first = bound.public[0]
+    address = first.getsockname()
+    if isinstance(address, (str, bytes)):
+        return f"unix:{os.fsdecode(address)}"
     host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{bound.getsockname()[1]}"
+    return f"{'http' if bound.tls is None else 'https'}://{host}:{address[1]}"
 
 
 # -- an engine in an application -----------------------------------------------------------------------
@@ -199,26 +210,45 @@ def _mount(
     config: ServerConfig,
     *,
     whole: bool = False,
+    playground: str | None = None,
 ) -> _Mount:
     prefix = prefix.rstrip("/")
     if prefix and not prefix.startswith("/"):
         raise ConfigError(f"prefix must begin with /, got {prefix!r}")
+    if playground is not None and not playground.startswith("/"):
+        raise ConfigError(f"playground must begin with /, got {playground!r}")
     if health is not None:
         health = posixpath.normpath(posixpath.join(prefix or "/", health))
-    Routes(engine, config).add_to(app, prefix, health, whole=whole)
+    routes = Routes(engine, config, Keys.of(config))
+    routes.add_to(app, prefix, health, whole=whole, playground=playground)
+    if add_headers not in app.on_response_prepare:
+        app.on_response_prepare.append(add_headers)
     mount = _Mount(engine, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
 
 
+def _mount_whole(app: web.Application, engine: Engine, config: ServerConfig) -> _Mount:
+    """The engine of a server of its own, with all its routes."""
+    playground = PAGE.path if config.playground else None
+    return _mount(app, engine, "/v1", HEALTH.path, config, whole=True, playground=playground)
+
+
 def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
     access = WebAccess(config)
     app = web.Application(
-        middlewares=[*outer, _json_errors, _but_health(access.middleware)],
+        middlewares=[recorded, *outer, _json_errors, _but_health(access.middleware)],
         client_max_size=int((config.max_body_mib or MOST_BODY_MIB) * _MIB),
     )
+    app.on_response_prepare.append(_recorded_early)
+    app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(access.add_headers)
     return app
+
+
+async def _recorded_early(request: web.Request, response: web.StreamResponse) -> None:
+    """Responses to ``Expect`` come before all middlewares."""
+    record_of(request)
 
 
 def _but_health(middleware: Middleware) -> Middleware:

@@ -22,6 +22,7 @@ from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, plain, refuse_large
 from aioinfer.server.http.pieces import whole_response
+from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
@@ -41,25 +42,31 @@ class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
     def __init__(
-        self, engine: Engine, config: ServerConfig, model: str, metrics: Metrics | None = None
+        self, engine: Engine, config: ServerConfig, models: Sequence[str], metrics: Metrics | None = None
     ) -> None:
+        """``models``: the names of the model, that of answers to calls without a name first."""
         self._engine = engine
         self._metrics = metrics
         self._config = config
-        self._model = model
+        self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
-        call, limits = await self.parsed(request, wire.parse)
-        check_answer(call, limits)
-        if self._metrics is not None:
-            self._metrics.called(call.n)
-        try:
-            return await self._answer(request, call, wire)
-        except RequestError as error:
-            raise call.named(error) from None
+        record = record_of(request)
+        with record.admitted():
+            call, limits = await self.parsed(request, wire.parse)
+            check_answer(call, limits)
+            if self._metrics is not None:
+                self._metrics.called(call.n)
+            record.model, record.call = call.model, call.id
+            try:
+                return await self._answer(request, call, wire, record)
+            except RequestError as error:
+                raise call.named(error) from None
+            finally:
+                self._engine.timeline.request(record.id, record.started, record.output_tokens)
 
     async def count(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> int:
         """How many tokens the prompt of a request has."""
@@ -82,36 +89,52 @@ class Generation:
         raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
         chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
-        served = Served(self._model, engine.default_params, chat, self._config.max_messages, computes)
+        served = Served(
+            self._model,
+            engine.default_params,
+            chat,
+            self._config.max_messages,
+            computes,
+            aliases=self._aliases,
+            request_id=record_of(request).id,
+        )
         return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
 
-    async def _answer(self, request: web.Request, call: Call, wire: Wire) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, call: Call, wire: Wire, record: Record
+    ) -> web.StreamResponse:
+        streams: list[Stream] = []
+        # The stack closes every stream, on errors and cancellation too, once they are counted.
         async with AsyncExitStack() as stack:
-            # Each prompt is tokenized once for its n choices.
-            prompts = [
-                self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
-                for prompt in call.prompts
-            ]
-            # The stack closes every stream, on errors and cancellation too.
-            pace, streams = Pace(), []
-            for index, (_, params) in enumerate(call.choices()):
-                # A request of many choices gets its turns among other requests, not before them.
-                prompt = prompts[index // call.n]
-                stream = self._engine.generate(prompt, params, queue_behind=index, **call.scheduling)
-                streams.append(await stack.enter_async_context(stream))
-                await pace()
-            if call.stream:
-                # A refusal at tokenizing still gets its HTTP status, before the response begins.
-                await unless_gone(request, _accepted(streams))
-                return await self._stream(
-                    request, call, await self._writer(wire, call, prompts, streams), streams
-                )
-            results = await unless_gone(request, _gather(streams))
-            pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
-            return whole_response(request, pieces, self._config.send_timeout)
+            with record.counting(streams, call.n):
+                # Each prompt is tokenized once for its n choices.
+                prompts = [
+                    self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
+                    for prompt in call.prompts
+                ]
+                pace = Pace()
+                for index, (_, params) in enumerate(call.choices()):
+                    # A request of many choices gets its turns among other requests, not before them.
+                    prompt = prompts[index // call.n]
+                    stream = self._engine.generate(prompt, params, queue_behind=index, **call.scheduling)
+                    streams.append(await stack.enter_async_context(stream))
+                    await pace()
+                if call.stream:
+                    # A refusal at tokenizing still gets its HTTP status, before the response begins.
+                    await unless_gone(request, _accepted(streams))
+                    writer = await self._writer(wire, call, prompts, streams)
+                    return await self._stream(request, call, writer, streams, record)
+                results = await unless_gone(request, _gather(streams))
+                pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
+                return whole_response(request, pieces, self._config.send_timeout)
 
     async def _stream(
-        self, request: web.Request, call: Call, writer: AnswerWriter, streams: Sequence[Stream]
+        self,
+        request: web.Request,
+        call: Call,
+        writer: AnswerWriter,
+        streams: Sequence[Stream],
+        record: Record,
     ) -> web.StreamResponse:
         events = EventStream(
             request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
@@ -121,6 +144,7 @@ class Generation:
         try:
             await unless_raises(watch, _send_all(call, writer, streams, events))
         except ClientGone:
+            record.finish_reason = "disconnect"
             return events.response
         finally:
             await ended(watch)

@@ -1,6 +1,9 @@
-"""Routes: the endpoints over one engine."""
+"""Routes: the endpoints of OpenAI's and Anthropic's protocols over one engine."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -9,41 +12,47 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.observe.tracing import within
 from aioinfer.server.anthropic.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
+from aioinfer.server.anthropic.errors import failed
 from aioinfer.server.anthropic.parsing import parse_count
 from aioinfer.server.anthropic.wires import MESSAGES_WIRE
 from aioinfer.server.generation import Generation
-from aioinfer.server.http.access import ApiKey
 from aioinfer.server.http.bodies import expected
 from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
+from aioinfer.server.http.keys import Keys
+from aioinfer.server.http.logs import CLIENT_GONE
+from aioinfer.server.http.records import record_of
 from aioinfer.server.openai.wires import CHAT_ENDPOINT, CHAT_WIRE, COMPLETION_ENDPOINT, COMPLETION_WIRE
-from aioinfer.server.openapi.endpoints import Endpoint, Handler, Route
+from aioinfer.server.openapi.endpoints import Handler, Route
 from aioinfer.server.openapi.pages import Pages
 from aioinfer.server.operations.metrics import METRICS, Metrics
+from aioinfer.server.playground.page import FILE, PAGE, Playground
 from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
 from aioinfer.server.responses.wires import RESPONSES_WIRE
 from aioinfer.server.status import HEALTH, TRACE, Status
 from aioinfer.server.tokens import Tokens
+from aioinfer.server.watching import STEPS, Watching
 from aioinfer.server.wire import Wire
 
 __all__ = ["Routes"]
 
-#: nginx's status of a closed connection, for the access log
-_CLIENT_GONE = 499
+#: what else helps if an application has the route of an endpoint already
+_WITHOUT = {METRICS.path: ", or metrics=False", PAGE.path: ", or another path for the playground, or none"}
 
 
 class Routes:
     """The endpoints and their handlers; added to an application by :func:`aioinfer.server.setup`."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        model = config.served_model_name or engine.config.model_name
+    def __init__(self, engine: Engine, config: ServerConfig, keys: Keys) -> None:
+        models = config.model_names or (engine.config.model_name,)
         self._engine = engine
-        self._metrics = Metrics(engine, config, model) if config.metrics else None
-        self._generation = Generation(engine, config, model, self._metrics)
-        self._key = ApiKey(config.api_key)
-        self._status = Status(engine, config, model)
+        self._keys = keys
+        self._metrics = Metrics(engine, config, models[0], keys) if config.metrics else None
+        self._generation = Generation(engine, config, models, self._metrics)
+        self._status = Status(engine, config, models, keys)
         self._tokens = Tokens(engine, config, self._generation)
-        self._pages = Pages(keyed=self._key.given)
+        self._pages = Pages(keyed=keys.given)
+        self._watching = Watching(engine, config, keys)
 
     def _routes(self) -> list[Route]:
         """Every endpoint but health and trace, whose path an application chooses."""
@@ -51,45 +60,65 @@ class Routes:
             CHAT_ENDPOINT.route(self._generating(CHAT_WIRE)),
             COMPLETION_ENDPOINT.route(self._generating(COMPLETION_WIRE)),
             RESPONSES_ENDPOINT.route(self._generating(RESPONSES_WIRE)),
-            MESSAGES_ENDPOINT.route(self._generating(MESSAGES_WIRE)),
-            COUNT_ENDPOINT.route(self._count_tokens),
+            MESSAGES_ENDPOINT.route(self._generating(MESSAGES_WIRE), failed),
+            COUNT_ENDPOINT.route(self._count, failed),
             *self._tokens.routes(),
             *self._status.routes(),
             *self._pages.routes(),
         ]
 
-    def add_to(self, app: web.Application, prefix: str, health: str | None, *, whole: bool) -> None:
+    def add_to(
+        self,
+        app: web.Application,
+        prefix: str,
+        health: str | None,
+        *,
+        whole: bool,
+        playground: str | None,
+    ) -> None:
         """Add the routes to an application. ``whole``: it is a server of this engine, and has the routes at
-        its root, too. Raises ConfigError if the application has one of the routes."""
+        its root, too. ``playground``: the path of that page, or None. Raises ConfigError if the application
+        has one of the routes."""
         begin = {"prefix": prefix, "here": "" if whole else prefix, "root": ""}
         routes = [
-            (f"{begin[endpoint.place]}{endpoint.path}", endpoint, handler)
-            for endpoint, handler in self._routes()
-            if whole or endpoint.place != "root"
+            (f"{begin[route.endpoint.place]}{route.endpoint.path}", route)
+            for route in self._routes()
+            if whole or route.endpoint.place != "root"
         ]
+        steps = None
         if health is not None:
             beside = health.rsplit("/", 1)[0]
-            routes.append((health, HEALTH, self._status.health))
-            routes.append((beside + TRACE.path, TRACE, self._status.trace))
+            steps = beside + STEPS.path
+            routes.append((health, HEALTH.route(self._status.health)))
+            routes.append((beside + TRACE.path, TRACE.route(self._status.trace)))
+            routes.append((steps, STEPS.route(self._watching.respond)))
             if self._metrics is not None:
-                routes.append((beside + METRICS.path, METRICS, self._metrics.scrape))
+                routes.append((beside + METRICS.path, METRICS.route(self._metrics.scrape)))
+        if playground is not None:
+            page = Playground(playground, prefix, steps)
+            routes.append((playground, PAGE.route(page.page)))
+            routes.append((page.files, FILE.route(page.file)))
+        self._add(app, routes)
+        app.on_shutdown.append(self._watching.close)
+        self._pages.show([(path, route.endpoint) for path, route in routes])
+
+    def _add(self, app: web.Application, routes: Sequence[tuple[str, Route]]) -> None:
         taken = {
             (method, route.resource.canonical)
             for route in app.router.routes()
             if route.resource is not None
             for method in (("GET", "POST") if route.method == "*" else (route.method,))
         }
-        for path, endpoint, _ in routes:
-            if (endpoint.method, path) in taken:
-                without = ", or metrics=False" if endpoint is METRICS else ""
+        for path, route in routes:
+            if (route.endpoint.method, path) in taken:
+                without = _WITHOUT.get(route.endpoint.path, "")
                 raise ConfigError(
                     f"the application already has the route {path}: choose another prefix or health path"
                     + without
                 )
-        for path, endpoint, handler in routes:
-            add = app.router.add_get if endpoint.method == "GET" else app.router.add_post
-            add(path, self._guarded(endpoint, handler), expect_handler=expected)
-        self._pages.show([(path, endpoint) for path, endpoint, _ in routes])
+        for path, route in routes:
+            add = app.router.add_get if route.endpoint.method == "GET" else app.router.add_post
+            add(path, self._guarded(route), expect_handler=expected)
 
     def _generating(self, wire: Wire) -> Handler:
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -97,30 +126,32 @@ class Routes:
 
         return generate
 
-    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        """Of a body as that of messages, without generating."""
         count = await self._generation.count(request, parse_count)
         return web.json_response({"input_tokens": count})
 
     # -- around every handler -------------------------------------------------------------------
 
-    def _guarded(self, endpoint: Endpoint, handler: Handler) -> Handler:
-        """Check the key; turn exceptions into the error objects of the endpoint."""
+    def _guarded(self, route: Route) -> Handler:
+        """Check the key; turn exceptions into the error objects of the protocol."""
+        endpoint, handler, refuse = route
 
         async def guarded(request: web.Request) -> web.StreamResponse:
+            record = record_of(request)
             try:
                 if not endpoint.open:
-                    self._key.check(request)
+                    record.key = self._keys.check(request)
                 if not self._engine.config.tracing:
                     return await handler(request)
-                with within(request.headers):
+                with within(request.headers, record.id):
                     return await handler(request)
             except ClientGone:
-                return web.Response(status=_CLIENT_GONE)
+                return web.Response(status=CLIENT_GONE)
             except Exception as error:
                 if isinstance(error, ConnectionError) and is_gone(request):
-                    return web.Response(status=_CLIENT_GONE)
-                failure = as_failure(error)
-                response = failure.response(None if endpoint.error is None else endpoint.error.made(failure))
+                    return web.Response(status=CLIENT_GONE)
+                response = refuse(replace(as_failure(error), request_id=record.id))
                 if request.content.exception() is not None:
                     # The rest of the body is lost. aiohttp would read it, and log an error of its own.
                     request.content.feed_eof()

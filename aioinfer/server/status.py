@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from aiohttp import web
@@ -11,7 +12,8 @@ from aiohttp import web
 from aioinfer import __version__
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
-from aioinfer.server.http.access import ApiKey, WebAccess
+from aioinfer.server.http.access import WebAccess
+from aioinfer.server.http.keys import Keys
 from aioinfer.server.openai.objects import Model, Models, Permission
 from aioinfer.server.openai.protocol import model_not_found
 from aioinfer.server.openapi.endpoints import Endpoint, Route
@@ -77,11 +79,11 @@ OPEN_PATHS = frozenset({HEALTH.path, _READY.path, _PING.path, _LIVE.path})
 class Status:
     """The handlers, of one engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, models: Sequence[str], keys: Keys) -> None:
         self._engine = engine
         self._config = config
-        self._model = model
-        self._key = ApiKey(config.api_key)
+        self._models = models
+        self._keys = keys
         self._access = WebAccess(config)
         self._created = int(time.time())
 
@@ -96,13 +98,14 @@ class Status:
         ]
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        found: Models = {"object": "list", "data": [self._body()]}
+        found: Models = {"object": "list", "data": [*map(self._body, self._models)]}
         return web.json_response(found)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        if request.match_info["model"] != self._model:
-            raise model_not_found(self._model, request.match_info["model"])
-        return web.json_response(self._body())
+        name = request.match_info["model"]
+        if name not in self._models:
+            raise model_not_found(self._models[0], name)
+        return web.json_response(self._body(name))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 while requests are accepted and steps finish, 503 otherwise."""
@@ -120,14 +123,14 @@ class Status:
 
     async def trace(self, request: web.Request) -> web.StreamResponse:
         """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
-        if not self._key.given:
+        if not self._keys.given:
             self._access.check_local(request)
         trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
         return web.Response(text=trace, content_type="application/json")
 
-    def _body(self) -> Model:
-        return {
-            "id": self._model,
+    def _body(self, name: str) -> Model:
+        body: Model = {
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "aioinfer",
@@ -136,6 +139,9 @@ class Status:
             "max_model_len": self._engine.info.max_model_len if self._engine.ready else None,
             "permission": [self._permission()],
         }
+        if self._engine.ready and self._engine.info.block_size is not None:
+            body["block_size"] = self._engine.info.block_size
+        return body
 
     def _permission(self) -> Permission:
         return {

@@ -13,9 +13,9 @@ from typing import Any
 
 from aioinfer.chat.fields import Honoured, Table
 from aioinfer.chat.structured import parse_grammar
-from aioinfer.errors import InvalidRequest, shown
+from aioinfer.errors import InvalidRequest, renamed_field, shown
 from aioinfer.server.openai.fields import CHAT
-from aioinfer.server.openai.protocol import Call, Served, chat_call, renamed
+from aioinfer.server.openai.protocol import Call, Served, chat_call
 
 __all__ = ["EXTENSIONS", "ChatBody", "given_list", "given_object", "given_text"]
 
@@ -91,12 +91,12 @@ class ChatBody:
             call = chat_call(self.fields, self._served, prefix)
         except InvalidRequest as refused:
             raise self.named(refused) from None
-        names = {name: renamed(source, self.names) for name, source in call.names.items()}
+        names = {name: renamed_field(source, self.names) for name, source in call.names.items()}
         return replace(call, names={**self.names, **names})
 
     def named(self, refused: InvalidRequest) -> InvalidRequest:
         """The error with the name of the body's field."""
-        return InvalidRequest(renamed(refused.field, self.names), refused.message, code=refused.code)
+        return InvalidRequest(renamed_field(refused.field, self.names), refused.message, code=refused.code)
 
 
 def given_object(field: str, value: Any, absent: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -305,7 +305,7 @@ class ToyDevice:
             forced += _follow(row, state, tenant, follow, self.vocab_size)
             token = FORCED if follow else DEFERRED
         elif tenant.grammar is None:
-            token = _next_token(state, tenant, row.output_index, self.vocab_size)
+            token = self._next(row, state, tenant)
         else:
             token = self._constrained(row, state, tenant, tenant.grammar, forced)
         if token in (DEFERRED, FORCED):
@@ -332,10 +332,18 @@ class ToyDevice:
             forced += found.forced.get(0, [])
             return found.outcomes[0]
         (mask,) = found.masks
-        token = _next_token(state, tenant, row.output_index, self.vocab_size)
+        token = self._allowed(row, self._next(row, state, tenant), mask)
+        self.masks.advance(rows, [token])
+        return token
+
+    def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
+        """The token of a row, of a sequence with this hash, if nothing constrains it."""
+        return _next_token(state, tenant, row.output_index, self.vocab_size)
+
+    def _allowed(self, row: Row, token: int, mask: Sequence[int]) -> int:
+        """A token that the mask of a grammar allows, in the place of this one."""
         while not mask[token // 32] >> (token % 32) & 1:
             token = (token + 1) % self.vocab_size
-        self.masks.advance(rows, [token])
         return token
 
 

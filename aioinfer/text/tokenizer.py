@@ -13,7 +13,7 @@ from aioinfer.text.byte_level import ByteLevelDetokenizer, token_texts
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from aioinfer.text.length import longest_token
 
-__all__ = ["HFTokenizer", "Tokenizer", "end_of"]
+__all__ = ["HFTokenizer", "Tokenizer", "end_of", "plain_messages"]
 
 #: Parameters of ``apply_chat_template`` itself and of its call of the template, which callers cannot set.
 _RESERVED = frozenset(
@@ -187,10 +187,7 @@ class HFTokenizer:
                 refuses the messages or does not come to an end; of "chat_template_kwargs" for a reserved
                 name.
         """
-        given: Any = messages
-        if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or not given:
-            raise InvalidRequest("messages", "must be a non-empty list")
-        conversation = [_message(f"messages[{number}]", message) for number, message in enumerate(given)]
+        conversation = plain_messages(messages)
         if not self.has_chat_template:
             raise InvalidRequest("messages", "the model has no chat template: give a text prompt")
         for name in template_kwargs:
@@ -262,6 +259,13 @@ class HFTokenizer:
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a chat with their contents as text. Raises InvalidRequest."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequest("messages", "must be a non-empty list")
+    return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
 
 
 def _message(field: str, message: Any) -> dict[str, Any]:

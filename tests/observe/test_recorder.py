@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from tests.engine.worlds import make_world
 from tests.observe.scrapes import toy_engine
 from tests.tiers import scaled
 
-PER_TURN = recorder._GAPS_PER_TURN
+PER_TURN = recorder._TIMES_PER_TURN
 
 
 def make_recorder(loop: asyncio.AbstractEventLoop) -> Recorder:
@@ -204,6 +205,39 @@ async def test_an_engine_that_nobody_measures_has_no_observer() -> None:
         assert not engine._runtime.observers
         assert engine._measuring is None
         await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+
+
+async def calls_of(requests: int, *, measured: bool) -> tuple[int, int]:
+    """Calls of what observes, while so many requests get 40 tokens each side by side; and steps."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        count += event == "call" and ("/observe/metrics/" in name or "observers.py" in name)
+
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    async with toy_engine(launch_mode="inline", num_pages=600, max_running_requests=32) as engine:
+        if measured:
+            assert engine.measuring.recorder is not None
+        streams = [engine.generate([index + 1, 2, 3], params) for index in range(requests)]
+        sys.setprofile(profile)
+        try:
+            for stream in streams:
+                await stream
+        finally:
+            sys.setprofile(None)
+        return count, engine.stats().steps
+
+
+@pytest.mark.parametrize("requests", [1, 32])
+async def test_metrics_cost_calls_by_step_and_by_request_and_none_by_token(requests: int) -> None:
+    calls, steps = await calls_of(requests, measured=True)
+    assert 0 < calls <= 8 * steps + 30 * requests
+    assert requests * 40 > 8 * steps or requests == 1, "many tokens in few steps"
+    unmeasured, steps = await calls_of(requests, measured=False)
+    # Whether there is an observer is asked in each step and at the end of each request.
+    assert unmeasured <= 2 * (steps + requests)
 
 
 async def test_histograms_begin_when_measuring_does_also_on_a_running_engine() -> None:

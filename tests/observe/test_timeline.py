@@ -45,7 +45,7 @@ def read_trace(text: str) -> dict[str, list[dict[str, Any]]]:
     lanes: dict[str, list[dict[str, Any]]] = {name: [] for name in LANES}
     for event in events:
         assert event["pid"] == 1
-        assert event["ph"] in ("M", "X")
+        assert event["ph"] in ("M", "X", "b", "e")
         if event["ph"] == "X":
             assert event["name"] == f"{event['cat']} {event['args']['step']}"
             assert event["ts"] >= 0

@@ -107,13 +107,13 @@ async def test_spans_are_children_of_what_was_current_where_the_request_was_made
 
 async def test_a_call_that_names_a_trace_is_a_server_span_in_it(spans: Spans) -> None:
     async with traced_engine() as engine:
-        with tracing.within({"traceparent": REMOTE}):
+        with tracing.within({"traceparent": REMOTE}, "id-1"):
             await engine.generate([1, 2, 3], PARAMS)
-        with tracing.within({"traceparent": "nonsense"}):
+        with tracing.within({"traceparent": "nonsense"}, "id-2"):
             await engine.generate([1, 2, 3], PARAMS)
         with (
             spans.provider.get_tracer("application").start_as_current_span("caller") as current,
-            tracing.within({"traceparent": REMOTE}),
+            tracing.within({"traceparent": REMOTE}, "id-1"),
         ):
             await engine.generate([1, 2, 3], PARAMS)
     remote, alone, inner = spans.found
@@ -122,6 +122,8 @@ async def test_a_call_that_names_a_trace_is_a_server_span_in_it(spans: Spans) ->
     assert f"{remote.parent.span_id:016x}" == "b7ad6b7169203331"
     assert f"{remote.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     assert alone.parent is None
+    called = [dict(span.attributes or {})["aioinfer.request.id"] for span in spans.found]
+    assert called == ["id-1", "id-2", "id-1"]
     assert inner.parent is not None
     assert inner.parent.span_id == current.get_span_context().span_id, "a server's own span is nearer"
 

@@ -131,19 +131,21 @@ def bundled(model_with_tools: Path) -> Bundled:
     """A client of a server with the bundled model."""
 
     @asynccontextmanager
-    async def run(model: Path | None = None, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async def run(
+        model: Path | None = None, api_key: str | None = None, **settings: Any
+    ) -> AsyncIterator[openai.AsyncOpenAI]:
         settings = {"model": str(model or model_with_tools), "tool_call_parser": "hermes", **settings}
         engine = Engine(EngineConfig(threads=1, dtype="float32", **settings))
         loop = asyncio.get_running_loop()
         started: asyncio.Future[str] = loop.create_future()
         stop = asyncio.Event()
-        config = ServerConfig(port=0, served_model_name="tiny-chat")
+        config = ServerConfig(port=0, served_model_name="tiny-chat", api_key=api_key)
         async with engine:
             task = loop.create_task(serve(engine, config, stop=stop, ready=started.set_result))
             try:
                 async with openai.AsyncOpenAI(
                     base_url=f"{await started}/v1",
-                    api_key="none",
+                    api_key=api_key or "none",
                     max_retries=0,
                     _strict_response_validation=True,
                 ) as client:

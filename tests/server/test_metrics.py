@@ -139,7 +139,7 @@ async def test_spans_of_calls_belong_to_the_trace_of_their_client(
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with serving(tracing=True) as served, aiohttp.ClientSession() as session:
-        for headers in ({"traceparent": parent}, {}):
+        for headers in ({"traceparent": parent, "x-request-id": "mine"}, {}):
             body = {"model": "toy", "messages": MESSAGES, "max_tokens": 2, "n": 2, "ignore_eos": True}
             url = f"{served.url}/v1/chat/completions"
             async with session.post(url, json=body, headers=headers) as response:
@@ -148,6 +148,9 @@ async def test_spans_of_calls_belong_to_the_trace_of_their_client(
     traces = [f"{span.context.trace_id:032x}" for span in spans]
     assert traces[:2] == ["0af7651916cd43dd8448eb211c80319c"] * 2
     assert all(span.name == "chat toy" for span in spans)
+    ids = [dict(span.attributes or {})["aioinfer.request.id"] for span in spans]
+    assert ids[:2] == ["mine", "mine"]
+    assert ids[2] == ids[3] not in ("mine", "")
     assert all(span.parent is None for span in spans[2:]), "a trace ends with its call"
     provider.shutdown()
 

@@ -75,7 +75,7 @@ class MessagesAnswer:
         await events.end()
 
     async def fail(self, failure: Failure, events: Events) -> None:
-        await events.send(json.dumps(error_body(failure)), "error")
+        await events.send(json.dumps(error_body(failure, self._call.id.removeprefix("msg_"))), "error")
         await events.end()
 
     async def whole(self, results: Sequence[Result]) -> list[bytes]:

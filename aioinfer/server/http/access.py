@@ -1,4 +1,4 @@
-"""What may use a server: clients with its key, and web pages only as far as the config says.
+"""Which web pages may use a server: only those that the config says.
 
 A browser lets any page send requests to servers of its machine and network. Two checks keep out pages that
 are not this server's own. ``Host`` must be a name of this server: a page whose name was pointed to this
@@ -7,8 +7,6 @@ address (DNS rebinding) sends its own name. ``Origin`` must be this server or li
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 
 from aiohttp import web
@@ -17,45 +15,19 @@ from aiohttp.typedefs import Handler, Middleware
 from aioinfer.config import ServerConfig, is_loopback
 from aioinfer.server.http.failures import Failure, Refused
 
-__all__ = ["ApiKey", "WebAccess"]
+__all__ = ["WebAccess", "host_name"]
 
 #: seconds that a browser may remember the response to a preflight request
 _PREFLIGHT_AGE = "600"
 _METHODS = "GET, POST, OPTIONS"
 #: headers of responses that scripts may read
-_EXPOSED = "Retry-After"
-
-
-class ApiKey:
-    """The key that requests must have in ``Authorization`` or ``x-api-key``, or none."""
-
-    def __init__(self, key: str | None) -> None:
-        self.given = key is not None
-        self._digest = b"" if key is None else _digest(key)
-
-    def check(self, request: web.Request) -> None:
-        """Raises Refused (401)."""
-        if not self.given:
-            return
-        # The name of a scheme is case-insensitive (RFC 9110, section 11.1).
-        scheme, _, token = request.headers.get("Authorization", "").strip().partition(" ")
-        if not scheme and (key := request.headers.get("x-api-key")) is not None:
-            scheme, token = "bearer", key  # as Anthropic's clients send it
-        if scheme.lower() != "bearer" or not token.strip():
-            raise _unauthorized(
-                "the API key is missing: send it as 'Authorization: Bearer KEY'", None, "Bearer"
-            )
-        if not hmac.compare_digest(_digest(token.strip()), self._digest):
-            raise _unauthorized("wrong API key", "invalid_api_key", 'Bearer error="invalid_token"')
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-
-
-def _unauthorized(message: str, code: str | None, challenge: str) -> Refused:
-    headers = {"WWW-Authenticate": challenge}
-    return Refused(Failure(401, "authentication_error", message, code=code, headers=headers))
+_EXPOSED = ", ".join(
+    (
+        "Retry-After",
+        "x-request-id",
+        *(f"x-ratelimit-{each}-tokens" for each in ("limit", "remaining", "reset")),
+    )
+)
 
 
 class WebAccess:
@@ -64,9 +36,11 @@ class WebAccess:
     def __init__(self, config: ServerConfig) -> None:
         own = config.allowed_hosts
         self._listed = frozenset(_items(own or "")) | {config.host.lower()}
-        # A key is not sent by a browser on its own, and an address other than loopback has names that the
-        # server does not know.
-        open_to_names = own is None and (config.api_key is not None or not is_loopback(config.host))
+        # A key is not sent by a browser on its own, a page cannot reach a Unix socket, and an address other
+        # than loopback has names that the server does not know.
+        open_to_names = own is None and (
+            config.needs_key or config.uds is not None or not is_loopback(config.host)
+        )
         self._any_host = open_to_names or "*" in self._listed
         self._origins = frozenset(item.rstrip("/") for item in _items(config.cors_origins or ""))
 
@@ -91,7 +65,7 @@ class WebAccess:
     def _check_hosts(self, request: web.Request, *, addresses: bool) -> None:
         # Browsers always send one.
         for value in request.headers.getall("Host", ()):
-            name = _name(value)
+            name = host_name(value)
             if not (name in self._listed or is_loopback(name) or (addresses and _is_address(name))):
                 raise _forbidden(f"the host {value[:200]!r} is not in allowed_hosts", "host_not_allowed")
 
@@ -143,7 +117,7 @@ def _items(text: str) -> list[str]:
     return [item.strip().lower() for item in text.split(",") if item.strip()]
 
 
-def _name(host: str) -> str:
+def host_name(host: str) -> str:
     """The name or address in a ``Host`` header, without the port."""
     host = host.strip().lower()
     if host.startswith("["):

@@ -8,19 +8,109 @@ import errno
 import logging
 import os
 import socket
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
+from aioinfer.server.http.tls import tls_context
+from aioinfer.server.http.unix import UnixSocket
 
-__all__ = ["bind", "cannot_listen", "check_open_files", "connection_limit"]
+__all__ = ["Bound", "bind", "bind_all", "check_open_files", "connection_limit", "listen"]
 
 _log = logging.getLogger("aioinfer.server")
 
+#: connections that the system keeps until they are accepted
+_BACKLOG = 1024
+#: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
+_ACCEPTS = 16
 #: connections where neither the config nor the limit of open files says fewer
 _DEFAULT_CONNECTIONS = 4096
 #: files that are left for everything else that the process opens while it serves
 _SPARE_FILES = 32
 #: errors of one address of a host that has others, like ::1 where IPv6 is switched off
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+@dataclass(slots=True)
+class Bound:
+    """The sockets of one server, bound and not yet listening."""
+
+    public: list[socket.socket] = field(default_factory=list)
+    admin: list[socket.socket] = field(default_factory=list)
+    #: of the public ones
+    tls: ssl.SSLContext | None = None
+    files: list[UnixSocket] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close all of them and remove the files of Unix sockets. Idempotent."""
+        for each in (*self.public, *self.admin):
+            each.close()
+        for file in self.files:
+            file.close()
+
+    def add_unix(self, path: str, mode: int) -> socket.socket:
+        """Raises ConfigError."""
+        self.files.append(UnixSocket(path, mode))
+        return self.files[-1].socket
+
+
+async def bind_all(config: ServerConfig, given: Sequence[socket.socket] | None = None) -> Bound:
+    """The sockets that a config names; ``given``: instead of its host, port and ``uds``. Reads the files of
+    TLS. Raises ConfigError."""
+    bound = Bound(tls=tls_context(config))
+    try:
+        if given is not None:
+            bound.public += given
+        elif config.uds is not None:
+            bound.public.append(bound.add_unix(config.uds, config.socket_mode))
+        else:
+            bound.public += await bind(config.host, config.port)
+        if config.admin_port is not None:
+            bound.admin += await bind("127.0.0.1", config.admin_port)
+        if config.admin_uds is not None:
+            bound.admin.append(bound.add_unix(config.admin_uds, config.socket_mode))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+async def listen(
+    protocols: Callable[[], asyncio.Protocol],
+    bound: socket.socket,
+    host: str,
+    *,
+    tls: ssl.SSLContext | None = None,
+    handshake: float | None = None,
+) -> asyncio.Server:
+    """Serve a bound socket. ``host`` is named in errors; ``handshake``: seconds that TLS may take to begin.
+
+    Raises ConfigError: another program has begun to listen there.
+    """
+    unix = bound.family != socket.AF_INET and bound.family != socket.AF_INET6
+    try:
+        # Another program may have begun to listen since the socket was bound. uvloop hangs on this error.
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        if unix:
+            raise ConfigError(
+                f"cannot listen on the socket {bound.getsockname()}: {error.strerror}"
+            ) from error
+        raise cannot_listen(error, host, bound.getsockname()[1]) from error
+    loop = asyncio.get_running_loop()
+    timeout = None if tls is None else handshake
+    if unix:
+        server = await loop.create_unix_server(
+            protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, ssl_handshake_timeout=timeout
+        )
+    else:
+        server = await loop.create_server(
+            protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, ssl_handshake_timeout=timeout
+        )
+    bound.listen(_BACKLOG)
+    return server
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:

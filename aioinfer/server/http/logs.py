@@ -1,25 +1,36 @@
-"""What the server logs of its clients: events that clients can cause at will are limited in rate."""
+"""What the server logs of its clients: events that clients can cause at will are limited in rate, and lines
+of the access log in length."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion, web
+from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
 
-__all__ = ["ACCESS", "ACCESS_FORMAT", "HTTP", "Throttle"]
+from aioinfer.server.http.records import record_of
+
+__all__ = ["ACCESS", "CLIENT_GONE", "HTTP", "AccessLog", "Throttle"]
 
 #: one line per request, if the config says so
 ACCESS = logging.getLogger("aioinfer.access")
-#: address, request line, status code, bytes, seconds
-ACCESS_FORMAT = '%a "%r" %s %b %Tf'
+#: nginx's status of a request whose client has left
+CLIENT_GONE = 499
 #: aiohttp's messages about connections
 HTTP = logging.getLogger("aioinfer.server.http")
 
 _INTERVAL = 60.0
 _LONGEST = 200
+#: characters of a User-Agent
+_AGENT = 120
 
 
 class Throttle:
@@ -51,6 +62,80 @@ class Throttle:
     def warning(self, message: str) -> None:
         if self.admits():
             self._log.warning("%s%s", message, self.note())
+
+
+class AccessLog(AbstractAccessLogger):
+    """Writes the access log. ``log_format`` is "text" or "json"; texts of the client are quoted and cut."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.logger.isEnabledFor(logging.INFO)
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        if not self.enabled:
+            return
+        entry = _entry(request, response, time)
+        line = json.dumps(entry) if self.log_format == "json" else _text(entry, request.version)
+        self.logger.info("%s", line)
+
+    @classmethod
+    def of_cancelled(cls, form: str) -> Middleware:
+        """A middleware that writes the line of a handler that is cancelled, because its client has left:
+        aiohttp writes none."""
+        log = cls(ACCESS, form)
+
+        @web.middleware
+        async def logged(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except asyncio.CancelledError:
+                seconds = time.perf_counter() - record_of(request).started
+                log.log(request, web.Response(status=CLIENT_GONE), seconds)
+                raise
+
+        return logged
+
+
+def _entry(request: web.BaseRequest, response: web.StreamResponse, seconds: float) -> dict[str, Any]:
+    """The fields of a line. Those of calls for tokens are left out for other requests."""
+    record = record_of(request)
+    entry = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "remote": request.remote or "unix",
+        "method": request.method[:20],
+        # As it was sent: without the query, and line breaks are escaped.
+        "path": request.rel_url.raw_path[:_LONGEST],
+        "status": response.status,
+        "bytes": response.body_length,
+        "seconds": round(seconds, 6),
+        "id": record.id,
+    }
+    if record.key is not None:
+        entry["key"] = record.key.name
+    if record.model is not None:
+        entry |= {
+            "model": record.model,
+            "prompt_tokens": record.prompt_tokens,
+            "output_tokens": record.output_tokens,
+            "ttft": None if record.ttft is None else round(record.ttft, 6),
+            "finish_reason": record.finish_reason,
+        }
+        if record.call is not None and not record.call.endswith(record.id):
+            entry["call"] = record.call
+    entry["user_agent"] = request.headers.get("User-Agent", "")[:_AGENT]
+    return entry
+
+
+def _text(entry: dict[str, Any], version: HttpVersion) -> str:
+    protocol = f"HTTP/{version.major}.{version.minor}"
+    asked = json.dumps(f"{entry.pop('method')} {entry.pop('path')} {protocol}")
+    head = (entry.pop(name) for name in ("remote", "status", "bytes", "seconds"))
+    remote, status, size, seconds = head
+    del entry["time"]
+    plain = (
+        f"{name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in entry.items()
+    )
+    return f"{remote} {asked} {status} {size} {seconds:.6f} {' '.join(plain)}"
 
 
 class _Brief(logging.Filter):

@@ -214,6 +214,8 @@ class Model(TypedDict):
     root: str
     parent: None
     max_model_len: int | None
+    #: positions per block, of a diffusion model
+    block_size: NotRequired[int]
     permission: list[Permission]
 
 

@@ -7,7 +7,6 @@ stands for.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import time
@@ -18,11 +17,11 @@ from typing import Any
 
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.fields import Honoured, Table, check
-from aioinfer.chat.messages import UNREAD, parse_messages
+from aioinfer.chat.messages import check_variables, parse_messages
 from aioinfer.chat.structured import parse_grammar
 from aioinfer.chat.tools import Tools, parse_tools
 from aioinfer.engine import Prompt
-from aioinfer.errors import ConstraintFailed, InvalidRequest, shown
+from aioinfer.errors import InvalidRequest, renamed, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
@@ -38,12 +37,9 @@ __all__ = [
     "object_of",
     "parse_chat",
     "parse_completion",
-    "renamed",
 ]
 
 _LONGEST_INTEGER = 64
-#: arguments of the tokenizer that are no variables of the template
-_RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _REQUEST_ID = re.compile(REQUEST_ID)
 
@@ -51,13 +47,24 @@ _REQUEST_ID = re.compile(REQUEST_ID)
 @dataclass(frozen=True, slots=True)
 class Served:
     """What a server offers: the model's name, its default parameters and the format of its chat answers; how
-    many messages a chat may have; and what computes the answers."""
+    many messages a chat may have; and what computes the answers. Of one request: its id; empty: a new one."""
 
     model: str
     defaults: SamplingParams
     chat: ChatFormat = field(default_factory=ChatFormat)
     max_messages: int = 4096
     fingerprint: str = ""
+    #: further names of the model
+    aliases: frozenset[str] = frozenset()
+    request_id: str = ""
+
+    def name(self, wanted: Any) -> str:
+        """The name in the answer to a call that asks for the model ``wanted``; None: any. Raises Refused."""
+        if wanted is None or wanted == self.model:
+            return self.model
+        if isinstance(wanted, str) and wanted in self.aliases:
+            return wanted
+        raise model_not_found(self.model, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +97,12 @@ class Call:
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
-        return _named(error, self.names)
+        return renamed(error, self.names)
 
     def choices(self) -> list[tuple[Prompt, SamplingParams]]:
         """Prompt and parameters of every choice, by index."""
         return [
-            (prompt, self.params if number == 0 else _reseeded(self.params, number))
-            for prompt in self.prompts
-            for number in range(self.n)
+            (prompt, self.params.for_choice(number)) for prompt in self.prompts for number in range(self.n)
         ]
 
 
@@ -141,10 +146,7 @@ def conversation(
     kwargs = _template_kwargs(body, template_names)
     tools = parse_tools(body)
     if tools is not None:
-        if template_names is not None and "tools" not in template_names and not tools.enforced:
-            # Only the grammar of a required or strict call would tell the model of its tools.
-            raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
-        kwargs["tools"] = [each.for_template() for each in tools.functions]
+        kwargs["tools"] = served.chat.offered(tools)
     return messages, kwargs, tools
 
 
@@ -186,22 +188,13 @@ def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | N
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest("chat_template_kwargs", "must be an object")
     kwargs = dict(given or {})
-    if _RESERVED & kwargs.keys():
-        raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
     fields = {name: f"chat_template_kwargs.{name[:80]}" for name in kwargs}
     for name in ("documents", "reasoning_effort"):
         if body.get(name) is not None:
             fields[name], kwargs[name] = name, body[name]
     for name in ("add_generation_prompt", "continue_final_message"):
         kwargs.update({name: flag_of(body, name)} if body.get(name) is not None else {})
-    if kwargs.get("add_generation_prompt") and kwargs.get("continue_final_message"):
-        raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
-    read = {"add_generation_prompt", "continue_final_message"}
-    for name, where in fields.items():
-        if kwargs[name] is not None and not (
-            template_names is None or name in template_names or name in read
-        ):
-            raise InvalidRequest(where, UNREAD, code="unsupported_parameter")
+    check_variables(kwargs, fields, template_names)
     return kwargs
 
 
@@ -230,8 +223,7 @@ def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
         raise InvalidRequest("body", f"is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    if body.get("model") not in (None, served.model):
-        raise model_not_found(served.model, body["model"])
+    served.name(body.get("model"))
     check(body, table)
     return body
 
@@ -260,9 +252,9 @@ def _call(
     other_key = body.get("routing_key") is None
     names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
     return Call(
-        id=f"{prefix}{_request_id(body)}",
+        id=f"{prefix}{_request_id(body, served)}",
         created=int(time.time()),
-        model=served.model,
+        model=served.name(body.get("model")),
         prompts=prompts,
         params=params,
         n=n,
@@ -282,10 +274,10 @@ def _call(
     )
 
 
-def _request_id(body: Mapping[str, Any]) -> str:
+def _request_id(body: Mapping[str, Any], served: Served) -> str:
     given = body.get("request_id")
     if given is None:
-        return uuid.uuid4().hex
+        return served.request_id or uuid.uuid4().hex
     if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
         raise InvalidRequest("request_id", "must be 1 to 128 letters, digits and characters of ._:-")
     return given
@@ -319,28 +311,7 @@ def _sampling(
     try:
         return SamplingParams(**values)
     except InvalidRequest as refused:
-        raise _named(refused, names) from None
-
-
-def _named(error: BaseException, names: Mapping[str, str]) -> BaseException:
-    """``error`` with the fields of a body in place of the engine's arguments."""
-    match error:
-        case InvalidRequest():
-            return InvalidRequest(renamed(error.field, names), error.message, code=error.code)
-        case ConstraintFailed():
-            return ConstraintFailed([renamed(each, names) for each in error.fields], error.message)
-    return error
-
-
-def renamed(field: str, names: Mapping[str, str]) -> str:
-    """The field with the longest part of its path that ``names`` has replaced: ``messages[0].role`` is
-    ``input[0].role`` where ``messages[0]`` is ``input[0]``."""
-    end = len(field)
-    while end > 0:
-        if (name := names.get(field[:end])) is not None:
-            return name + field[end:]
-        end = max(field.rfind(".", 0, end), field.rfind("[", 0, end))
-    return field
+        raise renamed(refused, names) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -362,16 +333,6 @@ def _bias(value: Any) -> Any:
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidRequest("logit_bias", f"{shown(token)} is not a token id")
     return {int(token): bias for token, bias in value.items()}
-
-
-def _reseeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of choice ``number``: its seed differs, so that the choices differ."""
-    if params.seed is None:
-        return params
-    # A copy skips __post_init__: checking large parameters again for 128 choices would block the event loop.
-    other = copy.copy(params)
-    object.__setattr__(other, "seed", (params.seed + number) % 2**63)
-    return other
 
 
 def flag_of(body: Mapping[str, Any], name: str, path: str = "") -> bool:

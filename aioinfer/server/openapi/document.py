@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aioinfer import __version__
-from aioinfer.server.http.failures import Failure
 from aioinfer.server.openapi.bodies import body_schema
 from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
 from aioinfer.server.openapi.typed import schema_of
@@ -52,7 +51,6 @@ OPENAI_ERROR = ErrorBody(
         },
         "required": ["error"],
     },
-    Failure.body,
 )
 
 

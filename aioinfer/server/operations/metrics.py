@@ -10,7 +10,8 @@ from aiohttp import web
 
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
-from aioinfer.server.http.access import ApiKey, WebAccess
+from aioinfer.server.http.access import WebAccess
+from aioinfer.server.http.keys import Keys
 from aioinfer.server.openapi.endpoints import Endpoint
 
 if TYPE_CHECKING:
@@ -28,17 +29,17 @@ _ENGINE = "0"
 class Metrics:
     """Answers scrapes in the text format or, if ``Accept`` asks for it, in OpenMetrics."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, model: str, keys: Keys) -> None:
         self._engine = engine
         self._model = model
         self._vllm = config.vllm_metrics
-        self._key = ApiKey(config.api_key)
+        self._keys = keys
         self._access = WebAccess(config)
         _ = engine.measuring  # histograms count from the first request on
 
     async def scrape(self, request: web.Request) -> web.StreamResponse:
         """Load and sizes are no content, but no business of web pages either."""
-        if not self._key.given:
+        if not self._keys.given:
             self._access.check_local(request)
         accept = ",".join(request.headers.getall("Accept", ()))
         # Read in one moment on the loop, and rendered elsewhere: that takes milliseconds.

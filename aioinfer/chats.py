@@ -1,0 +1,263 @@
+"""ChatStream: what ``engine.chat()`` returns. Iterate it, await it, or enter it, as a Stream.
+
+It reads a stream, and parses what that gives as the HTTP API does: reasoning, content, calls of tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Generator
+from types import TracebackType
+from typing import Any, NoReturn, Self, SupportsIndex, cast
+
+from aioinfer.chat.answers import AnswerReader, joined
+from aioinfer.chat.asking import ChatRequest
+from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolCall
+from aioinfer.errors import Cancelled, RequestError, renamed
+from aioinfer.loop.options import PromptSource
+from aioinfer.outputs import Chunk, FinishReason, Result, Usage
+from aioinfer.stream import Stream
+from aioinfer.text.tokenizer import Tokenizer, end_of
+from aioinfer.text.tool_calls import ToolCallDelta
+
+__all__ = ["ChatStream"]
+
+#: steps of a reader between two turns of the loop; each parses some thousand characters
+_STEPS = 4
+
+
+class ChatStream(Coroutine[Any, Any, ChatResult]):
+    """One answer of a chat in progress.
+
+    * ``async for delta in chat`` yields :class:`~aioinfer.ChatDelta`; the last one carries ``finish_reason``.
+    * ``await chat`` waits for the end and returns the :class:`~aioinfer.ChatResult`, also behind some deltas;
+      so does a task made of it.
+    * ``async with chat`` closes it on the way out.
+
+    It ends its request as a :class:`~aioinfer.Stream` does: closed, cancelled or dropped. Errors of the
+    request are raised where it is read, with the names of the arguments of ``engine.chat``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_asked",
+        "_calls",
+        "_content",
+        "_ended",
+        "_left",
+        "_read",
+        "_reader",
+        "_reading",
+        "_reasoning",
+        "_result",
+        "_running",
+        "_source",
+        "_stream",
+        "_tokenizer",
+    )
+
+    def __init__(
+        self, stream: Stream, source: PromptSource, asked: ChatRequest, tokenizer: Tokenizer | None
+    ) -> None:
+        self._stream = stream
+        self._source = source
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._reader: AnswerReader | None = None
+        #: a task parses text
+        self._reading = False
+        #: characters of the stream's text that the reader has
+        self._read = 0
+        #: left amid the parsing of a text, of which some is lost
+        self._left = False
+        #: the reader knows that there is no more
+        self._ended = False
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._result: ChatResult | None = None
+        #: what a task that was made of it runs
+        self._running: Coroutine[Any, Any, ChatResult] | None = None
+
+    @property
+    def admitted(self) -> bool:
+        """The request has had a row in a step."""
+        return self._stream.admitted
+
+    @property
+    def done(self) -> bool:
+        """The request has ended, with or without an error; nothing more is computed for it."""
+        return self._stream.done
+
+    @property
+    def usage(self) -> Usage:
+        """The token counts so far; of the prompt, 0 before it is tokenized."""
+        return self._stream.usage
+
+    async def accepted(self) -> None:
+        """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
+        try:
+            await self._stream.accepted()
+        except RequestError as error:
+            raise renamed(error, self._asked.names) from error.__cause__
+
+    # -- async for ------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ChatDelta:
+        while True:
+            self._check_free()
+            try:
+                chunk = await self._stream.__anext__()
+            except RequestError as error:
+                raise renamed(error, self._asked.names) from error.__cause__
+            delta = await self._delta(chunk)
+            if delta is not None:
+                return delta
+
+    async def _delta(self, chunk: Chunk) -> ChatDelta | None:
+        """What is new in a chunk; None if all of it is held back."""
+        ended = chunk.finish_reason is not None
+        delta = ChatDelta(draft=chunk.draft, usage=chunk.usage)
+        if self._asked.answer is None:
+            delta.content = chunk.text
+            self._content.append(chunk.text)
+            self._read += len(chunk.text)
+            self._ended = ended
+        else:
+            await self._parse(chunk.text, ended=ended)
+            delta.reasoning, delta.content, delta.tool_calls = self._take()
+        if chunk.finish_reason is not None:
+            delta.finish_reason = self._finish_reason(chunk.finish_reason)
+        found = ended or delta.content or delta.reasoning or delta.tool_calls or delta.draft
+        return delta if found else None
+
+    # -- await ----------------------------------------------------------------------------------
+
+    def __await__(self) -> Generator[Any, None, ChatResult]:
+        return self._wait_result().__await__()
+
+    def send(self, value: Any) -> Any:
+        """With :meth:`throw`: makes it a coroutine, for ``TaskGroup.create_task(engine.chat(...))``."""
+        if self._running is None:
+            self._running = self._wait_result()
+        return self._running.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise in the task that :meth:`send` runs in. If it has not begun, the request is aborted."""
+        if self._running is None:
+            self.close()
+            self._running = self._wait_result()
+        return self._running.throw(*error)
+
+    async def _wait_result(self) -> ChatResult:
+        self._check_free()
+        try:
+            result = await self._stream
+        except RequestError as error:
+            raise renamed(error, self._asked.names) from error.__cause__
+        self._check_free()
+        if self._result is None:
+            self._result = await self._finish(result)
+        return self._result
+
+    async def _finish(self, result: Result) -> ChatResult:
+        if not self._ended:
+            rest = result.text[self._read :]
+            if self._asked.answer is None:
+                self._content.append(rest)
+                self._ended = True
+            else:
+                await self._parse(rest, ended=True)
+                self._take()
+        content = "".join(self._content)
+        parsers = self._asked.parse_arguments
+        calls = [
+            ToolCall(call.id or "", call.name or "", call.arguments, parsers.get(call.name or "", json.loads))
+            for call in joined(self._calls)
+        ]
+        return ChatResult(
+            content=content or (None if calls else ""),
+            reasoning="".join(self._reasoning) or None,
+            tool_calls=calls,
+            finish_reason=self._finish_reason(result.finish_reason),
+            usage=result.usage,
+            result=result,
+            _parse=self._asked.parse,
+        )
+
+    # -- parsing --------------------------------------------------------------------------------
+
+    async def _parse(self, text: str, *, ended: bool) -> None:
+        """Give the reader more text. Other tasks get their turns behind every few thousand characters."""
+        reader = self._reader = self._reader or self._new_reader()
+        self._reading = True
+        try:
+            for step, _ in enumerate(reader.read(text, ended=ended), 1):
+                if step % _STEPS == 0:
+                    await asyncio.sleep(0)
+        except GeneratorExit:
+            # Closed by the collector, for example: at any point, amid a step, too.
+            self._left = True
+            self._stream.leave()
+            raise
+        except BaseException:
+            self._left = True
+            self.close()
+            raise
+        finally:
+            self._reading = False
+        self._read += len(text)
+        self._ended = ended
+
+    def _new_reader(self) -> AnswerReader:
+        answer = self._asked.answer
+        assert answer is not None
+        # The prompt's ids are known by now.
+        end = "" if self._tokenizer is None else end_of(self._source.encode(), self._tokenizer)
+        return answer.reader(end)
+
+    def _take(self) -> tuple[str, str, list[ToolCallDelta]]:
+        """What the reader has made of the text since the last time; it is kept for the result, too."""
+        assert self._reader is not None
+        reasoning, content, calls = self._reader.take()
+        self._reasoning.append(reasoning)
+        self._content.append(content)
+        self._calls += calls
+        return reasoning, content, calls
+
+    def _finish_reason(self, reason: FinishReason) -> ChatFinishReason:
+        if self._reader is None:
+            return reason
+        return cast("ChatFinishReason", self._reader.finish_reason(reason))
+
+    def _check_free(self) -> None:
+        if self._left:
+            raise Cancelled("the chat was left while it was being read")
+        if self._reading:
+            raise RuntimeError("another task is reading this chat")
+
+    # -- leaving --------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs, as :meth:`aioinfer.Stream.aclose`."""
+        self.close()
+
+    def close(self) -> None:
+        """The same from synchronous code."""
+        self._stream.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("a ChatStream cannot be copied or pickled: it is the only reader of its request")

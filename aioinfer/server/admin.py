@@ -1,0 +1,163 @@
+"""Admin routes: what an operator may do to an engine. They have sockets of their own, and are on no other.
+
+Those sockets are on loopback or Unix sockets, and web pages are refused whatever they are: a request with an
+``Origin``, or for another host than a loopback name, is a 403.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import math
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from aioinfer.config import ServerConfig, is_loopback
+from aioinfer.engine import Engine
+from aioinfer.errors import InvalidRequest
+from aioinfer.server.http.access import host_name
+from aioinfer.server.http.failures import Failure, Refused, as_failure
+from aioinfer.server.http.keys import Keys
+from aioinfer.server.http.records import add_headers, recorded
+
+__all__ = ["ADMIN_HOST", "admin_application"]
+
+ADMIN_HOST = "127.0.0.1"
+_LARGEST_BODY = 1 << 16
+_LEVELS = ("debug", "info", "warning", "error")
+#: seconds that a trace may collect
+_LONGEST_TRACE = 60.0
+
+
+def admin_application(engine: Engine, config: ServerConfig) -> web.Application:
+    """The admin routes of an engine."""
+    routes = _AdminRoutes(engine, config)
+    app = web.Application(middlewares=[recorded, _guard(config)], client_max_size=_LARGEST_BODY)
+    app.on_response_prepare.append(add_headers)
+    app.add_routes(
+        [
+            web.get("/stats", routes.stats),
+            web.get("/trace", routes.trace),
+            web.get("/log-level", routes.log_level),
+            web.put("/log-level", routes.set_log_level),
+            web.post("/pause", routes.pause),
+            web.post("/resume", routes.resume),
+            web.post("/flush", routes.flush),
+            web.post("/drain", routes.drain),
+        ]
+    )
+    return app
+
+
+class _AdminRoutes:
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+
+    async def stats(self, request: web.Request) -> web.StreamResponse:
+        """Every gauge and counter of :class:`~aioinfer.EngineStats`."""
+        return _json(dataclasses.asdict(self._engine.stats()))
+
+    async def pause(self, request: web.Request) -> web.StreamResponse:
+        """Launch no more steps; answered when none is in flight."""
+        await self._engine.pause()
+        return self._state()
+
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        self._engine.resume()
+        return self._state()
+
+    async def flush(self, request: web.Request) -> web.StreamResponse:
+        """Forget cached prefixes."""
+        return _json({"freed_pages": self._engine.flush_cache()})
+
+    async def drain(self, request: web.Request) -> web.StreamResponse:
+        """Accept nothing more; answered when the open requests have ended, after ``timeout`` seconds at most.
+        The engine is closed then, for good; the process waits for its signal."""
+        body = await _body(request, "timeout")
+        timeout = _seconds(body.get("timeout"), "timeout", self._config.drain_timeout, 86_400.0)
+        self._engine.resume()  # a paused engine would never get done
+        await self._engine.aclose(drain=True, timeout=timeout)
+        return self._state()
+
+    async def trace(self, request: web.Request) -> web.StreamResponse:
+        """The timeline as a Chrome trace: what is kept of the past, and what comes in ``seconds``."""
+        given = request.query.get("seconds")
+        try:
+            seconds = _seconds(None if given is None else float(given), "seconds", 0.0, _LONGEST_TRACE)
+        except ValueError:
+            raise InvalidRequest("seconds", "must be a number") from None
+        await asyncio.sleep(seconds)
+        text = await asyncio.to_thread(self._engine.timeline.chrome_trace)
+        return web.Response(text=text, content_type="application/json")
+
+    async def log_level(self, request: web.Request) -> web.StreamResponse:
+        level = logging.getLogger("aioinfer").getEffectiveLevel()
+        return _json({"level": logging.getLevelName(level).lower()})
+
+    async def set_log_level(self, request: web.Request) -> web.StreamResponse:
+        """Of the loggers of this package."""
+        body = await _body(request, "level")
+        level = body.get("level")
+        if level not in _LEVELS:
+            raise InvalidRequest("level", f"must be one of {', '.join(_LEVELS)}")
+        logging.getLogger("aioinfer").setLevel(level.upper())
+        return await self.log_level(request)
+
+    def _state(self) -> web.StreamResponse:
+        engine = self._engine
+        return _json({"state": engine.state.value, "paused": engine.stats().paused})
+
+
+def _guard(config: ServerConfig) -> Middleware:
+    """Checks origin, host and key, and turns exceptions into error objects."""
+    keys = Keys.single("admin_key", config.admin_key)
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if "Origin" in request.headers:
+                raise _forbidden("admin routes are not for web pages")
+            for value in request.headers.getall("Host", ()):
+                if not is_loopback(host_name(value)):
+                    raise _forbidden(f"the host {value[:200]!r} is not a name of loopback")
+            keys.check(request)
+            return await handler(request)
+        except Exception as error:
+            return as_failure(error).response()
+
+    return guarded
+
+
+def _forbidden(message: str) -> Refused:
+    return Refused(Failure(403, "permission_error", message))
+
+
+def _json(body: dict[str, Any]) -> web.Response:
+    return web.json_response(body)
+
+
+async def _body(request: web.Request, *known: str) -> dict[str, Any]:
+    """The JSON object of a body; empty without one. Raises InvalidRequest."""
+    try:
+        body = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError):
+        raise InvalidRequest("body", "is not JSON") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    for name in body:
+        if name not in known:
+            raise InvalidRequest(name[:100], "is unknown", code="unknown_parameter")
+    return body
+
+
+def _seconds(value: Any, name: str, default: float, most: float) -> float:
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= most:
+        raise InvalidRequest(name, f"must be seconds from 0 to {most:g}")
+    return float(value)

@@ -1,0 +1,131 @@
+"""Records: what a server knows of one request, from its first byte to its line in the access log.
+
+The id comes from the client's ``x-request-id`` if that is short and plain, and is minted otherwise. It is a
+header of every response, the end of the answer's own id unless the body names one, and a name in the trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from aioinfer.outputs import FinishReason, RequestMetrics, Usage
+from aioinfer.server.http.keys import Key
+
+__all__ = ["REQUEST_ID", "Output", "Record", "add_headers", "record_of", "recorded"]
+
+#: the header of requests and of responses
+REQUEST_ID = "x-request-id"
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+#: choices of a call whose times are read
+_LOOKED_AT = 8
+
+
+class Output(Protocol):
+    """What a record reads of a stream of the engine."""
+
+    @property
+    def usage(self) -> Usage: ...
+    @property
+    def metrics(self) -> RequestMetrics: ...
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. Times in seconds; ``started`` is of ``perf_counter``."""
+
+    id: str
+    started: float
+    #: the key that it was sent with
+    key: Key | None = None
+    #: of a call for tokens: its model's name and the id of its answer
+    model: str | None = None
+    call: str | None = None
+    #: of all its prompts and choices
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    #: from arrival in the engine to the first token of any choice
+    ttft: float | None = None
+    finish_reason: str | None = None
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A call for tokens, within the limits of its key. Raises Refused (429)."""
+        if self.key is None:
+            yield
+            return
+        self.key.enter()
+        try:
+            yield
+        finally:
+            self.key.leave(self.prompt_tokens + self.output_tokens)
+
+    @contextlib.contextmanager
+    def counting(self, streams: Sequence[Output], choices: int) -> Iterator[None]:
+        """Counts what ``streams`` have when the block is left, whatever ended it; ``choices`` per prompt."""
+        how = "error"
+        try:
+            yield
+        except (asyncio.CancelledError, ConnectionError):
+            how = "disconnect"
+            raise
+        finally:
+            self._count(streams, choices, how)
+
+    def _count(self, streams: Sequence[Output], choices: int, how: str) -> None:
+        reasons: list[str] = []
+        for index, stream in enumerate(streams):
+            usage = stream.usage
+            self.output_tokens += usage.completion_tokens
+            if index % choices == 0:  # the choices of a prompt share it
+                self.prompt_tokens += usage.prompt_tokens
+            reason = stream.finish_reason or "abort"
+            reasons.append(how if reason == "abort" else reason)
+        times = [stream.metrics.ttft for stream in streams[:_LOOKED_AT]]
+        self.ttft = min((each for each in times if each is not None), default=None)
+        # Of several choices: what went wrong with one of them, or how the first one ended.
+        self.finish_reason = self.finish_reason or next(
+            (each for each in reasons if each == how), reasons[0] if reasons else how
+        )
+
+
+#: aiohttp warns of keys that are text from 3.14 on, and has no others before
+_NAME: Any = web.RequestKey("aioinfer.record", Record) if hasattr(web, "RequestKey") else "aioinfer.record"
+
+
+def record_of(request: web.BaseRequest) -> Record:
+    """The record of a request, which begins with the first call."""
+    record: Record | None = request.get(_NAME)
+    if record is None:
+        given = request.headers.get(REQUEST_ID, "")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        record = request[_NAME] = Record(name, time.perf_counter())
+    return record
+
+
+@web.middleware
+async def recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Begins the record of every request of an application."""
+    record_of(request)
+    return await handler(request)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """For ``on_response_prepare``: the id of a request that has a record, and what its key has left."""
+    record: Record | None = request.get(_NAME)
+    if record is None:
+        return
+    response.headers[REQUEST_ID] = record.id
+    if record.key is not None:
+        response.headers.update(record.key.headers())

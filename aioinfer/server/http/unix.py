@@ -1,0 +1,134 @@
+"""Unix sockets to listen on: a path that one process holds at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from types import TracebackType
+from typing import Self
+
+from aioinfer.errors import ConfigError
+
+__all__ = ["UnixSocket"]
+
+#: bytes of the longest path, of the systems that there are
+_LONGEST = 103
+
+
+class UnixSocket:
+    """A bound Unix socket, not yet listening, and the lock that says whose it is.
+
+    A process that ended without removing its socket leaves a file on which nobody listens. That alone does
+    not say that it may be replaced: a server that loads its model has bound its socket and does not listen
+    yet. So the socket belongs to whoever holds a lock on ``PATH.lock``, which the system releases with the
+    process.
+    """
+
+    def __init__(self, path: str, mode: int) -> None:
+        """``mode``: permissions of the file; who may write may connect. Raises ConfigError."""
+        self.path = path
+        if not hasattr(socket, "AF_UNIX"):
+            raise ConfigError("Unix sockets do not exist on this system")
+        if len(os.fsencode(path)) > _LONGEST:
+            raise ConfigError(f"the socket {path[:80]}... has a path of more than {_LONGEST} bytes")
+        try:
+            self._lock = _locked(path)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            _remove_stale(path)
+            self.socket = _bound(path, mode)
+            found = os.lstat(path)
+        except OSError as error:
+            self._unlock()
+            raise _unusable(path, error) from error
+        except BaseException:
+            self._unlock()
+            raise
+        self._file = found.st_dev, found.st_ino
+
+    def close(self) -> None:
+        """Close the socket and remove its files, unless they are another's by now. Idempotent."""
+        self.socket.close()
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            found = os.lstat(self.path)
+            if (found.st_dev, found.st_ino) == self._file:
+                os.unlink(self.path)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        # Removed while it is held: whoever has opened it meanwhile sees that it is no longer there.
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self.path}.lock")
+        os.close(self._lock)
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _locked(path: str) -> int:
+    """The descriptor of the lock of a socket. Raises ConfigError if another process has it, OSError."""
+    import fcntl
+
+    name = f"{path}.lock"
+    while True:
+        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.lstat(name)):
+                    return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"the socket {path} is in use") from None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket on which nobody listens. Raises ConfigError for any other file, OSError."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(f"{path} exists and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog would wait; it is in use, too
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except BlockingIOError:
+            pass
+    raise ConfigError(f"the socket {path} is in use")
+
+
+def _bound(path: str, mode: int) -> socket.socket:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.setblocking(False)
+        bound.bind(path)
+        # Nobody can connect before it listens, so nobody connects before the permissions are set.
+        os.chmod(path, mode)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _unusable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on the socket {path}: {error.strerror or error}")

@@ -1,0 +1,203 @@
+"""FakeEngine: an engine whose answers are written down beforehand, for the tests of an application.
+
+It is the real engine, scheduler and streams included, over a device that types its answers: what holds for
+streams, cancellation, deadlines, grammars, pausing and errors holds here, without torch, threads or a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.errors import EngineClosed, EngineError, InvalidRequest, Rejected, RequestError, StepFailed
+from aioinfer.execution.device import DeviceLost
+from aioinfer.loop.options import PromptSource, RequestOptions
+from aioinfer.loop.runtime import Runtime
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.request import Request
+from aioinfer.stream import Stream, request_of
+from aioinfer.testing.fake_device import FakeDevice, FakeTokenizer, Script
+from aioinfer.testing.virtual_launcher import TimedLauncher
+
+__all__ = ["Answer", "Answers", "FakeEngine", "FakeRequest"]
+
+#: requests that are remembered
+_MOST_REQUESTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One scripted answer. A text alone, or an exception alone, can be given in its place.
+
+    Attributes:
+        content: what the model writes.
+        reasoning: what it thinks before that.
+        tool_calls: (name, arguments) of the functions that it calls behind that.
+        delay: seconds from the request to the first token; None: the engine's ``delay``.
+        pace: seconds from token to token, of one byte each; None: the engine's ``pace``.
+        error: what the request fails with behind the content.
+    """
+
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    delay: float | None = None
+    pace: float | None = None
+    error: Exception | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer as the model writes it."""
+        parts = [] if self.reasoning is None else [f"<think>\n{self.reasoning}\n</think>\n\n"]
+        parts.append(self.content)
+        for name, arguments in self.tool_calls:
+            call = json.dumps({"name": name, "arguments": arguments})
+            parts.append(f"<tool_call>\n{call}\n</tool_call>")
+        return "".join(parts)
+
+
+Scripted: TypeAlias = str | Exception | Answer
+#: one for all requests; one after the other; by a part of the prompt; or computed from the prompt's text
+Answers: TypeAlias = Scripted | Iterable[Scripted] | Mapping[str, Scripted] | Callable[[str], Scripted | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRequest:
+    """A request that was made, as the model saw it."""
+
+    #: of a chat: ``role: content`` line by line
+    prompt: str
+    params: SamplingParams
+    options: RequestOptions = field(repr=False)
+
+
+class FakeEngine(Engine):
+    """An :class:`~aioinfer.Engine` with scripted answers.
+
+    ::
+
+        engine = FakeEngine({"weather": Answer(tool_calls=[("weather", {"city": "Rome"})]), "": "Hello!"})
+        async with engine:
+            assert (await engine.generate("Hi")).text == "Hello!"
+
+    ``answers`` is a text, an exception or an :class:`Answer` for every request; a sequence of them, one per
+    request in the order of the calls; a mapping, of which the first key that the prompt's text contains
+    counts; or a function of the prompt's text. It can be replaced at any time. A request without an answer
+    (a sequence is used up, no key fits) is refused as InvalidRequest of "prompt"; with None it gets the
+    shortest text that its grammar allows, which without a grammar is empty.
+
+    A grammar is obeyed: an answer that breaks it goes on as a shortest text from there. A token is a byte,
+    and ``seed``, ``temperature`` and the other parameters of sampling change nothing. Tools are called in the
+    format ``hermes`` and reasoning is split off in the format ``qwen3``, unless ``config`` says otherwise.
+    """
+
+    def __init__(
+        self,
+        answers: Answers | None = None,
+        *,
+        delay: float = 0.0,
+        pace: float = 0.0,
+        config: EngineConfig | None = None,
+    ) -> None:
+        """``delay`` and ``pace``: seconds to the first token and from token to token; they pass on the clock
+        of the loop, so that they take no time on a :class:`VirtualLoop`."""
+        config = config or EngineConfig(
+            model="fake", num_pages=4096, overlap_steps=0, tool_call_parser="hermes", reasoning_parser="qwen3"
+        )
+        super().__init__(config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer())
+        self.answers = answers
+        self.delay = delay
+        self.pace = pace
+        #: the requests so far, up to 10,000 of them
+        self.requests: deque[FakeRequest] = deque(maxlen=_MOST_REQUESTS)
+        self._device: FakeDevice | None = None
+
+    @property
+    def answers(self) -> Answers | None:
+        """The answers to come."""
+        return self._answers
+
+    @answers.setter
+    def answers(self, given: Answers | None) -> None:
+        self._answers = given
+        single = given is None or isinstance(given, (str, Exception, Answer, Mapping)) or callable(given)
+        self._next = None if single else iter(given)  # type: ignore[arg-type]
+
+    def lose_device(self, cause: Exception | None = None) -> None:
+        """As if the device were gone: every stream ends with EngineFailed, and the engine with it."""
+        if self._runtime is None:
+            raise EngineClosed(f"the engine is {self.state.value}")
+        self._runtime.lost(cause or DeviceLost("the device was lost"))
+
+    def _new_launcher(self, config: EngineConfig) -> TimedLauncher:
+        device = self._device = FakeDevice(config, asyncio.get_running_loop().time)
+        return TimedLauncher(device, device.seconds)
+
+    def _queue(
+        self, runtime: Runtime, prompt: PromptSource, params: SamplingParams, options: RequestOptions
+    ) -> Stream:
+        text = _text(prompt)
+        if text is None:
+            return super()._queue(runtime, prompt, params, options)  # whose stream says why
+        self.requests.append(FakeRequest(text, params, options))
+        answer = self._answer(text)
+        error = answer.error
+        if isinstance(error, (InvalidRequest, Rejected)) and not answer.text:
+            raise copy.copy(error)
+        stream = super()._queue(runtime, prompt, params, options)
+        request = request_of(stream)
+        assert self._device is not None
+        unscripted = self._answers is None
+        self._device.play(
+            request,
+            Script(
+                None if unscripted else answer.text.encode(),
+                self.delay if answer.delay is None else answer.delay,
+                self.pace if answer.pace is None else answer.pace,
+                None if error is None else lambda: _fail(runtime, request, error),
+            ),
+        )
+        return stream
+
+    def _answer(self, prompt: str) -> Answer:
+        given: Any = self._answers
+        if self._next is not None:
+            given = next(self._next, None)
+        elif isinstance(given, Mapping):
+            given = next((given[key] for key in given if key in prompt), None)
+        elif callable(given):
+            given = given(prompt)
+        elif given is None:
+            return Answer()
+        if given is None:
+            raise InvalidRequest("prompt", f"the FakeEngine has no answer for {prompt[-200:]!r}")
+        if isinstance(given, Exception):
+            return Answer(error=given)
+        return given if isinstance(given, Answer) else Answer(given)
+
+
+def _text(prompt: PromptSource) -> str | None:
+    """The text of a prompt, None if it has none that the engine takes."""
+    try:
+        return FakeTokenizer().decode(prompt.encode())
+    except InvalidRequest:
+        return None
+
+
+def _fail(runtime: Runtime, request: Request, error: Exception) -> None:
+    failed: RequestError | EngineError
+    if isinstance(error, (RequestError, EngineError)):
+        failed = copy.copy(error)
+        failed.__cause__ = error.__cause__
+    else:
+        failed = StepFailed(f"the step failed: {error}")
+        failed.__cause__ = error
+    if not request.ended:
+        runtime.end(request, failed)

@@ -1,0 +1,383 @@
+"""``engine.chat``: the answers of the HTTP API in this process, whole, streamed, cut short and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+from typing import Annotated, Any, Literal
+
+import pydantic
+import pytest
+
+from aioinfer import ChatStream, SamplingParams, ToolCall, errors
+from aioinfer.chat.functions import tool_of
+from aioinfer.testing import Answer, FakeEngine
+
+USER = [{"role": "user", "content": "How warm is it in Rome?"}]
+CALLING = Answer(
+    "Let me look.", reasoning="They want\nthe weather.", tool_calls=[("weather", {"city": "Rome", "days": 2})]
+)
+
+
+def weather(city: str, days: Annotated[int, "from today on"] = 1) -> str:
+    """The weather of a city."""
+    return f"{city}: {days} warm days"
+
+
+class Pet(pydantic.BaseModel):
+    """A pet."""
+
+    name: str
+    kind: Literal["cat", "dog"]
+
+
+async def deltas(chat: ChatStream) -> tuple[str, str, list[tuple[str | None, str | None, str]], Any]:
+    content, reasoning, calls, reason = "", "", [], None
+    async for delta in chat:
+        assert reason is None
+        content += delta.content
+        reasoning += delta.reasoning
+        for call in delta.tool_calls:
+            if call.id is not None:
+                calls.append((call.id, call.name, call.arguments))
+            else:
+                known = calls[call.index]
+                calls[call.index] = (known[0], known[1], known[2] + call.arguments)
+        reason = delta.finish_reason
+        assert (delta.usage is None) == (reason is None)
+    return content, reasoning, calls, reason
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_is_split_into_reasoning_content_and_calls() -> None:
+    async with FakeEngine(CALLING) as engine:
+        result = await engine.chat(USER, tools=[weather])
+        assert (result.content, result.reasoning) == ("Let me look.", "They want\nthe weather.")
+        (call,) = result.tool_calls
+        assert (call.name, call.parsed) == ("weather", {"city": "Rome", "days": 2})
+        assert json.loads(call.arguments) == call.parsed
+        assert result.finish_reason == "tool_calls"
+        assert result.usage == result.result.usage
+        assert result.result.text == CALLING.text
+
+        chat = engine.chat(USER, tools=[weather])
+        content, reasoning, calls, reason = await deltas(chat)
+        assert (content, reasoning, reason) == (result.content, result.reasoning, "tool_calls")
+        # Awaited behind the deltas, it is the same answer, its ids included.
+        again = await chat
+        assert [(each.id, each.name, each.arguments) for each in again.tool_calls] == calls
+        assert again.content == content
+
+
+async def test_a_chat_goes_on_with_the_messages_of_results_and_calls() -> None:
+    async with FakeEngine([CALLING, "Warm."]) as engine:
+        first = await engine.chat(USER, tools=[weather])
+        replies = [call.reply(weather(**call.parsed)) for call in first.tool_calls]
+        assert (await engine.chat([*USER, first.message, *replies], tools=[weather])).content == "Warm."
+        assert "tool: Rome: 2 warm days\n" in engine.requests[-1].prompt
+    assert ToolCall("a", "f", "{}").reply({"warm": True})["content"] == '{"warm": true}'
+
+
+async def test_the_rest_of_a_chat_that_was_read_in_part_can_be_awaited() -> None:
+    async with FakeEngine(CALLING) as engine:
+        chat = engine.chat(USER, tools=[weather])
+        first = await anext(chat)
+        result = await chat
+        assert (result.reasoning or "").startswith(first.reasoning)
+        assert result.content == "Let me look."
+        assert (await chat) is result
+        assert [delta async for delta in engine.chat(USER, tools=[weather])][-1].finish_reason == "tool_calls"
+
+
+async def test_without_formats_all_is_content() -> None:
+    from aioinfer import EngineConfig
+
+    config = EngineConfig(model="fake", num_pages=64, tool_call_parser=None, reasoning_parser=None)
+    async with FakeEngine(CALLING, config=config) as engine:
+        result = await engine.chat(USER)
+        assert (result.content, result.reasoning, result.tool_calls) == (CALLING.text, None, [])
+        assert (await deltas(engine.chat(USER)))[0] == CALLING.text
+        with pytest.raises(errors.InvalidRequest, match="tool_call_parser"):
+            engine.chat(USER, tools=[weather])
+
+
+# -- tools ---------------------------------------------------------------------------------------------
+
+
+async def test_required_tools_are_called_as_their_signatures_say() -> None:
+    async with FakeEngine() as engine:
+        result = await engine.chat(USER, tools=[weather, Pet], tool_choice=weather)
+        assert [call.name for call in result.tool_calls] == ["weather"]
+        assert weather(**result.tool_calls[0].parsed)
+        result = await engine.chat(USER, tools=[weather, Pet], tool_choice=Pet)
+        assert isinstance(result.tool_calls[0].parsed, Pet)
+        result = await engine.chat(USER, tools=[weather], tool_choice="none")
+        assert (result.tool_calls, result.content) == ([], "")
+
+
+def test_a_signature_becomes_a_schema() -> None:
+    def f(
+        a: str, b: Literal["x", 2], c: list[dict[str, float]], d: int | None = None, *, e: bool = False
+    ) -> None:
+        """Does it."""
+
+    numbers = {"type": "object", "additionalProperties": {"type": "number"}}
+    assert tool_of("tools[0]", f)["function"] == {
+        "name": "f",
+        "description": "Does it.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "string"},
+                "b": {"enum": ["x", 2]},
+                "c": {
+                    "type": "array",
+                    "items": numbers,
+                },
+                "d": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "e": {"type": "boolean"},
+            },
+            "required": ["a", "b", "c"],
+            "additionalProperties": False,
+        },
+    }
+    described = tool_of("tools[0]", weather)["function"]["parameters"]["properties"]["days"]
+    assert described == {"type": "integer", "description": "from today on"}
+
+
+def unannotated(x):  # type: ignore[no-untyped-def]
+    ...
+
+
+def many(*x: int) -> None: ...
+
+
+def named(**x: int) -> None: ...
+
+
+def positional(x: int, /) -> None: ...
+
+
+def bare(x: list) -> None: ...  # type: ignore[type-arg]
+
+
+def custom(x: Answer) -> None: ...
+
+
+def missing(x: "Unknown") -> None: ...  # type: ignore[name-defined]  # noqa: F821, UP037
+
+
+@pytest.mark.parametrize(
+    "tool", [unannotated, many, named, positional, bare, custom, missing, int, 7, "f", len, lambda: None]
+)
+async def test_a_tool_that_says_too_little_is_refused(tool: Any) -> None:
+    async with FakeEngine() as engine:
+        with pytest.raises(errors.InvalidRequest) as caught:
+            engine.chat(USER, tools=[weather, tool])
+        assert caught.value.field.startswith("tools[1]")
+
+
+# -- response formats ----------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        SCHEMA,
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+        {"type": "json_object", "schema": SCHEMA},
+    ],
+)
+async def test_a_schema_is_obeyed_and_the_content_parsed(form: Any) -> None:
+    async with FakeEngine(['{"n": 7}', "no JSON at all"]) as engine:
+        assert (await engine.chat(USER, response_format=form)).parsed == {"n": 7}
+        assert isinstance((await engine.chat(USER, response_format=form)).parsed["n"], int)
+
+
+async def test_a_model_gets_an_instance() -> None:
+    async with FakeEngine(Answer('{"name": "Tom", "kind": "cat"}', reasoning="A cat.")) as engine:
+        result = await engine.chat(USER, response_format=Pet)
+        assert result.parsed == Pet(name="Tom", kind="cat")
+        assert result.reasoning == "A cat."
+        assert result.parsed is result.parsed
+        cut = await engine.chat(USER, SamplingParams(max_tokens=40), response_format=Pet)
+        assert cut.finish_reason == "length"
+        with pytest.raises(pydantic.ValidationError):
+            _ = cut.parsed
+        assert (await engine.chat(USER, response_format={"type": "text"})).parsed is None
+        assert (await engine.chat(USER)).parsed is None
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+
+class Broken:
+    @classmethod
+    def model_json_schema(cls) -> Any:
+        raise RuntimeError("no schema")
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("messages", {"messages": []}),
+        ("messages", {"messages": "Hi"}),
+        ("messages[0].role", {"messages": [{"content": "x"}]}),
+        ("messages[0].colour", {"messages": [{"role": "user", "content": "x", "colour": "red"}]}),
+        ("messages", {"messages": [{"role": "user", "content": object()}]}),
+        ("tools", {"tools": {"type": "function"}}),
+        ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice.function.name", {"tools": [weather], "tool_choice": Pet}),
+        ("parallel_tool_calls", {"tools": [weather], "parallel_tool_calls": 1}),
+        ("response_format", {"response_format": "json"}),
+        ("response_format", {"response_format": Broken}),
+        ("response_format", {"response_format": SCHEMA, "params": SamplingParams(grammar=SCHEMA)}),
+        ("response_format", {"response_format": {"type": "object", "properties": {"a": {"type": "colour"}}}}),
+        (
+            "response_format.json_schema.schema",
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+        ),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": [1]}),
+        ("messages", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ("priority", {"priority": "high"}),
+    ],
+)
+async def test_what_is_wrong_is_named_as_the_caller_knows_it(field: str, arguments: Any) -> None:
+    async with FakeEngine("x") as engine:
+        for read in (lambda chat: chat, lambda chat: anext(chat), lambda chat: chat.accepted()):
+            with pytest.raises(errors.InvalidRequest) as caught:
+                await read(engine.chat(**{"messages": USER, **arguments}))
+            assert caught.value.field == field
+        assert engine.stats().running == engine.stats().waiting == 0
+
+
+async def test_nothing_of_the_arguments_is_read_later() -> None:
+    messages = [{"role": "user", "content": "first"}]
+    tools = [tool_of("", weather)]
+    form = copy.deepcopy(SCHEMA)
+    async with FakeEngine() as engine:
+        chat = engine.chat(messages, response_format=form, tools=tools)
+        messages[0]["content"] = "second"
+        messages.append({"role": "user", "content": "third"})
+        tools[0]["function"]["name"] = "x"
+        form["properties"] = {}
+        assert "n" in (await chat).parsed
+        assert engine.requests[0].prompt == "user: first\nassistant: "
+
+
+# -- leaving -------------------------------------------------------------------------------------------
+
+
+async def freed(engine: FakeEngine) -> None:
+    for _ in range(200):
+        stats = engine.stats()
+        if not (stats.running or stats.waiting or stats.pages_private or stats.pages_fenced):
+            return
+        await asyncio.sleep(0)
+    pytest.fail(f"not freed: {engine.stats()}")
+
+
+async def test_a_chat_that_is_left_ends_its_request() -> None:
+    async with FakeEngine("x" * 5000) as engine:
+        async with engine.chat(USER) as chat:
+            await anext(chat)
+        assert chat.done
+        await freed(engine)
+
+        task = asyncio.create_task(engine.chat(USER))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await freed(engine)
+
+        chat = engine.chat(USER)
+        await anext(chat)
+        del chat
+        gc.collect()
+        await freed(engine)
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await engine.chat(USER)
+        await freed(engine)
+
+        chat = engine.chat(USER)
+        chat.close()
+        with pytest.raises(errors.Cancelled):
+            await chat
+        with pytest.raises(TypeError, match="copied"):
+            copy.copy(chat)
+
+
+async def test_task_groups_take_chats() -> None:
+    async with FakeEngine(CALLING) as engine:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(engine.chat(USER, tools=[weather])) for _ in range(3)]
+        assert {task.result().content for task in tasks} == {"Let me look."}
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(engine.chat(USER))
+                raise KeyError("before it began")
+        assert caught.group_contains(KeyError)
+        await freed(engine)
+
+
+async def test_a_long_answer_is_parsed_in_turns_and_can_be_left_amid_them() -> None:
+    """Whoever reads late gets much at once."""
+    text = Answer("word " * 5000, reasoning="r").text
+    async with FakeEngine(text) as engine:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        chat = engine.chat(USER)
+        stream = chat._stream
+        await stream
+        counting = asyncio.create_task(others())
+        await asyncio.sleep(0)
+        before = turns
+        task = asyncio.ensure_future(chat)
+        await asyncio.sleep(0)
+        assert not task.done()
+        with pytest.raises(RuntimeError, match="another task"):
+            await chat
+        assert (await task).content == "word " * 5000
+        assert turns > before + 1
+
+        chat = engine.chat(USER)
+        await chat._stream
+        task = asyncio.ensure_future(chat)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        for read in (chat, anext(chat)):
+            with pytest.raises(errors.Cancelled, match="left"):
+                await read
+        counting.cancel()
+
+
+async def test_the_errors_of_a_request_are_raised_where_it_is_read() -> None:
+    lost = ValueError("no device")
+    async with FakeEngine([Answer("half", error=lost), errors.Rejected("full")]) as engine:
+        chat = engine.chat(USER)
+        content = ""
+        with pytest.raises(errors.StepFailed):
+            async for delta in chat:
+                content += delta.content
+        assert content == "half"
+        with pytest.raises(errors.Rejected):
+            engine.chat(USER)

@@ -1,0 +1,214 @@
+"""FakeEngine: scripted answers, and all else as the real engine has it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import aiohttp
+import jsonschema
+import openai
+import pytest
+from aiohttp.test_utils import TestServer
+
+from aioinfer import Grammar, SamplingParams, errors
+from aioinfer.engine import EngineState
+from aioinfer.server import create_app
+from aioinfer.testing import Answer, FakeEngine, VirtualLoop
+
+pytest_plugins = ["aioinfer.testing.fixtures", "pytester"]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 3}, "s": {"enum": ["x", "y"]}, "l": {"type": "array"}},
+    "required": ["n", "s", "l"],
+}
+
+
+async def test_answers_are_for_all_in_order_by_prompt_or_computed(fake_engine: FakeEngine) -> None:
+    async with fake_engine as engine:
+        engine.answers = "Grüße 😀"
+        assert (await engine.generate("a")).text == "Grüße 😀"
+        text = ""
+        async for chunk in engine.generate("a"):
+            text += chunk.text
+        assert text == "Grüße 😀"
+        engine.answers = iter(["1", Answer("2"), "3"])
+        results = await asyncio.gather(*(engine.generate("a") for _ in range(3)))
+        assert [each.text for each in results] == ["1", "2", "3"]
+        engine.answers = {"weather": "warm", "": "hm"}
+        assert (await engine.generate("the weather?")).text == "warm"
+        assert (await engine.chat([{"role": "user", "content": "weather"}])).content == "warm"
+        assert (await engine.generate("else")).text == "hm"
+        engine.answers = lambda prompt: prompt[::-1]
+        assert (await engine.generate("abc")).text == "cba"
+        prompt = engine.prompt("xyz")
+        assert (await engine.generate(prompt)).text == "zyx"
+        assert [each.prompt for each in engine.requests][-2:] == ["abc", "xyz"]
+
+
+@pytest.mark.parametrize("answers", [[], {"weather": "warm"}, lambda prompt: None])
+async def test_a_request_without_an_answer_is_refused(answers: Any) -> None:
+    async with FakeEngine(answers) as engine:
+        with pytest.raises(errors.InvalidRequest, match="no answer for 'Hi'"):
+            engine.generate("Hi")
+
+
+async def test_the_parameters_that_end_an_output_count() -> None:
+    async with FakeEngine("one two three") as engine:
+        result = await engine.generate("a", SamplingParams(max_tokens=5))
+        assert (result.text, result.finish_reason) == ("one t", "length")
+        result = await engine.generate("a", SamplingParams(stop=["two"]))
+        assert (result.text, result.stop_reason) == ("one ", "two")
+        assert (await engine.generate("a", SamplingParams(min_tokens=15))).text == "one two three  "
+        assert (await engine.generate("a", SamplingParams(logprobs=0))).logprobs
+
+
+async def test_grammars_are_obeyed() -> None:
+    async with FakeEngine('{"n": 4, "s": "y", "l": []}') as engine:
+        params = SamplingParams(grammar=SCHEMA)
+        assert (await engine.generate("a", params)).text == engine.answers
+        for answers in (None, "I would rather not", '{"n": 12, "s": "z", "l": []}'):
+            engine.answers = answers
+            found = await engine.generate("a", params)
+            jsonschema.validate(json.loads(found.text), SCHEMA)
+        choice = SamplingParams(grammar=Grammar("choice", ["yes", "no"]))
+        assert (await engine.generate("a", choice)).text in ("yes", "no")
+        engine.answers = None
+        assert (await engine.generate("a")).text == ""
+
+
+async def test_failures_are_raised_where_the_engine_raises_them() -> None:
+    async with FakeEngine() as engine:
+        engine.answers = [
+            errors.Rejected("full", 3.0),
+            errors.OutOfMemory("a step"),
+            Answer("half", error=KeyError("k")),
+            "fine",
+        ]
+        with pytest.raises(errors.Rejected) as full:
+            engine.generate("a")
+        assert full.value.retry_after == 3.0
+        with pytest.raises(errors.OutOfMemory):
+            await engine.generate("a")
+        stream = engine.generate("a")
+        with pytest.raises(errors.StepFailed) as failed:
+            await stream
+        assert isinstance(failed.value.__cause__, KeyError)
+        assert stream.result().text == "half"
+        assert (await engine.generate("a")).text == "fine"
+        engine.answers = "x" * 100
+        stream = engine.generate("a")
+        await anext(stream)
+        engine.lose_device()
+        with pytest.raises(errors.EngineFailed):
+            await stream
+        assert engine.state is EngineState.FAILED
+
+
+async def test_pausing_flushing_and_deadlines_are_the_engines() -> None:
+    async with FakeEngine(Answer("slow", delay=30.0)) as engine:
+        with pytest.raises(errors.TimedOut) as late:
+            await engine.generate("a", running_timeout=0.03)
+        assert late.value.phase == "running"
+        engine.answers = "x" * 50
+        await engine.pause()
+        stream = engine.generate("a" * 100)
+        await asyncio.sleep(0)
+        assert engine.stats().paused
+        engine.resume()
+        await stream
+        assert engine.stats().pages_cached
+        assert engine.flush_cache()
+
+
+def test_delays_pass_on_the_clock_of_the_loop() -> None:
+    async def run() -> tuple[list[str], list[float]]:
+        loop = asyncio.get_running_loop()
+        answers = {"slow": Answer("slow", delay=20.0), "typed": Answer("abcd", pace=1.0), "": "fast"}
+        done: list[str] = []
+        times: list[float] = []
+
+        async def ask(prompt: str) -> None:
+            done.append((await engine.generate(prompt)).text)
+            times.append(loop.time())
+
+        async with FakeEngine(answers, delay=0.5) as engine, asyncio.TaskGroup() as group:
+            for prompt in ("slow", "typed", "x"):
+                group.create_task(ask(prompt))
+        return done, times
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        done, times = runner.run(run())
+    assert done == ["fast", "abcd", "slow"]
+    # One second for each further token, and the end is one. Steps last 10 ms where nothing is due.
+    assert times == pytest.approx([0.5, 4.5, 20.0], abs=0.05)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(run()) == (done, times)
+
+
+async def test_clients_of_the_server_are_tested_without_a_model() -> None:
+    calling = Answer("Look.", tool_calls=[("weather", {"city": "Rome"})])
+    tools: Any = [{"type": "function", "function": {"name": "weather"}}]
+    user: Any = [{"role": "user", "content": "x"}]
+    async with TestServer(create_app(FakeEngine([calling, calling, errors.Rejected("full")]))) as server:
+        async with openai.AsyncOpenAI(
+            base_url=str(server.make_url("/v1")), api_key="none", max_retries=0
+        ) as client:
+            whole = await client.chat.completions.create(model="fake", messages=user, tools=tools)
+            calls: Any = whole.choices[0].message.tool_calls
+            assert json.loads(calls[0].function.arguments) == {"city": "Rome"}
+            content = ""
+            stream = await client.chat.completions.create(
+                model="fake", messages=user, tools=tools, stream=True
+            )
+            async for event in stream:
+                content += event.choices[0].delta.content or ""
+            assert content == "Look."
+            with pytest.raises(openai.RateLimitError):
+                await client.chat.completions.create(model="fake", messages=user)
+        async with aiohttp.ClientSession() as session, session.get(server.make_url("/health")) as health:
+            assert health.status == 200
+
+
+def test_an_engine_that_is_left_running_fails_the_test(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("pytest_plugins = ['aioinfer.testing.fixtures']")
+    pytester.makepyfile(
+        """
+        import asyncio
+
+        def test_left(fake_engine):
+            runner = asyncio.Runner()
+            runner.run(fake_engine.start())
+
+        def test_closed(fake_engine):
+            async def use():
+                async with fake_engine:
+                    fake_engine.answers = "Hi"
+                    assert (await fake_engine.generate("x")).text == "Hi"
+
+            asyncio.run(use())
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-q")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*the engine was left running*"])
+
+
+def test_it_loads_no_torch_and_leaves_nothing() -> None:
+    code = """
+import asyncio, sys, threading
+from aioinfer.testing import FakeEngine
+
+async def use():
+    async with FakeEngine("Hi") as engine:
+        assert (await engine.chat([{"role": "user", "content": "x"}])).content == "Hi"
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+print(asyncio.run(use()), "torch" in sys.modules, threading.active_count())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set() False 1\n"

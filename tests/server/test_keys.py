@@ -1,0 +1,316 @@
+"""Keys: who may use a server, how much, and what a file of keys may say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from aioinfer.cli.main import main
+from aioinfer.config import ServerConfig
+from aioinfer.errors import ConfigError
+from aioinfer.server.http.failures import Refused
+from aioinfer.server.http.keys import Key, Keys, digest_of, new_key
+from tests.server.conftest import Served, Serving
+from tests.server.test_adversity import ENDLESS, gate, until
+
+__all__ = ["gate"]
+
+BODY = {**ENDLESS, "stream": False, "max_tokens": 5}
+ALICE, BOB = "alice-secret", "bob-secret"
+
+
+def key_file(directory: Path, *entries: dict[str, Any]) -> str:
+    path = directory / "keys.yaml"
+    path.write_text(json.dumps(entries))  # JSON is YAML
+    return str(path)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(served: Served) -> int:
+    stats = served.engine.stats()
+    return stats.running + stats.waiting + stats.arriving
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+# -- limits, on a clock of their own -------------------------------------------------------------------
+
+
+def test_a_bucket_of_tokens_fills_evenly_and_no_further() -> None:
+    clock = Clock()
+    key = Key("a", tokens_per_minute=600, clock=clock)
+    key.enter()
+    key.leave(900)  # more than there was: the rest is owed
+    assert key.headers()["x-ratelimit-remaining-tokens"] == "0"
+    with pytest.raises(Refused) as refused:
+        key.enter()
+    failure = refused.value.failure
+    assert (failure.status, failure.code) == (429, "rate_limit_exceeded")
+    assert failure.headers == {"Retry-After": "31"}  # 301 tokens at 10 a second
+    clock.now += 30.0
+    with pytest.raises(Refused):
+        key.enter()
+    clock.now += 1.0
+    key.enter()
+    key.leave(0)
+    assert key.headers() == {
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "10",
+        "x-ratelimit-reset-tokens": "59s",
+    }
+    clock.now += 1e6
+    assert key.headers()["x-ratelimit-remaining-tokens"] == "600"
+    assert key.headers()["x-ratelimit-reset-tokens"] == "0s"
+
+
+def test_what_retry_after_says_is_enough() -> None:
+    for rate in (1, 7, 60, 10**9):
+        clock = Clock()
+        key = Key("a", tokens_per_minute=rate, clock=clock)
+        key.enter()
+        key.leave(rate + 13)
+        with pytest.raises(Refused) as refused:
+            key.enter()
+        clock.now += int(refused.value.failure.headers["Retry-After"])
+        key.enter()
+
+
+def test_a_clock_that_stands_still_or_goes_back_gives_no_tokens() -> None:
+    clock = Clock()
+    key = Key("a", tokens_per_minute=60, clock=clock)
+    key.enter()
+    key.leave(60)
+    for clock.now in (100.0, 50.0, 0.0):
+        with pytest.raises(Refused):
+            key.enter()
+
+
+def test_a_key_without_limits_has_no_headers() -> None:
+    key = Key("a")
+    for _ in range(1000):
+        key.enter()
+    assert key.headers() == {}
+
+
+# -- the file ------------------------------------------------------------------------------------------
+
+GOOD = {"name": "a", "key": "long enough"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "list of 1 to"),
+        ({"name": "a"}, "list of 1 to"),
+        ("text", "list of 1 to"),
+        ([7], "key 1 must be a mapping"),
+        ([{"key": "long enough"}], "key 1: name must be"),
+        ([{"name": "a b", "key": "long enough"}], "name must be"),
+        ([{"name": "x" * 65, "key": "long enough"}], "name must be"),
+        ([{"name": "a"}], "needs either key or sha256"),
+        ([{**GOOD, "sha256": "0" * 64}], "needs either key or sha256"),
+        ([{"name": "a", "key": "short"}], "at least 8"),
+        ([{"name": "a", "key": 123456789}], "at least 8"),
+        ([{"name": "a", "key": " spaces around "}], "without spaces"),
+        ([{"name": "a", "sha256": "0" * 63}], "64 hexadecimal digits"),
+        ([{"name": "a", "sha256": int("1" * 64)}], "in quotes"),
+        ([{**GOOD, "concurrency": 0}], "concurrency must be an integer from 1"),
+        ([{**GOOD, "concurrency": True}], "concurrency must be"),
+        ([{**GOOD, "tokens_per_minute": 1.5}], "tokens_per_minute must be"),
+        ([{**GOOD, "tokens_per_minute": "9"}], "tokens_per_minute must be"),
+        ([{**GOOD, "admin": True}], "unknown field 'admin'"),
+        ([GOOD, {"name": "a", "key": "another one"}], "key 2: the name a occurs twice"),
+        ([GOOD, {"name": "b", "key": "long enough"}], "key 2: the same key as that of a"),
+        ([GOOD, {"name": "b", "sha256": digest_of("long enough").upper()}], "the same key as that of a"),
+    ],
+)
+def test_a_file_of_keys_with_an_error_is_refused_in_one_line(
+    tmp_path: Path, entries: Any, message: str
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(json.dumps(entries))
+    with pytest.raises(ConfigError) as refused:
+        Keys.of(ServerConfig(api_keys=str(path)))
+    text = str(refused.value)
+    assert message in text
+    assert text.startswith(str(path))
+    assert "\n" not in text
+    assert "long enough" not in text, "keys are shown to nobody"
+
+
+def test_a_file_of_keys_is_read_before_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "none.yaml")
+    assert main(["serve", "/no/such/model", "--port", "0", "--api-keys", missing]) == 2
+    assert capsys.readouterr().err == f"aioinfer: {missing}: No such file or directory\n"
+
+
+def test_a_new_key_fits_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "alice"]) == 0
+    shown = capsys.readouterr()
+    key = shown.err.split()[-1]
+    path = tmp_path / "keys.yaml"
+    path.write_text(shown.out)
+    assert key not in shown.out
+    assert Keys.of(ServerConfig(api_keys=str(path))).given
+    assert digest_of(key) in shown.out
+    assert len({new_key() for _ in range(100)}) == 100
+    assert main(["key", "not a name"]) == 2
+
+
+def test_a_file_of_keys_lets_a_server_listen_elsewhere(tmp_path: Path) -> None:
+    ServerConfig(host="0.0.0.0", api_keys=key_file(tmp_path, GOOD))
+    with pytest.raises(ConfigError, match="loopback"):
+        ServerConfig(host="0.0.0.0")
+
+
+# -- over HTTP -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (bearer(ALICE), 200),
+        (bearer(BOB), 200),
+        (bearer("single-key"), 200),
+        ({"x-api-key": ALICE}, 200),
+        ({"X-Api-Key": f" {BOB} "}, 200),
+        ({**bearer("wrong"), "x-api-key": ALICE}, 200),
+        ({"Authorization": "Basic abc", "x-api-key": ALICE}, 200),
+        ({}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": "wrong"}, 401),
+        ({"x-api-key": digest_of(ALICE)}, 401),
+        (bearer(ALICE + "x"), 401),
+        (bearer(ALICE[:-1]), 401),
+    ],
+)
+async def test_several_keys(serving: Serving, tmp_path: Path, headers: dict[str, str], status: int) -> None:
+    path = key_file(tmp_path, {"name": "alice", "key": ALICE}, {"name": "bob", "sha256": digest_of(BOB)})
+    async with (
+        serving(server={"api_keys": path, "api_key": "single-key"}) as served,
+        aiohttp.ClientSession() as session,
+        session.get(f"{served.url}/v1/models", headers=headers) as response,
+    ):
+        assert response.status == status
+
+
+async def test_a_key_has_so_many_calls_at_once(serving: Serving, tmp_path: Path, gate: Any) -> None:
+    path = key_file(tmp_path, {"name": "alice", "key": ALICE, "concurrency": 2}, {"name": "bob", "key": BOB})
+    async with serving(server={"api_keys": path}, fault=gate) as served, aiohttp.ClientSession() as session:
+        url = f"{served.url}/v1/completions"
+
+        async def call(key: str) -> tuple[int, Any, Any]:
+            async with session.post(url, json=BODY, headers=bearer(key)) as response:
+                return response.status, await response.json(), response.headers
+
+        first = [asyncio.create_task(call(ALICE)) for _ in range(2)]
+        await until(lambda: opened(served) == 2)
+        status, answer, headers = await call(ALICE)
+        assert (status, answer["error"]["code"]) == (429, "concurrency_limit_exceeded")
+        assert answer["error"]["type"] == "rate_limit_error"
+        assert "alice" in answer["error"]["message"]
+        assert int(headers["Retry-After"]) >= 1
+        assert opened(served) == 2
+        # Neither other routes nor other keys.
+        async with session.get(f"{served.url}/v1/models", headers=bearer(ALICE)) as response:
+            assert response.status == 200
+        other = asyncio.create_task(call(BOB))
+        await until(lambda: opened(served) == 3)
+        gate.release()
+        assert [status for status, _, _ in await asyncio.gather(*first, other)] == [200] * 3
+        assert (await call(ALICE))[0] == 200
+
+
+async def test_a_call_that_ends_in_any_way_makes_room(serving: Serving, tmp_path: Path, gate: Any) -> None:
+    """Refused, disconnected while it waits or amid its stream: none of them keeps its place."""
+    path = key_file(tmp_path, {"name": "alice", "key": ALICE, "concurrency": 1})
+    async with serving(server={"api_keys": path}, fault=gate) as served, aiohttp.ClientSession() as session:
+        url, headers = f"{served.url}/v1/completions", bearer(ALICE)
+        for bad in ({**BODY, "max_tokens": -1}, {**BODY, "model": "other"}, {**BODY, "nonsense": 1}):
+            async with session.post(url, json=bad, headers=headers) as response:
+                assert response.status in (400, 404)
+        async with session.post(url, data=b"{", headers=headers) as response:
+            assert response.status == 415
+        for stream in (True, False):
+            leaving = asyncio.create_task(
+                session.post(url, json={**ENDLESS, "stream": stream}, headers=headers)
+            )
+            await until(lambda: opened(served) == 1)
+            if stream:
+                (await leaving).close()
+            leaving.cancel()
+            gate.step(3)
+            await until(lambda: opened(served) == 0)
+        gate.release()
+        async with session.post(url, json=BODY, headers=headers) as response:
+            assert response.status == 200
+
+
+async def test_tokens_of_prompts_and_outputs_are_counted(serving: Serving, tmp_path: Path) -> None:
+    path = key_file(tmp_path, {"name": "alice", "key": ALICE, "tokens_per_minute": 20})
+    async with serving(server={"api_keys": path}) as served, aiohttp.ClientSession() as session:
+        url = f"{served.url}/v1/completions"
+        async with session.post(url, json=BODY, headers=bearer(ALICE)) as response:
+            assert response.status == 200
+            assert response.headers["x-ratelimit-limit-tokens"] == "20"
+        # 3 of the prompt and 5 of the output; the bucket may have filled by one meanwhile
+        async with session.get(f"{served.url}/v1/models", headers=bearer(ALICE)) as response:
+            assert int(response.headers["x-ratelimit-remaining-tokens"]) in (12, 13)
+            assert response.headers["x-ratelimit-reset-tokens"].endswith("s")
+        stream = {**BODY, "stream": True, "max_tokens": 40, "n": 2}
+        async with session.post(url, json=stream, headers=bearer(ALICE)) as response:
+            assert (await response.text()).endswith("data: [DONE]\n\n")
+        async with session.post(url, json=BODY, headers=bearer(ALICE)) as response:
+            assert response.status == 429
+            answer = await response.json()
+            assert answer["error"]["code"] == "rate_limit_exceeded"
+            # 70 tokens are owed, and one must be there, at one in three seconds
+            assert 200 < int(response.headers["Retry-After"]) <= 216
+            assert response.headers["x-ratelimit-remaining-tokens"] == "0"
+        assert served.engine.stats().finished == 3
+
+
+async def test_what_a_client_used_before_it_left_is_counted(
+    serving: Serving, tmp_path: Path, gate: Any
+) -> None:
+    path = key_file(tmp_path, {"name": "alice", "key": ALICE, "tokens_per_minute": 6})
+    async with serving(server={"api_keys": path}, fault=gate) as served, aiohttp.ClientSession() as session:
+        url = f"{served.url}/v1/completions"
+        async with session.post(url, json=ENDLESS, headers=bearer(ALICE)) as response:
+            gate.step(8)
+            await until(lambda: served.engine.stats().output_tokens >= 4)
+            response.close()
+        gate.release()
+        await until(lambda: opened(served) == 0)
+        async with session.post(url, json=BODY, headers=bearer(ALICE)) as response:
+            assert response.status == 429
+
+
+async def test_the_clients_know_the_limits(serving: Serving, tmp_path: Path) -> None:
+    path = key_file(tmp_path, {"name": "alice", "key": ALICE, "tokens_per_minute": 1})
+    async with serving(server={"api_keys": path}) as served:
+        async with served.client(api_key=ALICE) as client:
+            await client.completions.create(model="toy", prompt="a", max_tokens=5)
+            with pytest.raises(openai.RateLimitError) as limited:
+                await client.completions.create(model="toy", prompt="a", max_tokens=5)
+            assert limited.value.code == "rate_limit_exceeded"
+            assert limited.value.request_id
+        async with anthropic.AsyncAnthropic(base_url=served.url, api_key=ALICE, max_retries=0) as other:
+            found = await other.get("/v1/models", cast_to=object)
+            assert "data" in str(found)

@@ -1,0 +1,248 @@
+"""Ids of requests, the access log, and requests in the trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from aioinfer.server import setup
+from tests.server.conftest import Connect, Serving
+from tests.server.raw import request
+from tests.server.test_adversity import ENDLESS, gate, until
+from tests.server.test_keys import opened
+from tests.server.test_mounting import make_engine, running
+
+__all__ = ["gate"]
+
+BODY = {**ENDLESS, "stream": False, "max_tokens": 5}
+ID = "x-request-id"
+
+
+# -- ids -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/health", None, 200),
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/v1/models/other", None, 404),
+        ("GET", "/nowhere", None, 404),
+        ("DELETE", "/v1/models", None, 405),
+        ("GET", "/debug/trace", None, 200),
+        ("POST", "/v1/completions", BODY, 200),
+        ("POST", "/v1/completions", {**BODY, "stream": True}, 200),
+        ("POST", "/v1/completions", {**BODY, "max_tokens": -1}, 400),
+        ("POST", "/v1/completions", {**BODY, "stream": True, "prompt": [1] * 5000}, 400),
+    ],
+)
+async def test_every_response_has_the_id(
+    serving: Serving, method: str, path: str, body: Any, status: int
+) -> None:
+    async with serving() as served, aiohttp.ClientSession() as session:
+        for given in ("abc-123", None):
+            headers = {} if given is None else {ID: given}
+            async with session.request(method, served.url + path, json=body, headers=headers) as response:
+                assert response.status == status
+                name = response.headers[ID]
+                assert name == given if given else len(name) == 32
+                text = await response.text()
+            if path.endswith("completions") and status == 200:
+                # The answer's id says which request it belongs to.
+                assert f'"cmpl-{name}"' in text
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "é", 'a"b', "a\tb"])
+async def test_an_id_that_is_long_or_not_plain_is_replaced(serving: Serving, given: str) -> None:
+    async with (
+        serving() as served,
+        aiohttp.ClientSession() as session,
+        session.get(f"{served.url}/v1/models", headers={ID: given}) as response,
+    ):
+        assert response.status == 200
+        assert len(response.headers[ID]) == 32
+
+
+async def test_the_body_may_name_the_answer_otherwise(serving: Serving) -> None:
+    async with serving() as served, aiohttp.ClientSession() as session:
+        body = {**BODY, "request_id": "mine"}
+        async with session.post(
+            f"{served.url}/v1/completions", json=body, headers={ID: "of-proxy"}
+        ) as answer:
+            assert answer.headers[ID] == "of-proxy"
+            assert (await answer.json())["id"] == "cmpl-mine"
+
+
+async def test_refusals_before_every_handler_have_an_id(serving: Serving, connect: Connect) -> None:
+    async with serving(server={"api_key": "k"}) as served, aiohttp.ClientSession() as session:
+        for path, headers, status in (
+            ("/v1/models", {}, 401),
+            ("/v1/models", {"Origin": "https://evil.example"}, 403),
+            ("/health", {"Expect": "nonsense"}, 417),
+        ):
+            async with session.get(served.url + path, headers={**headers, ID: "id-7"}) as response:
+                assert response.status == status
+                assert response.headers[ID] == "id-7"
+
+
+async def test_a_mounted_engine_has_ids_and_its_application_is_left_alone() -> None:
+    async def own(request: web.Request) -> web.Response:
+        return web.Response(text="own")
+
+    app = web.Application()
+    app.router.add_get("/own", own)
+    for prefix in ("/a/v1", "/b/v1"):
+        setup(app, make_engine(), prefix)
+    async with running(app) as url, aiohttp.ClientSession() as session:
+        for path, status in (("/a/v1/models", 200), ("/b/v1/models/other", 404)):
+            async with session.get(url + path, headers={ID: "given"}) as response:
+                assert response.status == status
+                assert response.headers.getall(ID) == ["given"]
+        async with session.get(f"{url}/own", headers={ID: "given"}) as response:
+            assert ID not in response.headers
+
+
+async def test_the_client_reads_the_id(serving: Serving) -> None:
+    async with serving() as served, served.client() as client:
+        answer = await client.completions.create(
+            model="toy", prompt="a", max_tokens=3, extra_headers={ID: "from-client"}
+        )
+        assert answer._request_id == "from-client"
+        assert answer.id == "cmpl-from-client"
+
+
+async def test_the_trace_names_requests(serving: Serving) -> None:
+    async with serving() as served, aiohttp.ClientSession() as session:
+        for name in ("first", "second"):
+            async with session.post(f"{served.url}/v1/completions", json=BODY, headers={ID: name}) as answer:
+                assert answer.status == 200
+        async with session.get(f"{served.url}/debug/trace") as answer:
+            events = (await answer.json())["traceEvents"]
+    begun = {event["id"]: event for event in events if event["ph"] == "b"}
+    ended = {event["id"]: event for event in events if event["ph"] == "e"}
+    assert [event["name"] for event in begun.values()] == ["first", "second"]
+    assert begun.keys() == ended.keys()
+    for number, event in begun.items():
+        assert event["args"] == {"tokens": 5}
+        assert 0 <= event["ts"] <= ended[number]["ts"]
+
+
+# -- the access log ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, "aioinfer.access")
+    return lambda: [each.getMessage() for each in caplog.records if each.name == "aioinfer.access"]
+
+
+LOG = {"access_log": True, "access_log_format": "json"}
+
+
+async def test_a_line_has_what_a_call_cost(serving: Serving, lines: Any) -> None:
+    async with (
+        serving(server={**LOG, "api_key": "k"}) as served,
+        aiohttp.ClientSession(headers={"User-Agent": "test/1", "Authorization": "Bearer k"}) as session,
+    ):
+        for stream in (False, True):
+            body = {**BODY, "stream": stream, "n": 2}
+            async with session.post(
+                f"{served.url}/v1/completions?secret=1", json=body, headers={ID: f"id-{stream}"}
+            ) as response:
+                await response.read()
+        await until(lambda: len(lines()) == 2)
+    for line, stream in zip(lines(), (False, True), strict=True):
+        entry = json.loads(line)
+        assert 0 < entry.pop("ttft") <= entry["seconds"] + 1
+        assert entry.pop("seconds") > 0
+        assert entry.pop("bytes") > 0
+        assert entry.pop("time").startswith("20")
+        assert entry == {
+            "remote": "127.0.0.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "status": 200,
+            "id": f"id-{stream}",
+            "key": "api_key",
+            "model": "toy",
+            "prompt_tokens": 3,
+            "output_tokens": 10,
+            "finish_reason": "length",
+            "user_agent": "test/1",
+        }
+
+
+async def test_a_line_says_how_a_call_ended(serving: Serving, lines: Any, gate: Any) -> None:
+    async with serving(server=LOG, fault=gate) as served, aiohttp.ClientSession() as session:
+        url = f"{served.url}/v1/completions"
+        for stream in (True, False):
+            leaving = asyncio.create_task(session.post(url, json={**ENDLESS, "stream": stream}))
+            await until(lambda: opened(served) == 1)
+            if stream:
+                gate.step(2)
+                (await leaving).close()
+            else:
+                leaving.cancel()
+            gate.step(3)
+            await until(lambda: opened(served) == 0)
+        await until(lambda: len(lines()) == 2)
+        gate.release()
+        async with session.post(url, json={**BODY, "model": "other"}) as response:
+            assert response.status == 404
+        async with session.post(url, json={**BODY, "request_id": "mine"}, headers={ID: "x"}) as response:
+            assert response.status == 200
+        await until(lambda: len(lines()) == 4)
+    streamed, whole, refused, good = map(json.loads, lines())
+    assert streamed["finish_reason"] == whole["finish_reason"] == "disconnect"
+    assert "finish_reason" not in refused
+    assert refused["status"] == 404
+    assert good["call"] == "cmpl-mine"
+    assert good["id"] == "x"
+
+
+async def test_an_engine_that_fails_amid_a_stream_is_an_error_in_the_log(
+    serving: Serving, lines: Any
+) -> None:
+    def fails(step: Any) -> None:
+        if step.id >= 3:
+            raise ValueError("planted")
+
+    async with serving(server=LOG, fault=fails) as served, aiohttp.ClientSession() as session:
+        for stream in (True, False):
+            body = {**ENDLESS, "stream": stream}
+            async with session.post(f"{served.url}/v1/completions", json=body) as response:
+                await response.read()
+        await until(lambda: len(lines()) == 2)
+    assert [json.loads(line)["finish_reason"] for line in lines()] == ["error", "error"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_no_client_can_write_a_line_of_its_own(
+    serving: Serving, connect: Connect, lines: Any, form: str
+) -> None:
+    async with serving(server={**LOG, "access_log_format": form}) as served:
+        raw = await connect(served)
+        await raw.send(
+            request(
+                path="/%0aGET%20/x" + "y" * 5000, User_Agent='a" status=200 \u2028é' + "z" * 5000, **{ID: "q"}
+            )
+        )
+        assert await raw.status() == 404
+        await until(lambda: len(lines()) == 1)
+    (line,) = lines()
+    assert line.isascii()
+    assert line.isprintable()
+    assert len(line) < 800
+    assert "%0aGET%20/x" in line
+    if form == "json":
+        assert json.loads(line)["user_agent"].startswith('a" status=200')
+    else:
+        assert line.startswith('127.0.0.1 "GET /%0aGET')
+        assert ' id="q" ' in line
+        assert 'user_agent="a\\" status=200' in line

@@ -1,0 +1,190 @@
+"""TLS: what a server shows, whom it lets in, and files that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from aioinfer.cli.main import main
+from aioinfer.config import ServerConfig
+from aioinfer.errors import ConfigError
+from aioinfer.server.http.tls import tls_context
+from tests.server.conftest import Serving
+from tests.server.test_adversity import ENDLESS
+
+BODY = {**ENDLESS, "max_tokens": 3}
+
+
+class Files:
+    """An authority, and certificates of this machine by it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.authority = trustme.CA()
+        issued = self.authority.issue_cert("127.0.0.1", "localhost")
+        self.certificate = str(directory / "cert.pem")
+        self.key = str(directory / "key.pem")
+        self.both = str(directory / "both.pem")
+        self.ca = str(directory / "ca.pem")
+        Path(self.certificate).write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
+        issued.private_key_pem.write_to_path(self.key)
+        issued.private_key_and_cert_chain_pem.write_to_path(self.both)
+        self.authority.cert_pem.write_to_path(self.ca)
+
+    def client(self, *, certificate: bool = False) -> ssl.SSLContext:
+        context = ssl.create_default_context()
+        self.authority.configure_trust(context)
+        if certificate:
+            self.authority.issue_cert("client@example.org").configure_cert(context)
+        return context
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.mark.parametrize("one_file", [False, True])
+async def test_a_server_with_tls(serving: Serving, files: Files, one_file: bool) -> None:
+    server = {"tls_certificate": files.certificate, "tls_key": files.key}
+    if one_file:
+        server = {"tls_certificate": files.both}
+    async with serving(server=server) as served:
+        assert served.url.startswith("https://127.0.0.1:")
+        connector = aiohttp.TCPConnector(ssl=files.client())
+        async with aiohttp.ClientSession(connector=connector) as session:
+            for stream in (True, False):
+                body = {**BODY, "stream": stream}
+                async with session.post(f"{served.url}/v1/completions", json=body) as response:
+                    assert response.status == 200
+                    assert "length" in await response.text()
+            # A page of this server is of its origin.
+            headers = {"Origin": served.url}
+            async with session.get(f"{served.url}/v1/models", headers=headers) as response:
+                assert response.status == 200
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get(f"{served.url}/v1/models")
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(served.url.replace("https", "http") + "/v1/models")
+
+
+async def test_clients_need_a_certificate_where_an_authority_is_named(serving: Serving, files: Files) -> None:
+    server = {"tls_certificate": files.both, "tls_ca": files.ca}
+    async with serving(server=server) as served:
+        for own, let_in in ((True, True), (False, False)):
+            connector = aiohttp.TCPConnector(ssl=files.client(certificate=own))
+            async with aiohttp.ClientSession(connector=connector) as session:
+                if let_in:
+                    async with session.get(f"{served.url}/health") as response:
+                        assert response.status == 200
+                else:
+                    with pytest.raises((aiohttp.ClientError, ssl.SSLError, ConnectionError)):
+                        async with session.get(f"{served.url}/health") as response:
+                            await response.read()
+
+
+async def test_connections_are_limited_and_watched_as_without_tls(serving: Serving, files: Files) -> None:
+    """A client that begins no handshake, and one that sends no request behind it."""
+    server = {"tls_certificate": files.both, "header_timeout": 0.2, "max_connections": 2}
+    async with serving(server=server) as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        silent = await asyncio.open_connection("127.0.0.1", port)
+        shaken = await asyncio.open_connection("127.0.0.1", port, ssl=files.client())
+        for reader, writer in (silent, shaken):
+            async with asyncio.timeout(30):
+                assert await reader.read() == b""
+            writer.close()
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=files.client())) as session,
+            session.get(f"{served.url}/health") as response,
+        ):
+            assert response.status == 200
+
+
+async def test_tls_on_a_unix_socket(serving: Serving, files: Files) -> None:
+    path = f"/tmp/aioinfer-tls-{os.getpid()}"
+    server = {"uds": path, "tls_certificate": files.both}
+    async with serving(server=server):
+        reader, writer = await asyncio.open_unix_connection(
+            path, ssl=files.client(), server_hostname="localhost"
+        )
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert not await asyncio.to_thread(os.path.exists, path)
+
+
+def broken(files: Files, directory: Path, case: str) -> dict[str, Any]:
+    empty = directory / "empty.pem"
+    empty.touch()
+    match case:
+        case "no certificate":
+            return {"tls_certificate": "/no/such.pem", "tls_key": files.key}
+        case "no key":
+            return {"tls_certificate": files.certificate, "tls_key": "/no/such.pem"}
+        case "key missing in the file":
+            return {"tls_certificate": files.certificate}
+        case "empty":
+            return {"tls_certificate": str(empty), "tls_key": files.key}
+        case "swapped":
+            return {"tls_certificate": files.key, "tls_key": files.certificate}
+        case "another's key":
+            other = directory / "other.pem"
+            trustme.CA().issue_cert("x.example").private_key_pem.write_to_path(other)
+            return {"tls_certificate": files.certificate, "tls_key": str(other)}
+        case "encrypted":
+            locked = directory / "locked.pem"
+            key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
+            secret = serialization.BestAvailableEncryption(b"password")
+            form = serialization.PrivateFormat.PKCS8
+            locked.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, secret))
+            return {"tls_certificate": files.certificate, "tls_key": str(locked)}
+        case "empty authority":
+            return {"tls_certificate": files.both, "tls_ca": str(empty)}
+    raise AssertionError(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no certificate", "tls_certificate: /no/such.pem: No such file or directory"),
+        ("no key", "tls_key: /no/such.pem: No such file or directory"),
+        ("key missing in the file", "hold no certificate and key in PEM format"),
+        ("empty", "hold no certificate and key in PEM format"),
+        ("swapped", "hold no certificate and key in PEM format"),
+        ("another's key", "is not the key of the certificate"),
+        ("encrypted", "is encrypted: give a key without a password"),
+        ("empty authority", "holds no certificates in PEM format"),
+    ],
+)
+def test_files_that_cannot_be_used_are_one_plain_line(
+    files: Files, tmp_path: Path, case: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = broken(files, tmp_path, case)
+    with pytest.raises(ConfigError, match=message):
+        tls_context(ServerConfig(**given))
+    flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
+    assert main(["serve", "/no/such/model", "--port", "0", *flags]) == 2
+    complaint = capsys.readouterr().err
+    assert message in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_key_without_a_certificate_is_refused() -> None:
+    for name in ("tls_key", "tls_ca"):
+        with pytest.raises(ConfigError, match=f"{name} needs tls_certificate"):
+            ServerConfig(**{name: "x.pem"})
+
+
+def test_old_versions_are_not_spoken(files: Files) -> None:
+    context = tls_context(ServerConfig(tls_certificate=files.both))
+    assert context is not None
+    assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
