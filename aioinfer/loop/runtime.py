@@ -33,14 +33,14 @@ from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.request import Request, RequestState
-from aioinfer.stream import Stream, StreamCell
+from aioinfer.stream import Lane, Outlet, Stream, StreamCell
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
     from aioinfer.loop.core import Core
     from aioinfer.loop.intake import Intake, Preparation
 
-__all__ = ["EngineState", "Runtime", "require_loop"]
+__all__ = ["EngineState", "Runtime", "asyncio_loop", "require_loop"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -61,6 +61,18 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def asyncio_loop() -> asyncio.AbstractEventLoop:
+    """The running loop. Raises WrongLoop where there is none, under trio for example."""
+    loop = _running_loop()
+    if loop is None:
+        raise WrongLoop(
+            "an engine runs on an asyncio event loop, and none is running here. Under trio, say, "
+            "start it in a thread of its own with asyncio.run, and use its threadsafe() from here; without "
+            "any loop, use LLM"
+        )
+    return loop
 
 
 def require_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -225,6 +237,26 @@ class Runtime:
         cell.notify()
         if cell.max_lag is not None and cell.lags:
             self.core.scheduler.queues.park(request)
+
+    def moved(self, requests: list[Request]) -> list[Request]:
+        """As in DriverEvents: the streams with an outlet, lane by lane."""
+        others: list[Request] = []
+        lane: Lane | None = None
+        outlets: list[Outlet] = []
+        for request in requests:
+            cell = _cell(request)
+            outlet = cell.outlet
+            if outlet is None or cell.max_lag is not None or request.state is RequestState.FINISHED:
+                others.append(request)
+                continue
+            if outlet.lane is not lane:
+                if lane is not None:
+                    lane.moved(outlets)
+                lane, outlets = outlet.lane, []
+            outlets.append(outlet)
+        if lane is not None:
+            lane.moved(outlets)
+        return others
 
     def audit(self) -> None:
         """As in DriverEvents."""

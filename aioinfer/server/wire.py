@@ -19,7 +19,7 @@ from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
 from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["AnswerContext", "AnswerWriter", "Events", "Wire"]
+__all__ = ["AnswerContext", "AnswerWriter", "Events", "PlainEvent", "Wire"]
 
 
 class Events(Protocol):
@@ -42,6 +42,18 @@ class AnswerContext:
     readers: Sequence[AnswerReader | None]
     #: token counts of a choice so far, by its index
     usage: Callable[[int], Usage]
+    #: token ids of the prompt of a choice
+    prompt_ids: Callable[[int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEvent:
+    """The event of a chunk of text, which between ``before`` and ``after`` has the text as a JSON string."""
+
+    before: str
+    after: str
+    #: of the field ``event``
+    name: str | None = None
 
 
 class AnswerWriter(Protocol):
@@ -49,6 +61,11 @@ class AnswerWriter(Protocol):
 
     async def open(self, events: Events) -> None:
         """What comes before the first token."""
+
+    def plain(self, index: int) -> PlainEvent | None:
+        """What :meth:`chunk` writes for chunks before the last of choice ``index``, if that is one event each
+        and depends on nothing but the chunk's text; it may then be written without a call of :meth:`chunk`.
+        None: call :meth:`chunk`. Asked once, behind :meth:`open`."""
 
     async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
         """Output of choice ``index``. Of one choice, chunks come in order."""

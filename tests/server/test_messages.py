@@ -243,6 +243,7 @@ async def test_a_failure_is_the_end_of_the_stream(serving: Serving, stream: bool
             error = json.loads(text)
             assert response.status == 500
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+    assert error["request_id"] == response.headers["x-request-id"]
 
 
 async def test_errors_have_anthropics_form(serving: Serving) -> None:
@@ -250,7 +251,7 @@ async def test_errors_have_anthropics_form(serving: Serving) -> None:
         serving(server={"api_key": "secret"}) as served,
         anthropic.AsyncAnthropic(base_url=served.url, api_key="secret", max_retries=0) as client,
     ):
-        options = {**ASK, "model": "toy", "max_tokens": 3}
+        options = {**ASK, "model": "toy", "max_tokens": 3, "extra_body": {"ignore_eos": True}}
         assert (await client.messages.create(**options)).stop_reason == "max_tokens"  # with x-api-key
         bearer = anthropic.AsyncAnthropic(base_url=served.url, auth_token="secret", max_retries=0)
         async with bearer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 from aioinfer.server.anthropic import fields
+from aioinfer.server.anthropic.errors import error_body
 from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
 
 __all__ = ["COUNT_ENDPOINT", "MESSAGES_ENDPOINT"]
@@ -109,6 +110,7 @@ _ERROR = ErrorBody(
         },
         "required": ["type", "error"],
     },
+    error_body,
 )
 _EXAMPLE = {"messages": [{"role": "user", "content": "What is 17 + 25?"}]}
 

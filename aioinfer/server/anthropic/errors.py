@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
-
-from aiohttp import web
 
 from aioinfer.server.http.failures import Failure
 
-__all__ = ["error_body", "failed"]
+__all__ = ["error_body"]
 
 #: type of an error by the status of the response; others by their hundreds
 _TYPES = {
@@ -22,15 +21,8 @@ _TYPES = {
 }
 
 
-def failed(failure: Failure) -> web.Response:
-    """The response to a request that failed before its answer began."""
-    response = failure.response(error_body(failure, failure.request_id))
-    response.headers["request-id"] = failure.request_id  # where Anthropic's clients read it
-    return response
-
-
-def error_body(failure: Failure, request_id: str) -> dict[str, Any]:
-    """The error object of a failure. The message begins with the field's name."""
+def error_body(failure: Failure) -> dict[str, Any]:
+    """The error object of a failure, with an id of its own. The message begins with the field's name."""
     kind = _TYPES.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
     error = {"type": kind, "message": failure.body()["error"]["message"]}
-    return {"type": "error", "error": error, "request_id": request_id}
+    return {"type": "error", "error": error, "request_id": failure.request_id or f"req_{uuid.uuid4().hex}"}

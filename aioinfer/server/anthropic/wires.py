@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aioinfer.chat.parts import Part, Parts, Step
@@ -19,7 +20,7 @@ from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, json_text
 from aioinfer.server.openai.protocol import Call, Served
-from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 
 __all__ = ["MESSAGES_WIRE", "MessagesAnswer", "MessagesWire"]
 
@@ -56,6 +57,9 @@ class MessagesAnswer:
         await _send(events, "message_start", f'"message":{json.dumps(message)}')
         await events.send('{"type": "ping"}', "ping")
 
+    def plain(self, index: int) -> PlainEvent | None:
+        return None  # events are numbered, or their parts begin and end
+
     async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
         pace = Pace()
         reader = self._context.readers[index]
@@ -75,7 +79,8 @@ class MessagesAnswer:
         await events.end()
 
     async def fail(self, failure: Failure, events: Events) -> None:
-        await events.send(json.dumps(error_body(failure, self._call.id.removeprefix("msg_"))), "error")
+        failure = replace(failure, request_id=self._call.id.removeprefix("msg_"))
+        await events.send(json.dumps(error_body(failure)), "error")
         await events.end()
 
     async def whole(self, results: Sequence[Result]) -> list[bytes]:

@@ -14,7 +14,7 @@ from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
-from aioinfer.server.http.pieces import cut
+from aioinfer.server.http.pieces import Pieces, cut
 from aioinfer.server.openai import fields
 from aioinfer.server.openai.logprobs import divided
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
@@ -22,7 +22,7 @@ from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_comp
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
 from aioinfer.server.openapi.endpoints import Body, Endpoint
-from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -58,17 +58,32 @@ class OpenAIAnswer:
         self._echoes = echoes
         choices = range(len(context.readers))
         scored = call.params.logprobs is not None
-        self._logprobs = [shape.logprobs(context.speller) if scored else None for _ in choices]
+        speller = context.speller
+        self._speller = speller.by_id if call.extras.tokens_by_id else speller
+        self._logprobs = [shape.logprobs(self._speller) if scored else None for _ in choices]
         #: output tokens of every choice so far
         self._sent = [0 for _ in choices]
 
     async def open(self, events: Events) -> None:
-        pace = Pace()
+        pace, shape = Pace(), self._shape
         for index, echo in enumerate(self._echoes):
-            if self._shape.opening is not None or echo:
+            prompt_ids = None
+            if self._call.extras.token_ids and not (shape.prompt_beside and index):
+                prompt_ids = await _ids(self._context.prompt_ids(index), pace)
+            if shape.opening is not None or echo or prompt_ids is not None:
                 for piece in cut(echo):
-                    await events.send(self._shape.first(self._call, index, piece))
+                    await events.send(shape.first(self._call, index, piece, prompt_ids))
+                    prompt_ids = None
                     await pace()
+
+    def plain(self, index: int) -> PlainEvent | None:
+        call, diffusion = self._call, self._call.params.diffusion
+        drafts = diffusion is not None and diffusion.draft
+        scored = self._logprobs[index] is not None
+        if scored or drafts or call.step_map or call.continuous_usage or self._context.readers[index]:
+            return None
+        before, after = self._shape.around_text(call, index)
+        return PlainEvent(before, after)
 
     async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
         pace = Pace()
@@ -103,7 +118,7 @@ class OpenAIAnswer:
     async def whole(self, results: Sequence[Result]) -> list[bytes]:
         context = self._context
         return await whole_answer(
-            self._call, self._shape, results, self._echoes, context.speller, context.readers
+            self._call, self._shape, results, self._echoes, self._speller, context.readers
         )
 
     def _usage(self, index: int, chunk: Chunk) -> dict[str, object] | None:
@@ -113,6 +128,13 @@ class OpenAIAnswer:
         self._sent[index] += len(chunk.token_ids)
         usage = replace(self._context.usage(index), completion_tokens=self._sent[index])
         return usage_body([usage], 1)
+
+
+async def _ids(ids: Sequence[int], pace: Pace) -> str:
+    """Token ids as JSON."""
+    pieces = Pieces()
+    await pieces.add_json(list(ids), pace)
+    return b"".join(pieces.end()).decode()
 
 
 async def _echoes(call: Call, tokenizer: Tokenizer | None) -> list[str]:
