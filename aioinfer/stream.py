@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import get_running_loop
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
@@ -18,7 +18,7 @@ from aioinfer.errors import Cancelled
 from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
-__all__ = ["Stream", "StreamCell", "request_of"]
+__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of"]
 
 
 class Want(Enum):
@@ -50,6 +50,22 @@ class StreamOwner(Protocol):
         """Continue a request that was parked for its consumer, who has read enough. On the engine's loop."""
 
 
+class Outlet(Protocol):
+    """Takes the text of one stream from its cell, so that no task is woken for it: see
+    :meth:`Stream.until_ended`."""
+
+    @property
+    def lane(self) -> Lane: ...
+
+
+class Lane(Protocol):
+    """Outlets that write together."""
+
+    def moved(self, outlets: Sequence[Outlet]) -> None:
+        """There may be text for each of these. Called amid a step: it is written in a later callback, and
+        nothing is raised."""
+
+
 class StreamCell:
     """The position of one consumer in the output of its request, and the future that wakes it.
 
@@ -60,8 +76,10 @@ class StreamCell:
     """
 
     __slots__ = (
+        "blocked",
         "closed",
         "max_lag",
+        "outlet",
         "request",
         "running_timeout",
         "taken_draft",
@@ -83,6 +101,10 @@ class StreamCell:
         self.taken_ids = 0
         self.taken_draft = 0
         self.waiter: asyncio.Future[None] | None = None
+        #: what takes the text while the consumer waits for the end
+        self.outlet: Outlet | None = None
+        #: the outlet could not take it when it last wanted to
+        self.blocked = False
         #: what wakes the waiting consumer, besides the end
         self.wants = Want.CHUNK
         #: the deadline of the phase the request is in
@@ -95,8 +117,10 @@ class StreamCell:
     @property
     def unread(self) -> int:
         """Tokens that the consumer could read and has not. (A waiting consumer has read all that there is;
-        the other tokens are then held back for a stop string, or it waits for the whole result.)"""
-        return 0 if self.waiter is not None else len(self.request.token_times) - self.taken_ids
+        the other tokens are then held back for a stop string, or it waits for the whole result. One with an
+        outlet always waits, and has read all unless that is blocked.)"""
+        reading = self.waiter is not None if self.outlet is None else not self.blocked
+        return 0 if reading else len(self.request.token_times) - self.taken_ids
 
     @property
     def lags(self) -> bool:
@@ -119,8 +143,11 @@ class StreamCell:
         return more or (request.draft_version > self.taken_draft and not request.text_behind)
 
     def notify(self) -> None:
-        """Wake the consumer if what it waits for is there."""
-        waiter, request = self.waiter, self.request
+        """Wake the consumer if what it waits for is there, or its outlet."""
+        waiter, request, outlet = self.waiter, self.request, self.outlet
+        if outlet is not None and not (self.closed or request.ended):
+            outlet.lane.moved((outlet,))
+            return
         if waiter is None:
             return
         if request.plain and self.wants is _CHUNK and request.state is not _FINISHED and not self.closed:
@@ -309,8 +336,31 @@ class Stream(Coroutine[Any, Any, Result]):
             raise Cancelled("the stream was closed before its end")
         return cell.request.result()
 
+    async def until_ended(self, outlet: Outlet) -> None:
+        """Have ``outlet`` take the text as it comes, and wait for the end of the request.
+
+        The outlet moves the cursors of ``cell``. What it has not taken, the finish reason and errors are read
+        as usual afterwards.
+        """
+        self._owner.check_loop()
+        cell = self._cell
+        if cell.outlet is not None:
+            raise RuntimeError("another task is reading this stream")
+        cell.outlet = outlet
+        try:
+            outlet.lane.moved((outlet,))
+            while not self.done:
+                await self._wait(Want.RESULT)
+        finally:
+            cell.outlet, cell.blocked = None, False
+
+    @property
+    def cell(self) -> StreamCell:
+        """For outlets: what was produced, and how much of it was taken."""
+        return self._cell
+
     def caught_up(self) -> None:
-        """A request that was parked for its reader goes on, if it was."""
+        """For readers, behind a move of the cursors: a request that was parked for its reader goes on."""
         if ParkedFor.READER in self._cell.request.parked_for:
             self._owner.caught_up(self._cell.request)
 

@@ -46,6 +46,10 @@ class DriverEvents(Protocol):
     def updated(self, request: Request) -> None:
         """A resolved step gave the request tokens, a draft or its end."""
 
+    def moved(self, requests: list[Request]) -> list[Request]:
+        """The same for the requests of a step, as far as they go on and no task waits for their tokens;
+        returns the others."""
+
     def lost(self, cause: BaseException) -> None:
         """No step can succeed any more: DeviceLost, or an error of the driver itself."""
 
@@ -348,7 +352,7 @@ class Driver:
                 _log.error("step %d failed: %r", step.id, error)
             updated = self._core.fail(step, error)
         resolved = now()
-        self._tell(self._events.updated, updated)
+        self._tell(self._events.updated, self._events.moved(updated))
         if self._core.texts.raised is not None:
             self._recovered([])
         self._timeline.loop.add(what, step.id, start, resolved)

@@ -33,7 +33,7 @@ from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.request import Request, RequestState
-from aioinfer.stream import Stream, StreamCell
+from aioinfer.stream import Lane, Outlet, Stream, StreamCell
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
@@ -225,6 +225,26 @@ class Runtime:
         cell.notify()
         if cell.max_lag is not None and cell.lags:
             self.core.scheduler.queues.park(request)
+
+    def moved(self, requests: list[Request]) -> list[Request]:
+        """As in DriverEvents: the streams with an outlet, lane by lane."""
+        others: list[Request] = []
+        lane: Lane | None = None
+        outlets: list[Outlet] = []
+        for request in requests:
+            cell = _cell(request)
+            outlet = cell.outlet
+            if outlet is None or cell.max_lag is not None or request.state is RequestState.FINISHED:
+                others.append(request)
+                continue
+            if outlet.lane is not lane:
+                if lane is not None:
+                    lane.moved(outlets)
+                lane, outlets = outlet.lane, []
+            outlets.append(outlet)
+        if lane is not None:
+            lane.moved(outlets)
+        return others
 
     def audit(self) -> None:
         """As in DriverEvents."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -15,8 +17,9 @@ from aioinfer.engine import Engine
 from aioinfer.errors import RequestError
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.server.express import ExpressLane
 from aioinfer.server.http.bodies import read_body
-from aioinfer.server.http.disconnects import ClientGone, ended, unless_gone, unless_raises
+from aioinfer.server.http.disconnects import ClientGone, Watched, Watcher
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
@@ -52,6 +55,8 @@ class Generation:
         self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
+        self._watcher = Watcher(min(config.ping_interval, config.send_timeout))
+        self._lane = ExpressLane()
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
@@ -75,7 +80,8 @@ class Generation:
         try:
             kwargs = call.chat_template_kwargs
             source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
-            return len(await unless_gone(request, asyncio.to_thread(source.encode)))
+            async with self.watched(request):
+                return len(await asyncio.to_thread(source.encode))
         except RequestError as error:
             raise call.named(error) from None
 
@@ -103,6 +109,10 @@ class Generation:
         )
         return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
 
+    def watched(self, request: web.Request) -> Watched:
+        """``async with``: raises ClientGone where the task waits if the client disconnects."""
+        return Watched(request, self._watcher)
+
     async def _answer(
         self, request: web.Request, call: Call, wire: Wire, record: Record
     ) -> web.StreamResponse:
@@ -125,11 +135,10 @@ class Generation:
                     streams.append(await stack.enter_async_context(stream))
                     await pace()
                 if call.stream:
-                    # A refusal at tokenizing still gets its HTTP status, before the response begins.
-                    await unless_gone(request, _accepted(streams))
-                    writer = await self._writer(wire, call, prompts, streams)
-                    return await self._stream(request, call, writer, streams, record)
-                results = await unless_gone(request, _gather(streams))
+                    make_writer = partial(self._writer, wire, call, prompts, streams)
+                    return await self._stream(request, call, make_writer, streams, record)
+                async with self.watched(request):
+                    results = await _all([partial(_result, stream) for stream in streams])
                 pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
                 return whole_response(request, pieces, self._config.send_timeout)
 
@@ -137,23 +146,63 @@ class Generation:
         self,
         request: web.Request,
         call: Call,
-        writer: AnswerWriter,
+        make_writer: Callable[[], Coroutine[Any, Any, AnswerWriter]],
         streams: Sequence[Stream],
         record: Record,
     ) -> web.StreamResponse:
+        config = self._config
         events = EventStream(
-            request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
+            request, self._watcher, ping_interval=config.ping_interval, send_timeout=config.send_timeout
         )
-        await events.open()
-        watch = asyncio.create_task(events.watch())
         try:
-            await unless_raises(watch, _send_all(call, writer, streams, events))
+            async with events:
+                # A refusal at tokenizing still gets its HTTP status, before the response begins.
+                for stream in streams:
+                    await stream.accepted()
+                writer = await make_writer()
+                await events.open()
+                await self._send_all(call, writer, streams, events, record)
         except ClientGone:
+            if not events.response.prepared:
+                raise
             record.finish_reason = "disconnect"
-            return events.response
-        finally:
-            await ended(watch)
         return events.response
+
+    async def _send_all(
+        self,
+        call: Call,
+        writer: AnswerWriter,
+        streams: Sequence[Stream],
+        events: EventStream,
+        record: Record,
+    ) -> None:
+        """All choices, then what ends the answer. After an error, the error is the last event."""
+        try:
+            await writer.open(events)
+            usages = await _all(
+                [partial(self._send_choice, writer, *each, events) for each in enumerate(streams)]
+            )
+        except ClientGone:
+            raise
+        except Exception as error:
+            failure = replace(as_failure(call.named(error)), request_id=record.id)
+            await writer.fail(failure, events)
+        else:
+            await writer.close(usages, events)
+
+    async def _send_choice(
+        self, writer: AnswerWriter, index: int, stream: Stream, events: EventStream
+    ) -> Usage:
+        outlet = self._lane.outlet(stream, writer.plain(index), events)
+        if outlet is not None:
+            await stream.until_ended(outlet)
+        last: Chunk | None = None
+        async for chunk in stream:
+            await writer.chunk(index, chunk, events)
+            last = chunk
+        assert last is not None
+        assert last.usage is not None
+        return last.usage
 
     async def _writer(
         self, wire: Wire, call: Call, prompts: Sequence[PromptSource], streams: Sequence[Stream]
@@ -180,44 +229,13 @@ class Generation:
         return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
-async def _send_all(call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream) -> None:
-    """All choices, then what ends the answer. After an error, the error is the last event."""
-    try:
-        await writer.open(events)
-        async with asyncio.TaskGroup() as group:
-            sending = [
-                group.create_task(_send_choice(writer, index, stream, events))
-                for index, stream in enumerate(streams)
-            ]
-    except BaseExceptionGroup as failed:
-        error = failed.exceptions[0]
-        if isinstance(error, ClientGone) or not isinstance(error, Exception):
-            raise error from None
-        await writer.fail(as_failure(call.named(error)), events)
-    else:
-        await writer.close([task.result() for task in sending], events)
-
-
-async def _send_choice(writer: AnswerWriter, index: int, stream: Stream, events: EventStream) -> Usage:
-    last: Chunk | None = None
-    async for chunk in stream:
-        await writer.chunk(index, chunk, events)
-        last = chunk
-    assert last is not None
-    assert last.usage is not None
-    return last.usage
-
-
-async def _accepted(streams: Sequence[Stream]) -> None:
-    for stream in streams:
-        await stream.accepted()
-
-
-async def _gather(streams: Sequence[Stream]) -> list[Result]:
+async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, _T]]]) -> list[_T]:
     """All results in order; the first failure is raised at once."""
+    if len(works) == 1:
+        return [await works[0]()]  # without a task of its own
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_result(stream)) for stream in streams]
+            tasks = [group.create_task(work()) for work in works]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -147,7 +148,7 @@ class Routes:
             except Exception as error:
                 if isinstance(error, ConnectionError) and is_gone(request):
                     return web.Response(status=CLIENT_GONE)
-                response = failed(as_failure(error))
+                response = failed(replace(as_failure(error), request_id=record.id))
                 if request.content.exception() is not None:
                     # The rest of the body is lost. aiohttp would read it, and log an error of its own.
                     request.content.feed_eof()

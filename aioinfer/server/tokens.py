@@ -15,7 +15,6 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, Prompt
 from aioinfer.errors import EngineClosed, InvalidRequest
 from aioinfer.server.generation import Generation
-from aioinfer.server.http.disconnects import unless_gone
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, whole_response
 from aioinfer.server.openai.fields import CHAT, NESTED
@@ -140,7 +139,8 @@ class Tokens:
             asked.prompt, chat_template_kwargs=asked.kwargs, add_special_tokens=asked.special_tokens
         )
         try:
-            ids = await unless_gone(request, tokenizing)
+            async with self._generation.watched(request):
+                ids = await tokenizing
         except InvalidRequest as refused:
             name = asked.names.get(refused.field, refused.field)
             raise InvalidRequest(name, refused.message, code=refused.code) from None
@@ -157,7 +157,8 @@ class Tokens:
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         ids, _ = await self._generation.parsed(request, _parse_detokenize)
-        text = await unless_gone(request, self._engine.detokenize(ids, skip_special_tokens=False))
+        async with self._generation.watched(request):
+            text = await self._engine.detokenize(ids, skip_special_tokens=False)
         return await self._json(request, {"prompt": text})
 
     async def info(self, request: web.Request) -> web.StreamResponse:

@@ -21,7 +21,7 @@ from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
 from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["AnswerContext", "AnswerWriter", "Events", "Wire"]
+__all__ = ["AnswerContext", "AnswerWriter", "Events", "PlainEvent", "Wire"]
 
 
 class Events(Protocol):
@@ -48,11 +48,26 @@ class AnswerContext:
     prompt_ids: Callable[[int], Sequence[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class PlainEvent:
+    """The event of a chunk of text, which between ``before`` and ``after`` has the text as a JSON string."""
+
+    before: str
+    after: str
+    #: of the field ``event``
+    name: str | None = None
+
+
 class AnswerWriter(Protocol):
     """Writes the answer to one call: :meth:`whole`, or from :meth:`open` to :meth:`close` or :meth:`fail`."""
 
     async def open(self, events: Events) -> None:
         """What comes before the first token."""
+
+    def plain(self, index: int) -> PlainEvent | None:
+        """What :meth:`chunk` writes for chunks before the last of choice ``index``, if that is one event each
+        and depends on nothing but the chunk's text; it may then be written without a call of :meth:`chunk`.
+        None: call :meth:`chunk`. Asked once, behind :meth:`open`."""
 
     async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
         """Output of choice ``index``. Of one choice, chunks come in order."""

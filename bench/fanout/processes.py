@@ -149,14 +149,14 @@ def responses(file: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
 
 def _events(response: bytes) -> list[dict[str, Any]]:
-    chunked, payload = response.partition(b"\r\n\r\n")[2], []
-    while chunked:
-        size, _, rest = chunked.partition(b"\r\n")
-        length = int(size, 16)
-        if rest[length : length + 2] != b"\r\n":
-            raise ValueError(f"a chunk of {length} bytes does not end where it should")
-        payload.append(rest[:length])
-        chunked = rest[length + 2 :]
+    at, payload = response.index(b"\r\n\r\n") + 4, []
+    while at < len(response):
+        start = response.index(b"\r\n", at) + 2
+        end = start + int(response[at : start - 2], 16)
+        if response[end : end + 2] != b"\r\n":
+            raise ValueError(f"a chunk of {end - start} bytes does not end where it should")
+        payload.append(response[start:end])
+        at = end + 2
     if payload.pop() != b"":
         raise ValueError("the response has no end")
     events = b"".join(payload).decode().split("\n\n")

@@ -17,7 +17,7 @@ import pytest
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.step import Step
 from aioinfer.server.http.connections import Connections
-from aioinfer.server.http.disconnects import ClientGone, unless_gone, unless_raises
+from aioinfer.server.http.disconnects import ClientGone, Watched, Watcher
 from aioinfer.server.http.listening import connection_limit
 from aioinfer.server.http.logs import Throttle
 from tests.engine.conftest import Gate
@@ -332,29 +332,88 @@ class _Transport:
         return False
 
 
-async def test_an_exception_beside_a_disconnect_counts_as_retrieved(unhandled: list[dict[str, Any]]) -> None:
-    collect(unhandled)
+async def test_a_disconnect_ends_the_task_where_it_waits() -> None:
+    watcher = Watcher(0.001)
+    leaving, staying = _Request(), _Request()
 
-    async def fails(error: Exception) -> None:
-        raise error
-
-    async def fails_when_cancelled() -> None:
-        try:
+    async def waits(request: Any) -> None:
+        async with Watched(request, watcher):
             await asyncio.Event().wait()
-        finally:
-            raise ValueError("while it was cancelled")
 
-    loop = asyncio.get_running_loop()
-    watch = loop.create_task(fails(ClientGone("gone")))
-    with pytest.raises(ClientGone):
-        await unless_raises(watch, fails_when_cancelled())
-    leaving: Any = _Request()
-    work = loop.create_task(unless_gone(leaving, fails_when_cancelled()))
+    tasks = [asyncio.create_task(waits(each)) for each in (leaving, staying)]
     await asyncio.sleep(0)
     leaving.transport = None
     with pytest.raises(ClientGone):
-        await work
-    del watch, work
+        await tasks[0]
+    assert tasks[0].cancelling() == 0
+    assert not tasks[1].done()
+    tasks[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+    assert len(watcher) == 0
+    assert watcher._timer is None
+
+
+@pytest.mark.parametrize("also_cancelled", [False, True])
+async def test_a_disconnect_hides_neither_another_error_nor_a_cancellation(also_cancelled: bool) -> None:
+    watcher, leaving = Watcher(0.001), _Request()
+
+    async def fails_when_cancelled() -> None:
+        async with Watched(leaving, watcher):  # type: ignore[arg-type]
+            try:
+                await asyncio.Event().wait()
+            finally:
+                if also_cancelled:
+                    task.cancel()
+                else:
+                    raise ValueError("while it was cancelled")
+
+    task = asyncio.create_task(fails_when_cancelled())
+    await asyncio.sleep(0)
+    leaving.transport = None
+    with pytest.raises(asyncio.CancelledError if also_cancelled else ValueError):
+        await task
+
+
+async def test_one_look_that_raises_leaves_the_watcher_at_work() -> None:
+    looks: list[object] = []
+
+    class Looked(Watched):
+        def look(self, now: float) -> None:
+            looks.append(self)
+            if self is first:
+                raise ArithmeticError("on purpose")
+
+    watcher, told = Watcher(0.001), []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+    first, second = (Looked(_Request(), watcher) for _ in range(2))  # type: ignore[arg-type]
+    async with first, second, asyncio.timeout(60):
+        while looks.count(second) < 3:
+            await asyncio.sleep(0.001)
+    assert told
+    assert all(isinstance(error, ArithmeticError) for error in told)
+
+
+async def test_many_requests_are_looked_at_in_slices() -> None:
+    class Looked(Watched):
+        looks = 0
+
+        def look(self, now: float) -> None:
+            self.looks += 1
+            turn[-1] += 1
+
+    watcher, turn = Watcher(0.02), [0]
+    watched = [Looked(_Request(), watcher) for _ in range(640)]  # type: ignore[arg-type]
+    for each in watched:
+        watcher.add(each)
+    async with asyncio.timeout(60):
+        while min(each.looks for each in watched) < 3:
+            turn.append(0)
+            await asyncio.sleep(0)
+    assert max(turn) <= 64
+    assert max(each.looks for each in watched) <= 4
+    for each in watched:
+        watcher.remove(each)
 
 
 async def test_the_access_log_has_a_line_per_request(

@@ -34,7 +34,7 @@ SERVER_TOOL = re.compile(
 #: of ``/v1/messages/count_tokens``
 COUNT: Table = {
     "model": Honoured("the served model's name; a request without it gets the served model", schema=_TEXT),
-    "messages": Honoured("the conversation", schema={**_LIST, "minItems": 1}),
+    "messages": Honoured("the conversation", schema={**_LIST, "minItems": 1}, required=True),
     "system": Honoured("text, or a list of blocks of text", schema=_BLOCKS),
     "tools": Honoured(
         "functions that the model may call; tools that Anthropic defines are left out",
@@ -68,7 +68,10 @@ MESSAGES: Table = {
     **COUNT,
     **EXTENSIONS,
     "max_tokens": Honoured(
-        "at most so many new tokens; required", "max_tokens", schema={"type": "integer", "minimum": 1}
+        "at most so many new tokens",
+        schema={"type": "integer", "minimum": 1},
+        param="max_tokens",
+        required=True,
     ),
     "stop_sequences": Honoured("`stop` of `SamplingParams`", schema={"type": "array", "items": _TEXT}),
     "stream": Honoured("server-sent events", schema=_FLAG),

@@ -23,7 +23,7 @@ from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, json_text
 from aioinfer.server.openai.protocol import Call, Served
 from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
-from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 
 __all__ = ["COUNT_ENDPOINT", "MESSAGES_ENDPOINT", "MESSAGES_WIRE", "MessagesAnswer", "MessagesWire"]
 
@@ -75,6 +75,9 @@ class MessagesAnswer:
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         await _send(events, "message_start", f'"message":{json.dumps(message)}')
         await events.send('{"type": "ping"}', "ping")
+
+    def plain(self, index: int) -> PlainEvent | None:
+        return None  # events are numbered, or their parts begin and end
 
     async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
         pace = Pace()
@@ -198,7 +201,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _error(failure: Failure) -> dict[str, Any]:
     kind = _ERRORS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
     error = {"type": kind, "message": failure.body()["error"]["message"]}
-    return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
+    return {"type": "error", "error": error, "request_id": failure.request_id or f"req_{uuid.uuid4().hex}"}
 
 
 MESSAGES_WIRE = MessagesWire()

@@ -32,6 +32,8 @@ class Failure:
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    #: of the request, for protocols whose errors name it
+    request_id: str = ""
     #: the connection is closed behind the response
     close: bool = False
 

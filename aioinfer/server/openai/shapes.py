@@ -89,6 +89,14 @@ class Shape:
         more = _further(chunk, call)
         return self._event(call, index, delta, reason, logprobs, more, usage)
 
+    def around_text(self, call: Call, index: int) -> tuple[str, str]:
+        """What :meth:`delta` has in front of the text, as a JSON string, and behind it."""
+        event = self.delta(call, index, Chunk("", []))
+        before, empty, after = event.rpartition(self._delta % '""')
+        start, _, end = self._delta.partition("%s")
+        assert empty
+        return before + start, end + after
+
     def deltas(
         self,
         call: Call,

@@ -24,7 +24,7 @@ from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_comp
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
 from aioinfer.server.openapi.endpoints import Body, Endpoint
-from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -80,6 +80,15 @@ class OpenAIAnswer:
                     await events.send(shape.first(self._call, index, piece, prompt_ids))
                     prompt_ids = None
                     await pace()
+
+    def plain(self, index: int) -> PlainEvent | None:
+        call, diffusion = self._call, self._call.params.diffusion
+        drafts = diffusion is not None and diffusion.draft
+        further = self._logprobs[index] is not None or call.extras.token_ids
+        if further or drafts or call.step_map or call.continuous_usage or self._context.readers[index]:
+            return None
+        before, after = self._shape.around_text(call, index)
+        return PlainEvent(before, after)
 
     async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
         pace = Pace()

@@ -23,7 +23,7 @@ STATUSES: Mapping[int, str] = {
     413: "The body is too large.",
     415: "The content type or encoding of the body is not supported.",
     417: "The `Expect` is not supported.",
-    429: "The queue is full: try again after `Retry-After` seconds.",
+    429: "The queue is full or the key at its limit: try again after `Retry-After` seconds.",
     500: "The request failed in the server.",
     503: "The engine is not serving, or the server has too many connections.",
     504: "The request did not begin or end within its timeout.",

@@ -47,6 +47,7 @@ RESPONSES: Table = {
     "input": Honoured(
         "text, or items: messages, calls and their outputs, reasoning",
         schema={"anyOf": [_TEXT, {"type": "array", "items": _OBJECT, "minItems": 1}]},
+        required=True,
     ),
     "instructions": Honoured("a system message in front of `input`", schema=_TEXT),
     "max_output_tokens": Honoured("`max_tokens`", schema={"type": "integer", "minimum": 1}),

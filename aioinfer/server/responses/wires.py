@@ -25,7 +25,7 @@ from aioinfer.server.responses import objects
 from aioinfer.server.responses.fields import NESTED, RESPONSES
 from aioinfer.server.responses.objects import ITEM
 from aioinfer.server.responses.parsing import parse_response
-from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 
 __all__ = ["RESPONSES_ENDPOINT", "RESPONSES_WIRE", "ResponsesAnswer", "ResponsesWire"]
 
@@ -63,6 +63,9 @@ class ResponsesAnswer:
         response = await self._response("in_progress")
         for kind in ("response.created", "response.in_progress"):
             await self._send(events, kind, f'"response":{response}')
+
+    def plain(self, index: int) -> PlainEvent | None:
+        return None  # events are numbered, or their parts begin and end
 
     async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
         pace = Pace()
