@@ -79,9 +79,9 @@ class Generation:
         call, _ = await self.parsed(request, parse)
         try:
             kwargs = call.chat_template_kwargs
-            source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
+            tokenizing = self._engine.tokenize(call.prompts[0], chat_template_kwargs=kwargs)
             async with self.watched(request):
-                return len(await asyncio.to_thread(source.encode))
+                return len(await tokenizing)
         except RequestError as error:
             raise call.named(error) from None
 
@@ -131,7 +131,9 @@ class Generation:
                 for index, (_, params) in enumerate(call.choices()):
                     # A request of many choices gets its turns among other requests, not before them.
                     prompt = prompts[index // call.n]
-                    stream = self._engine.generate(prompt, params, queue_behind=index, **call.scheduling)
+                    stream = self._engine.generate(
+                        prompt, params, queue_behind=index, request_id=record.id, **call.scheduling
+                    )
                     streams.append(await stack.enter_async_context(stream))
                     await pace()
                 if call.stream:

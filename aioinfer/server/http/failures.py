@@ -45,9 +45,12 @@ class Failure:
 
     def response(self, body: Mapping[str, Any] | None = None) -> web.Response:
         """The response, with a body of another protocol than OpenAI's if there is one."""
+        headers = dict(self.headers)
+        if body is not None and "request_id" in body:
+            headers["request-id"] = body["request_id"]  # where Anthropic's clients read it
         response = web.Response(
             status=self.status,
-            headers=self.headers,
+            headers=headers,
             text=json.dumps(self.body() if body is None else body),
             content_type="application/json",
         )

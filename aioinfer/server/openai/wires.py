@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from aiohttp import web
-
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, Usage
@@ -48,9 +46,6 @@ class OpenAIWire:
 
     async def answer(self, call: Call, context: AnswerContext) -> OpenAIAnswer:
         return OpenAIAnswer(call, self._shape, context, await _echoes(call, context.tokenizer))
-
-    def failed(self, failure: Failure) -> web.Response:
-        return failure.response()
 
 
 class OpenAIAnswer:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aioinfer import __version__
+from aioinfer.server.http.failures import Failure
 from aioinfer.server.openapi.bodies import body_schema
 from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
 from aioinfer.server.openapi.typed import schema_of
@@ -51,6 +52,7 @@ OPENAI_ERROR = ErrorBody(
         },
         "required": ["error"],
     },
+    Failure.body,
 )
 
 
@@ -127,8 +129,7 @@ def _responses(endpoint: Endpoint, components: dict[str, Any]) -> dict[str, Any]
     for status, meaning in endpoint.answers.items():
         responses[str(status)] = {"description": meaning, "content": content}
     if endpoint.events is not None:
-        text = "Events, each a line `data: ` with JSON and an empty line. The last one is `data: [DONE]`."
-        events = {"schema": {"type": "string", "description": text}}
+        events = {"schema": {"type": "string", "description": endpoint.form}}
         responses["200"]["content"] = {
             **content,
             "text/event-stream": {**events, "x-event-schema": schema_of(endpoint.events, components)},
