@@ -78,7 +78,8 @@ class Generation:
         try:
             kwargs = call.chat_template_kwargs
             source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
-            return len(await unless_gone(request, asyncio.to_thread(source.encode)))
+            async with self.watched(request):
+                return len(await asyncio.to_thread(source.encode))
         except RequestError as error:
             raise call.named(error) from None
 

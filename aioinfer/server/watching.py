@@ -10,7 +10,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.observe.feed import StepFeed
 from aioinfer.server.http.access import WebAccess
-from aioinfer.server.http.disconnects import ClientGone, ended, unless_raises
+from aioinfer.server.http.disconnects import ClientGone, Watcher
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.sse import EventStream
@@ -47,6 +47,7 @@ class Watching:
         self._keys = keys
         self._access = WebAccess(config)
         self._feed = StepFeed()
+        self._watcher = Watcher(min(config.ping_interval, config.send_timeout))
         self._clients = 0
         self._closed = False
         self._frame = ""
@@ -78,19 +79,16 @@ class Watching:
             self._clients -= 1
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
+        config = self._config
         events = EventStream(
-            request, ping_interval=self._config.ping_interval, send_timeout=self._config.send_timeout
+            request, self._watcher, ping_interval=config.ping_interval, send_timeout=config.send_timeout
         )
-        watch: asyncio.Task[None] | None = None
         try:
-            await events.open()
-            watch = asyncio.create_task(events.watch())
-            await unless_raises(watch, self._send(events))
+            async with events:
+                await events.open()
+                await self._send(events)
         except ClientGone:
             pass
-        finally:
-            if watch is not None:
-                await ended(watch)
         return events.response
 
     async def _send(self, events: EventStream) -> None:

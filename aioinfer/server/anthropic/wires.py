@@ -76,6 +76,9 @@ class MessagesAnswer:
         await _send(events, "message_start", f'"message":{json.dumps(message)}')
         await events.send('{"type": "ping"}', "ping")
 
+    def plain(self, index: int) -> None:
+        """A block begins before its text."""
+
     async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
         pace = Pace()
         reader = self._context.readers[index]

@@ -64,6 +64,9 @@ class ResponsesAnswer:
         for kind in ("response.created", "response.in_progress"):
             await self._send(events, kind, f'"response":{response}')
 
+    def plain(self, index: int) -> None:
+        """Events are numbered."""
+
     async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
         pace = Pace()
         for part in divided(chunk):
