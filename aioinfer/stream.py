@@ -8,6 +8,7 @@ it is left.
 from __future__ import annotations
 
 import asyncio
+from asyncio import get_running_loop
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from enum import Enum
 from types import TracebackType
@@ -26,6 +27,10 @@ class Want(Enum):
     CHUNK = "chunk"
     RESULT = "result"
     ACCEPTANCE = "acceptance"
+
+
+_CHUNK = Want.CHUNK
+_FINISHED = RequestState.FINISHED
 
 
 class StreamOwner(Protocol):
@@ -139,11 +144,17 @@ class StreamCell:
 
     def notify(self) -> None:
         """Wake the consumer if what it waits for is there, or its outlet."""
-        waiter, outlet = self.waiter, self.outlet
-        if outlet is not None and not (self.closed or self.request.ended):
+        waiter, request, outlet = self.waiter, self.request, self.outlet
+        if outlet is not None and not (self.closed or request.ended):
             outlet.lane.moved((outlet,))
             return
-        if waiter is not None and self.ready() and not waiter.done():
+        if waiter is None:
+            return
+        if request.plain and self.wants is _CHUNK and request.state is not _FINISHED and not self.closed:
+            ready = len(request.text.pieces) > self.taken_pieces  # as in ready(), but short: once per token
+        else:
+            ready = self.ready()
+        if ready and not waiter.done():
             waiter.set_result(None)
 
     def cancel_timer(self) -> None:
@@ -196,12 +207,14 @@ class Stream(Coroutine[Any, Any, Result]):
     :class:`~aioinfer.EngineError`) are raised where it is read.
     """
 
-    __slots__ = ("__weakref__", "_cell", "_ended", "_owner", "_running")
+    __slots__ = ("__weakref__", "_cell", "_ended", "_loop", "_owner", "_running")
 
     def __init__(self, owner: StreamOwner, cell: StreamCell) -> None:
         self._owner = owner
         self._cell = cell
         self._ended = False
+        #: the loop on which it was read last
+        self._loop: asyncio.AbstractEventLoop | None = None
         #: what a task that was made of the stream runs
         self._running: Coroutine[Any, Any, Result] | None = None
 
@@ -250,20 +263,47 @@ class Stream(Coroutine[Any, Any, Result]):
 
     async def __anext__(self) -> Chunk:
         """Raises the request's error, once everything produced before it was delivered."""
+        # Runs once per token: what most chunks need is written out here, the rest is called.
         cell = self._cell
-        self._owner.check_loop()
+        request = cell.request
+        try:
+            loop = get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self._loop or loop is None:
+            self._owner.check_loop()
+            self._loop = loop
         while not (cell.closed or self._ended):
-            chunk = cell.take()
+            chunk = None
+            if request.plain and request.state is not _FINISHED:
+                pieces, first, count = request.text.pieces, cell.taken_pieces, len(request.text.pieces)
+                if count > first:
+                    known = len(request.token_times)
+                    text = pieces[first] if count - first == 1 else "".join(pieces[first:])
+                    chunk = Chunk(text, request.output_ids[cell.taken_ids : known])
+                    cell.taken_pieces, cell.taken_ids = count, known
+            else:
+                chunk = cell.take()
+                self._ended = request.ended if chunk is None else chunk.finish_reason is not None
             if chunk is not None:
-                self._ended = chunk.finish_reason is not None
-                if ParkedFor.READER in cell.request.parked_for:
-                    self._owner.caught_up(cell.request)
+                if request.parked_for:
+                    self.caught_up()
                 return chunk
-            if cell.request.ended:
-                self._ended = True
+            if self._ended:
                 self._raise_error()
                 break
-            await self._wait(Want.CHUNK)
+            if cell.waiter is not None or loop is None or request.parked_for:
+                await self._wait(_CHUNK)
+            else:
+                cell.wants = _CHUNK
+                cell.waiter = waiter = loop.create_future()
+                try:
+                    await waiter
+                except BaseException as error:
+                    self._interrupted(error)
+                    raise
+                finally:
+                    cell.waiter = None
             if cell.closed:
                 raise Cancelled("the stream was closed while it was being read")
         raise StopAsyncIteration
@@ -320,7 +360,7 @@ class Stream(Coroutine[Any, Any, Result]):
         return self._cell
 
     def caught_up(self) -> None:
-        """For outlets, behind a move of the cursors: a request that was parked for its reader goes on."""
+        """A request that was parked for its reader goes on, if it was."""
         if ParkedFor.READER in self._cell.request.parked_for:
             self._owner.caught_up(self._cell.request)
 
@@ -374,22 +414,24 @@ class Stream(Coroutine[Any, Any, Result]):
         cell = self._cell
         if cell.waiter is not None:
             raise RuntimeError("another task is reading this stream")
-        cell.waiter = asyncio.get_running_loop().create_future()
+        cell.waiter = waiter = get_running_loop().create_future()
         cell.wants = want
-        if ParkedFor.READER in cell.request.parked_for:
-            self._owner.caught_up(cell.request)
+        self.caught_up()
         try:
-            await cell.waiter
-        except GeneratorExit:
-            # Closed, by the collector for example: on any thread and at any point, amid a step, too.
-            self.leave()
-            raise
-        except BaseException:
-            # The task was cancelled, by a timeout for example: the consumer has left.
-            self.close()
+            await waiter
+        except BaseException as error:
+            self._interrupted(error)
             raise
         finally:
             cell.waiter = None
+
+    def _interrupted(self, error: BaseException) -> None:
+        """The consumer has left while it waited."""
+        if isinstance(error, GeneratorExit):
+            # Closed, by the collector for example: on any thread and at any point, amid a step, too.
+            self.leave()
+        else:
+            self.close()  # its task was cancelled, by a timeout for example
 
     def _raise_error(self) -> None:
         if self._cell.request.error is not None:

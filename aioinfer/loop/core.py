@@ -276,10 +276,8 @@ class Core:
                 raise InvalidRequest(field, f"{given} exceeds the limit of {most} ({setting})")
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.info.eos_token_ids
-        return stop_ids
+        ends = frozenset() if params.ignore_eos else self.info.eos_token_ids
+        return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no

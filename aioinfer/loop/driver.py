@@ -12,7 +12,7 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.errors import StepFailed
@@ -278,7 +278,7 @@ class Driver:
             self._garbage.launched()
         for request in self._core.admitted:
             if not request.finished:
-                self._tell(self._events.admitted, request)
+                self._tell(self._events.admitted, [request])
 
     def _unlaunched(self, step: Step, error: BaseException) -> StepHandle:
         """A step could not be packed: its requests end at once, before a row that follows is planned.
@@ -304,16 +304,20 @@ class Driver:
         except AssertionError as wrong:
             raise RuntimeError(f"the scheduler's state is not what it should be: {wrong!r}") from cause
 
-    def _tell(self, event: Callable[[Request], None], request: Request) -> None:
-        """Report a request. What that raises ends it."""
-        try:
-            event(request)
-        except Exception as error:
-            _log.error("%s could not be reported", request, exc_info=error)
-            failed = StepFailed(f"the request could not be reported: {error}")
-            failed.__cause__ = error
-            self._core.abort(request, failed)
-            self._recovered([request])
+    def _tell(self, event: Callable[[Request], None], requests: Iterable[Request]) -> None:
+        """Report requests. What that raises for one ends it."""
+        for request in requests:
+            try:
+                event(request)
+            except Exception as error:
+                self._untold(request, error)
+
+    def _untold(self, request: Request, error: Exception) -> None:
+        _log.error("%s could not be reported", request, exc_info=error)
+        failed = StepFailed(f"the request could not be reported: {error}")
+        failed.__cause__ = error
+        self._core.abort(request, failed)
+        self._recovered([request])
 
     def _resolve(self, flight: StepHandle) -> None:
         """Commit a flight that has landed and report the requests that it updated."""
@@ -348,8 +352,7 @@ class Driver:
                 _log.error("step %d failed: %r", step.id, error)
             updated = self._core.fail(step, error)
         resolved = now()
-        for request in self._events.moved(updated):
-            self._tell(self._events.updated, request)
+        self._tell(self._events.updated, self._events.moved(updated))
         if self._core.texts.raised is not None:
             self._recovered([])
         self._timeline.loop.add(what, step.id, start, resolved)
@@ -366,8 +369,7 @@ class Driver:
         """Search for stop patterns in text that is behind; other callbacks run before the next time."""
         self._catching_up = False
         try:
-            for request in self._core.catch_up(_SEARCHING):
-                self._tell(self._events.updated, request)
+            self._tell(self._events.updated, self._core.catch_up(_SEARCHING))
             if self._core.texts.raised is not None:
                 self._recovered([])
         except BaseException as error:

@@ -144,6 +144,8 @@ class Runtime:
             self.observers.opened(request, chat=prompt.chat)
         if options.waiting_timeout is not None:
             self._set_timer(request, "waiting", options.waiting_timeout)
+        if self.tuning.garbage is not None:
+            self.tuning.garbage.arrived()
         return Stream(self, cell)
 
     async def encode(self, prompt: PromptSource) -> Sequence[int]:
@@ -215,10 +217,11 @@ class Runtime:
 
     def updated(self, request: Request) -> None:
         """Wake the consumer, or end its stream; park the request if the consumer lags."""
-        if request.ended:
+        cell = request.consumer
+        assert isinstance(cell, StreamCell)
+        if request.state is RequestState.FINISHED and request.ended:
             self._ended(request)
             return
-        cell = _cell(request)
         cell.notify()
         if cell.max_lag is not None and cell.lags:
             self.core.scheduler.queues.park(request)

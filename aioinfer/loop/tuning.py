@@ -8,7 +8,8 @@ the process. Two mechanisms of the interpreter can then delay a step by more tha
 - The *garbage collector* runs after a number of allocations, also in the middle of a step, and from time to
   time traverses all objects: hundreds of milliseconds with torch and transformers loaded. So a started engine
   collects once and freezes what is left (``gc.freeze``: it is not traversed again). While steps are in
-  flight, it collects only right after a launch, when the device has work, every few hundred steps.
+  flight, it collects only right after a launch, when the device has work, every few hundred steps, and what
+  is new whenever so many streams have arrived, so that there is never much of it.
 
 By default this applies only to an asynchronous device (CUDA); ``switch_interval=0`` together with
 ``gc="python"`` leaves the process unchanged. Importing changes nothing. Several engines share the settings
@@ -20,8 +21,10 @@ so, too, the two cannot be told apart, and closing undoes both.)
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -33,9 +36,13 @@ T = TypeVar("T")
 _SHORT = 3e-4
 #: more objects than some Pythons (3.12: 375) freeze when they start, and far fewer than an engine freezes
 _FROZEN_AT_START = 2000
-#: launches between two collections of the young generations, and those between two full collections
+#: launches between two collections of the young generations, and at least those between two full collections
 _LAUNCHES = 256
-_YOUNG = 16
+_FULL = 16 * _LAUNCHES
+#: part of the time that full collections may take: of thousands of streams, one takes a tenth of a second
+_FULL_SHARE = 1 / 2000
+#: new streams after which the young generations are collected, which takes a few milliseconds for these
+_STREAMS = 32
 
 
 class Shared(Generic[T]):
@@ -108,13 +115,24 @@ AUTOMATIC_GC: Shared[bool] = Shared(gc.isenabled, _collect_automatically, all)
 
 
 class Garbage:
-    """Collects garbage between steps: automatic collection is off while steps are in flight."""
+    """Collects garbage between steps: automatic collection is off while steps are in flight.
 
-    __slots__ = ("_holder", "_launches")
+    A collection of the young generations takes about a microsecond for each object that is new since the one
+    before, and a full one for each that is not frozen. So the young are also collected when so many streams
+    have arrived, and a full collection waits until it is a small part of the time since the last one.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_clock", "_full_at", "_full_from", "_holder", "_launches", "_new_streams")
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._holder: object | None = None
         self._launches = 0
+        #: since the last collection
+        self._new_streams = 0
+        #: the launch from which on a full collection is due, and the time from which on it may be
+        self._full_at = _FULL
+        self._full_from = -math.inf
 
     def launched(self) -> None:
         """Call right after a launch, the best moment to collect while the engine is busy."""
@@ -122,7 +140,21 @@ class Garbage:
             self._holder = AUTOMATIC_GC.hold(False)
         self._launches += 1
         if self._launches % _LAUNCHES == 0:
-            gc.collect(2 if self._launches % (_LAUNCHES * _YOUNG) == 0 else 1)
+            start = self._clock()
+            if self._launches >= self._full_at and start >= self._full_from:
+                gc.collect(2)
+                end = self._clock()
+                self._full_at, self._full_from = self._launches + _FULL, end + (end - start) / _FULL_SHARE
+            else:
+                gc.collect(1)
+            self._new_streams = 0
+
+    def arrived(self) -> None:
+        """Call for each new stream."""
+        self._new_streams += 1
+        if self._new_streams >= _STREAMS:
+            self._new_streams = 0
+            gc.collect(1)
 
     def rest(self) -> None:
         """Turn automatic collection back on: no step is in flight and none can be launched. Idempotent."""

@@ -171,7 +171,7 @@ class RequestQueues:
         if request.finished or waits in request.parked_for:
             return
         parked = request.parked
-        request.parked_for.add(waits)
+        request.parked_for |= {waits}
         if parked:
             return
         self.counters.parkings += 1
@@ -185,7 +185,7 @@ class RequestQueues:
         """What a request waited for has come: go on where :meth:`park` stopped, if that was all."""
         if request.finished or waits not in request.parked_for:
             return
-        request.parked_for.discard(waits)
+        request.parked_for -= {waits}
         if request.parked:
             return
         if request.state is RequestState.WAITING:

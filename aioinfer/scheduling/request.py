@@ -145,6 +145,7 @@ class Request:
         "parked_for",
         "passed",
         "place",
+        "plain",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
@@ -189,7 +190,7 @@ class Request:
         self.queue_behind = queue_behind
         self.state = RequestState.WAITING
         #: nothing is computed while something is in it; see RequestQueues.park
-        self.parked_for: set[ParkedFor] = set()
+        self.parked_for: frozenset[ParkedFor] = frozenset()
         #: rounds of admission in which this request was the eldest and another one was admitted
         self.passed = 0
 
@@ -287,6 +288,13 @@ class Request:
             TokenCursor(len(prompt_ids), self.output_ids, max_length, scored)
             if cursor is None
             else cursor(len(prompt_ids), self.output_ids, max_length)
+        )
+        #: what is read of it before its end is text and token ids, which have their text when they come
+        self.plain = (
+            self.text.enabled
+            and not self.text.costly
+            and self.params.logprobs is None
+            and type(self.cursor) is TokenCursor
         )
 
     def refuse(self, error: BaseException | None) -> None:

@@ -28,7 +28,7 @@ class Walls(ToyTokenizer):
     """Every token is a run of one letter and a wall: what makes naive patterns explode."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(looks_up=False)
         self._pieces = ["", *["a" * 300 + "!"] * 63]
 
 
@@ -36,7 +36,7 @@ class Dotted(ToyTokenizer):
     """Every token has text."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(looks_up=False)
         self._pieces[0] = "."
 
 

@@ -21,7 +21,7 @@ class ThinkingTokenizer(ToyTokenizer):
     """A tokenizer with tokens for the tags."""
 
     def __init__(self, special: bool) -> None:
-        super().__init__()
+        super().__init__(looks_up=False)
         self._special = frozenset(range(4, 12)) if special else frozenset()
         for token in range(4, 12):
             self._pieces[token] = "\n</think>\n"
