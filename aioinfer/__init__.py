@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from aioinfer.chat.results import ChatDelta, ChatResult, ToolCall
     from aioinfer.chats import ChatStream
     from aioinfer.config import EngineConfig, ServerConfig
+    from aioinfer.disconnects import until_disconnected
     from aioinfer.engine import Engine, EngineState
     from aioinfer.errors import (
         AioInferError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         WrongLoop,
     )
     from aioinfer.llm import LLM
+    from aioinfer.mapping import ResultMap
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import Chunk, Draft, RequestMetrics, Result, Usage
     from aioinfer.params import DiffusionParams, Grammar, SamplingParams
@@ -69,6 +71,7 @@ _HOME = {
     "RequestError": "errors",
     "RequestMetrics": "outputs",
     "Result": "outputs",
+    "ResultMap": "mapping",
     "SamplingParams": "params",
     "ServerConfig": "config",
     "StepFailed": "errors",
@@ -76,6 +79,7 @@ _HOME = {
     "TimedOut": "errors",
     "Usage": "outputs",
     "WrongLoop": "errors",
+    "until_disconnected": "disconnects",
 }
 
 __all__ = [
@@ -104,6 +108,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "Result",
+    "ResultMap",
     "SamplingParams",
     "ServerConfig",
     "StepFailed",
@@ -112,6 +117,7 @@ __all__ = [
     "ToolCall",
     "Usage",
     "WrongLoop",
+    "until_disconnected",
 ]
 
 

@@ -95,6 +95,11 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         """The token counts so far; of the prompt, 0 before it is tokenized."""
         return self._stream.usage
 
+    @property
+    def request_id(self) -> str:
+        """The caller's name for the request, or one that was made for it."""
+        return self._stream.request_id
+
     async def accepted(self) -> None:
         """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
         try:

@@ -500,7 +500,7 @@ class ServerConfig:
     @property
     def needs_key(self) -> bool:
         """Clients must send a key."""
-        return bool(self.api_key or self.api_keys)
+        return self.api_key is not None or self.api_keys is not None
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -6,37 +6,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Self
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.asking import chat_request
-from aioinfer.chat.functions import Tool
-from aioinfer.chats import ChatStream
 from aioinfer.config import EngineConfig
-from aioinfer.errors import EngineClosed, EngineError, RequestError, renamed
+from aioinfer.errors import EngineClosed, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
 from aioinfer.loop import factory, observing
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
-from aioinfer.loop.options import (
-    GenerateOptions,
-    Prompt,
-    PromptForm,
-    PromptSource,
-    RequestOptions,
-    check_timeout,
-)
-from aioinfer.loop.runtime import EngineState, Runtime, require_loop
+from aioinfer.loop.options import Prompt, check_timeout
+from aioinfer.loop.runtime import EngineState, Runtime, asyncio_loop, require_loop
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.observe.tracing import require_api
-from aioinfer.params import SamplingParams, Schema, inherited
-from aioinfer.stream import Stream
+from aioinfer.params import SamplingParams
+from aioinfer.requests import Requests
+from aioinfer.threadsafe import ThreadsafeEngine
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -51,7 +43,7 @@ __all__ = ["Engine", "EngineState", "Prompt"]
 _log = logging.getLogger("aioinfer")
 
 
-class Engine:
+class Engine(Requests):
     """A language model inside this event loop.
 
     ::
@@ -95,24 +87,26 @@ class Engine:
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self, progress: Progress | None = None) -> None:
-        """Load the model and begin to serve on the running loop. Raises ConfigError, OutOfMemory.
+        """Load the model and begin to serve on the running loop. Raises ConfigError, OutOfMemory, and
+        WrongLoop where asyncio does not run, under trio for example.
 
         When cancelled, it ends the compilers, threads and files of the start before it raises; when cancelled
         again meanwhile, that goes on in the background. Then the engine is closed and can be started again.
 
         ``progress(stage, done, total)`` is called from other threads while the model is downloaded
-        ("download", bytes, all bytes) and loads.
+        ("download", bytes, all bytes) and loads, with the context variables of the caller.
         """
+        loop = asyncio_loop()
         self._forget_dead_loop()
         if self.state not in (EngineState.NEW, EngineState.CLOSED):
             raise EngineError(f"the engine cannot be started: it is {self.state.value}")
         self._reset(EngineState.STARTING)
-        self._starting = loop = asyncio.get_running_loop()
+        self._starting = loop
         try:
             # An earlier start may hold memory still, which this one would find missing.
             if self._leaving is not None and self._leaving.get_loop() is loop:
                 await asyncio.wait([self._leaving])
-            self._runtime = await self._begin(loop, progress)
+            self._runtime = await self._begin(loop, None if progress is None else _in_context(progress))
         except BaseException:
             self._reset(EngineState.CLOSED)
             raise
@@ -226,164 +220,11 @@ class Engine:
                 self._runtime.outlive_loop()
             self._reset(EngineState.CLOSED)
 
-    # -- requests -------------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        waiting_timeout: float | None = None,
-        running_timeout: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        routing_key: str | None = None,
-        queue_behind: int = 0,
-        max_lag: int | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Stream:
-        """Queue a generation and return its :class:`~aioinfer.Stream` at once.
-
-        All arguments are copied: changing them afterwards has no effect.
-
-        Args:
-            prompt: text, a list of token ids, a list of chat messages for the chat template, or what
-                :meth:`prompt` returned. Token ids may also be an array of integers.
-            params: where a field that the model's ``generation_config.json`` recommends is not set, and for
-                None, the model's value (:attr:`default_params`) is used.
-            waiting_timeout: seconds until its first step; default from the config.
-            running_timeout: seconds from its first step on; default from the config.
-            priority: larger goes first, with the policy ``priority``.
-            cache_salt: prefixes are shared only between requests with the same salt.
-            routing_key: what the policy ``routing-key`` groups by.
-            queue_behind: so many requests that arrive later queue before this one. With 0, 1, 2 ... for the
-                parts of one job, a large job does not keep others waiting: others get their turn between.
-            max_lag: when the consumer has left more than this many tokens unread, nothing more is
-                computed until it reads (tokens in flight still arrive); default from the config.
-            chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
-
-        Raises:
-            InvalidRequest: an argument is bad, or the prompt certainly too long (``code`` is then
-                "context_length_exceeded"). Errors that only tokenizing can find are raised by the stream.
-            Rejected: the queue is full.
-            EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
-        """
+    def threadsafe(self) -> ThreadsafeEngine:
+        """The running engine for other threads than that of its loop, and for other loops; it can be used
+        until the engine is closed. Raises EngineClosed, EngineFailed, WrongLoop."""
         runtime = self._serving()
-        params = inherited(params, self.default_params)
-        options = RequestOptions(
-            priority=priority,
-            cache_salt=cache_salt,
-            routing_key=routing_key,
-            queue_behind=queue_behind,
-            waiting_timeout=self.config.waiting_timeout if waiting_timeout is None else waiting_timeout,
-            running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
-            max_lag=self.config.max_lag if max_lag is None else max_lag,
-        )
-        source = runtime.core.source(prompt, chat_template_kwargs)
-        return self._queue(runtime, source, params, options)
-
-    def _queue(
-        self, runtime: Runtime, prompt: PromptSource, params: SamplingParams, options: RequestOptions
-    ) -> Stream:
-        """The way of every request; engines in tests add to it."""
-        return runtime.generate(prompt, params, options)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        tool_choice: str | Tool | None = None,
-        parallel_tool_calls: bool | None = None,
-        response_format: Schema | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> ChatStream:
-        """Queue the next answer of a chat and return its :class:`~aioinfer.ChatStream` at once.
-
-        As :meth:`generate`, with the answer split into reasoning, content and calls of tools. All arguments
-        are checked as the HTTP API checks them, and copied.
-
-        Args:
-            messages: in OpenAI's form; :attr:`ChatResult.message` and :meth:`ToolCall.reply` are some.
-            tools: functions that the model may call: objects in OpenAI's form, Python functions whose
-                parameters have annotations, or pydantic models. They are never called here.
-            tool_choice: "auto" (the default), "none", "required", or the tool that must be called, as an
-                object in OpenAI's form or as it is in ``tools``.
-            parallel_tool_calls: False for one call at most.
-            response_format: of the content: OpenAI's object, a JSON schema or a pydantic model. The result's
-                ``parsed`` is then what the content stands for.
-            chat_template_kwargs: variables that the chat template reads.
-            options: those of :meth:`generate`.
-
-        Raises as :meth:`generate`, with these names, also for tools that the model's formats cannot express.
-        """
-        self._serving()
-        asked = chat_request(
-            self._chat_format,
-            messages,
-            inherited(params, self.default_params),
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        try:
-            prompt = self.prompt(asked.messages, chat_template_kwargs=asked.template_kwargs)
-            stream = self.generate(prompt, asked.params, **options)
-        except RequestError as error:
-            raise renamed(error, asked.names) from error.__cause__
-        return ChatStream(stream, prompt, asked, self.tokenizer)
-
-    def prompt(
-        self,
-        prompt: Prompt,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> PromptSource:
-        """A prompt for several calls of :meth:`generate`: it is copied and checked here and tokenized once.
-
-        ::
-
-            prompt = engine.prompt("Once upon a time")
-            results = await asyncio.gather(*(engine.generate(prompt) for _ in range(8)))
-
-        It can be used until the engine is closed. Raises as :meth:`generate`, except Rejected.
-
-        ``add_special_tokens``: whether the special tokens that the model expects around a text are added; by
-        default they are, except to chats, whose template has them. Token ids are taken as they are.
-        ``truncate_prompt_tokens``: only so many tokens of the prompt's end are kept.
-        """
-        form: PromptForm | None = PromptForm(add_special_tokens, truncate_prompt_tokens)
-        if form == PromptForm():
-            form = None
-        return self._serving().core.source(prompt, chat_template_kwargs, form)
-
-    async def tokenize(
-        self,
-        prompt: Prompt,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> list[int]:
-        """The token ids of a prompt, made on a worker thread; arguments as of :meth:`prompt`.
-
-        There may be more of them than the context length; a text that certainly has is refused. Raises as
-        :meth:`prompt`.
-        """
-        runtime = self._serving()
-        form = None
-        if not isinstance(prompt, PromptSource):
-            form = PromptForm(add_special_tokens, counted=True)
-        return list(await runtime.encode(runtime.core.source(prompt, chat_template_kwargs, form)))
-
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""
-        return await self._serving().decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return ThreadsafeEngine(self, runtime.core, runtime.loop)
 
     # -- pausing --------------------------------------------------------------------------------
 
@@ -420,6 +261,11 @@ class Engine:
     @property
     def state(self) -> EngineState:
         return self._idle if self._runtime is None else self._runtime.state
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more comes from it until it is started again."""
+        return self.state in (EngineState.NEW, EngineState.CLOSED)
 
     @property
     def ready(self) -> bool:
@@ -511,6 +357,12 @@ class Engine:
         runtime = self._started()
         runtime.check_serving()
         return runtime
+
+
+def _in_context(progress: Progress) -> Progress:
+    """The callable, with the context of this moment wherever it is called; several threads may call it."""
+    context = contextvars.copy_context()
+    return lambda *stage: context.copy().run(progress, *stage)
 
 
 async def _leave(launcher: Launcher | None, intake: Intake) -> None:

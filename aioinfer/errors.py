@@ -50,6 +50,9 @@ _MAX_SHOWN = 80
 class AioInferError(Exception):
     """Base class of all exceptions of aioinfer. They can be copied and pickled, without ``__cause__``."""
 
+    #: of the request that ended with it, if it is one request's
+    request_id: str | None = None
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception's own calls the class with ``args``, which are not the arguments of every class.
         return _restored, (type(self), self.args, self.__dict__)
@@ -147,7 +150,7 @@ def renamed(error: BaseException, names: Mapping[str, str]) -> BaseException:
             other = ConstraintFailed([renamed_field(each, names) for each in error.fields], error.message)
         case _:
             return error
-    other.__cause__ = error.__cause__
+    other.__cause__, other.request_id = error.__cause__, error.request_id
     return other
 
 

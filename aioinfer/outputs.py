@@ -118,3 +118,5 @@ class Result:
     step_map: list[int] | None = None
     #: one entry per prompt token, None for the first, if they were requested
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    #: the caller's name for the request, or one that was made for it
+    request_id: str = field(default="", compare=False)

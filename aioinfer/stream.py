@@ -14,11 +14,11 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
-from aioinfer.errors import Cancelled
+from aioinfer.errors import AioInferError, Cancelled
 from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 
-__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of"]
+__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of", "when_ended"]
 
 
 class Want(Enum):
@@ -48,6 +48,23 @@ class StreamOwner(Protocol):
 
     def caught_up(self, request: Request) -> None:
         """Continue a request that was parked for its consumer, who has read enough. On the engine's loop."""
+
+
+class _Callback:
+    """In place of a consumer's future: something that is called once."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call: Callable[[], object] | None = call
+
+    def done(self) -> bool:
+        return self._call is None
+
+    def set_result(self, result: None) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call()
 
 
 class Outlet(Protocol):
@@ -100,7 +117,7 @@ class StreamCell:
         self.taken_pieces = 0
         self.taken_ids = 0
         self.taken_draft = 0
-        self.waiter: asyncio.Future[None] | None = None
+        self.waiter: asyncio.Future[None] | _Callback | None = None
         #: what takes the text while the consumer waits for the end
         self.outlet: Outlet | None = None
         #: the outlet could not take it when it last wanted to
@@ -234,6 +251,11 @@ class Stream(Coroutine[Any, Any, Result]):
         return self._cell.request.usage
 
     @property
+    def request_id(self) -> str:
+        """The caller's name for the request, or one that was made for it."""
+        return self._cell.request.request_id
+
+    @property
     def metrics(self) -> RequestMetrics:
         """The times so far."""
         return self._cell.request.metrics
@@ -360,7 +382,7 @@ class Stream(Coroutine[Any, Any, Result]):
         return self._cell
 
     def caught_up(self) -> None:
-        """A request that was parked for its reader goes on, if it was."""
+        """For readers, behind a move of the cursors: a request that was parked for its reader goes on."""
         if ParkedFor.READER in self._cell.request.parked_for:
             self._owner.caught_up(self._cell.request)
 
@@ -434,10 +456,22 @@ class Stream(Coroutine[Any, Any, Result]):
             self.close()  # its task was cancelled, by a timeout for example
 
     def _raise_error(self) -> None:
-        if self._cell.request.error is not None:
-            raise self._cell.request.error
+        error = self._cell.request.error
+        if error is None:
+            return
+        if isinstance(error, AioInferError) and error.request_id is None:
+            error.request_id = self.request_id
+        raise error
 
 
 def request_of(stream: Stream) -> Request:
     """The request that a stream reads."""
     return stream._cell.request
+
+
+def when_ended(stream: Stream, call: Callable[[], object]) -> None:
+    """Have ``call`` called once when the stream's request has ended, amid the work of the engine: it must
+    return at once, not raise, and not refer to the stream. From then on the stream can only be awaited."""
+    cell = stream._cell
+    cell.waiter, cell.wants = _Callback(call), Want.RESULT
+    cell.notify()

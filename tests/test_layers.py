@@ -29,8 +29,12 @@ LAYERS: list[set[str]] = [
     {"server", "testing"},
     # what an application holds: the engine in its event loop, and the one without a loop
     {"engine", "llm"},
-    # chats in this process: the streams of their answers
-    {"chats"},
+    # an engine for other threads
+    {"threadsafe"},
+    # what an engine takes: the part of it that makes requests
+    {"requests"},
+    # chats and maps in this process: what reads streams
+    {"chats", "mapping"},
     # messages, tools and response formats of chats, and the parts of answers
     {"chat"},
     # the loop: admission of requests, driver of steps
@@ -56,8 +60,8 @@ LAYERS: list[set[str]] = [
     {"checkpoint"},
     # exceptions, results, parts found by file name
     {"errors", "outputs", "plugins"},
-    # the plain values of what a caller gives
-    {"plain"},
+    # the plain values of what a caller gives; work that ends with its client
+    {"plain", "disconnects"},
 ]
 
 #: rooms in pure Python: neither they nor what they import load these at module level

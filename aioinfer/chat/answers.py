@@ -15,6 +15,7 @@ from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
 from aioinfer.text.reasoning import ReasoningParser
+from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.tokenizer import Tokenizer
 from aioinfer.text.tool_calls import Functions, Parsed, Qwen3Coder, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures
@@ -29,18 +30,22 @@ _PIECE = 4096
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """The parsers for the answers of one call, and the functions that it offers; ``constrained``: a grammar
-    was built from its tools."""
+    was built from its tools; ``shown``: the answer includes the reasoning; ``begins``: what stands for the
+    end of the prompt, where an answer continues a message."""
 
     tools: type[ToolCallParser] | None
     reasoning: type[ReasoningParser] | None
     constrained: bool = False
     functions: Functions = field(default_factory=dict)
+    shown: bool = True
+    begins: str | None = None
 
     def reader(self, prompt_end: str = "") -> AnswerReader:
         """For one choice, behind a prompt that ends so."""
         return AnswerReader(
             None if self.tools is None else self.tools(self.functions),
-            None if self.reasoning is None else self.reasoning(prompt_end),
+            None if self.reasoning is None else self.reasoning(self.begins or prompt_end),
+            shown=self.shown,
         )
 
 
@@ -69,6 +74,18 @@ class ChatFormat:
             return cls(tools, parser)
         return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names)
 
+    def continued(self, message: Mapping[str, Any]) -> str | None:
+        """What stands for the end of the prompt where the answer continues ``message``: the tag behind which
+        its text ends. None: the prompt shows where the answer begins."""
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = (part.get("text") for part in content if isinstance(part, dict))
+            content = "".join(part for part in parts if isinstance(part, str))
+        if self.reasoning is None or not isinstance(content, str) or not content.strip():
+            return None
+        opening, closing = self.reasoning.opening, self.reasoning.closing
+        return opening if content.rfind(opening) > content.rfind(closing) else closing
+
     def offered(self, tools: Tools) -> list[dict[str, Any]]:
         """The functions as the chat template gets them. Raises InvalidRequest if nothing would tell the model
         of them."""
@@ -79,12 +96,20 @@ class ChatFormat:
         return [each.for_template() for each in tools.functions]
 
     def apply(
-        self, params: SamplingParams, tools: Tools | None
+        self,
+        params: SamplingParams,
+        tools: Tools | None,
+        *,
+        separate: bool = True,
+        shown: bool = True,
+        begins: str | None = None,
     ) -> tuple[SamplingParams, AnswerFormat | None]:
         """The parameters with the grammar that the tools require, and the parsers of the answer.
 
         Without parsers (None) the whole answer is content. A grammar in the request that is a regular
-        expression, a choice or Lark applies to the whole answer, reasoning included. Raises InvalidRequest.
+        expression, a choice or Lark applies to the whole answer, reasoning included. Without ``separate``,
+        the reasoning stays in the content; without ``shown``, it is left out. ``begins``: see
+        :meth:`continued`. Raises InvalidRequest.
         """
         if tools is not None and self.tools is None:
             raise InvalidRequest("tools", "cannot be used: there is no tool_call_parser for this model")
@@ -96,32 +121,39 @@ class ChatFormat:
         if own is not None and own.kind not in ("json_schema", "json_object"):
             reasoning = None
         elif (own is not None and (tools or reasoning)) or (tools is not None and tools.enforced):
-            params = replace(params, grammar=self._grammar(own, tools))
+            grammar = self._grammar(own, tools)
+            params = replace(params, grammar=grammar if begins is None else grammar.behind(begins))
             constrained = tools is not None
+        if not separate:
+            reasoning = None
         if tools is None and reasoning is None:
             return params, None
         if tools is None:
-            answer = AnswerFormat(None, reasoning, constrained)
+            answer = AnswerFormat(None, reasoning, constrained, {}, shown, begins)
         else:
             functions: Functions = {each.name: each.parameters for each in tools.functions}
             if self.tools is Qwen3Coder:
                 # For all readers, and here: large bodies are parsed beside the event loop.
                 functions = signatures = Signatures(functions)
                 signatures.prepare()
-            answer = AnswerFormat(self.tools, reasoning, constrained, functions)
+            answer = AnswerFormat(self.tools, reasoning, constrained, functions, shown, begins)
         if self._tags(answer) & self.special:
             params = replace(params, skip_special_tokens=False)
         return params, answer
 
     def _grammar(self, own: Grammar | None, tools: Tools | None) -> Grammar:
+        """Raises InvalidRequest of "tools" or "grammar", as the one or the other is at fault."""
         from aioinfer.text.tool_grammar import AnswerGrammar  # imports numpy
 
+        functions: dict[str, Any] = {}
+        for name, schema in ({} if tools is None else tools.schemas()).items():
+            functions[name] = _rewritten(schema, "tools", f"of the function {name!r}: ")
         grammar = AnswerGrammar(
             parser=self.tools,
-            functions={} if tools is None else tools.schemas(),
+            functions=functions,
             parallel=tools is not None and tools.parallel,
             text=own is None and tools is not None and not tools.required,
-            answer=None if own is None else _schema(own),
+            answer=None if own is None else _rewritten(_schema(own), "grammar"),
             reasoning=self.reasoning,
             tokens=self.tokens,
         )
@@ -144,7 +176,11 @@ class ChatFormat:
 class AnswerReader:
     """Parses one answer, at once or in pieces, into the objects of OpenAI's API."""
 
-    def __init__(self, tools: ToolCallParser | None, reasoning: ReasoningParser | None) -> None:
+    def __init__(
+        self, tools: ToolCallParser | None, reasoning: ReasoningParser | None, *, shown: bool = True
+    ) -> None:
+        """``shown``: the reasoning is part of what is read."""
+        self._shown = shown
         self._tools = tools
         self._reasoning = reasoning
         self._called = False
@@ -216,7 +252,8 @@ class AnswerReader:
         return text if self._reasoning is None else self._kept(*self._reasoning.push(text))
 
     def _kept(self, reasoning: str, behind: str) -> str:
-        self._thoughts.append(reasoning)
+        if self._shown:
+            self._thoughts.append(reasoning)
         return behind
 
     def _keep(self, parsed: Parsed) -> None:
@@ -249,6 +286,16 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _rewritten(schema: Any, field: str, of: str = "") -> Any:
+    """The schema with keywords that grammars know. Raises InvalidRequest of ``field``."""
+    try:
+        return rewritten(schema)
+    except UnsupportedKeyword as error:
+        raise InvalidRequest(field, f"{of}{error}") from None
+    except RecursionError:
+        raise InvalidRequest(field, f"{of}is nested too deeply") from None
 
 
 def _schema(grammar: Grammar) -> Mapping[str, Any] | bool:

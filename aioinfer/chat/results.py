@@ -88,6 +88,11 @@ class ChatResult:
         return None if self._parse is None or self.content is None else self._parse(self.content)
 
     @property
+    def request_id(self) -> str:
+        """The caller's name for the request, or one that was made for it."""
+        return self.result.request_id
+
+    @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, for the next turn of the conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}

@@ -20,6 +20,7 @@ __all__ = [
     "Schema",
     "array",
     "choice",
+    "closed",
     "diffusion",
     "either",
     "integer",
@@ -126,13 +127,14 @@ def diffusion() -> Schema:
         if each.name in BOUNDS:
             known[each.name] = _bounded(each.name)
     known |= {"draft": FLAG, "step_map": FLAG}
-    return _object(known, ())
+    return closed({name: nullable(each) for name, each in known.items()}, required=())
 
 
-def _object(properties: Mapping[str, Schema], required: Sequence[str]) -> Schema:
+def closed(properties: Mapping[str, Schema], required: Sequence[str] | None = None) -> Schema:
+    """An object with these properties, all of them required unless ``required`` names those that are."""
+    found = {"type": "object", "properties": {name: dict(each) for name, each in properties.items()}}
     return {
-        "type": "object",
-        "properties": {name: nullable(each) for name, each in properties.items()},
-        **({"required": list(required)} if required else {}),
+        **found,
+        "required": list(properties if required is None else required),
         "additionalProperties": False,
     }

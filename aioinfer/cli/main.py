@@ -1,4 +1,5 @@
-"""The command line: ``aioinfer serve``, ``generate``, ``models``, ``trace`` and ``doctor``.
+"""The command line: ``aioinfer serve``, ``chat``, ``generate``, ``bench``, ``trace``, ``models``, ``key`` and
+``doctor``.
 
 The only room of the package that handles signals, configures logging and chooses an event loop. Flags
 are generated from the fields of the config dataclasses; ``--help`` does not import torch.
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer import __version__
+from aioinfer.cli.bench import bench
+from aioinfer.cli.chat import chat
 from aioinfer.cli.flags import Parser, add_common, add_settings, read_settings
 from aioinfer.cli.serving import serve_model
-from aioinfer.cli.terminal import Progress, interrupted
+from aioinfer.cli.terminal import Progress, interrupted, loop_factory
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.errors import AioInferError, ConfigError
 
@@ -40,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         _check_open_files()
-        return _run(options.command(options))
+        if options.command == chat:  # it runs the loop itself
+            return chat(options)
+        command: Coroutine[Any, Any, int] = options.command(options)
+        return _run(command)
     except AioInferError as error:
         print(f"aioinfer: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -92,12 +98,7 @@ def _check_open_files() -> None:
 
 
 def _run(command: Coroutine[Any, Any, int]) -> int:
-    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_interruptible(command))
 
 
@@ -207,70 +208,101 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"aioinfer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-
-    serve = _command(commands, "serve", "[MODEL]", "serve a model over HTTP in OpenAI's protocol")
-    serve.add_argument(
-        "model_argument",
-        nargs="?",
-        metavar="MODEL",
-        help="bundled name, directory, GGUF file, or a hub's org/name",
+    serve = _command(
+        commands, "serve", "[MODEL]", "serve a model over HTTP in OpenAI's protocol", serve_model
     )
-    add_common(serve)
+    _add_model(serve)
     add_settings(serve, EngineConfig, ServerConfig)
-    serve.set_defaults(command=serve_model)
+    _add_chat(commands)
+    _add_generate(commands)
+    _add_bench(commands)
+    _add_trace(commands)
+    _command(commands, "models", "", "list the models that need no download", _models, plain=True)
+    key = _command(commands, "key", "[NAME]", "make an API key, and its entry in api_keys", _key, plain=True)
+    key.add_argument("name", nargs="?", metavar="NAME", default="default", help="its name in logs and errors")
+    doctor = _command(
+        commands, "doctor", "[MODEL]", "report what would run on this machine, and why", _doctor
+    )
+    _add_model(doctor)
+    add_settings(doctor, EngineConfig)
+    return parser
 
-    generate = _command(commands, "generate", "PROMPT", "stream one generation to the terminal")
-    generate.add_argument("prompt", metavar="PROMPT", help="text or question")
-    generate.add_argument("--raw", action="store_true", help="continue the prompt, without a chat template")
-    generate.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
-    generate.add_argument("--max-tokens", type=int, default=512, help="maximum output (default: 512)")
-    generate.add_argument("--stats", action="store_true", help="print tokens and speed to stderr")
-    generate.set_defaults(model_argument=None)
-    add_common(generate)
-    add_settings(generate, EngineConfig)
-    generate.set_defaults(command=_generate)
 
-    trace = _command(commands, "trace", "[URL]", "save a running server's latest steps as a Chrome trace")
-    trace.add_argument(
+def _add_chat(commands: Any) -> None:
+    parser = _command(commands, "chat", "[MODEL]", "talk to a model on the terminal", chat)
+    _add_model(parser)
+    parser.add_argument(
+        "--url", metavar="URL", help="base URL of a server to talk to, instead of an engine here"
+    )
+    parser.add_argument("--key", help="API key of that server")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="maximum output (default: 1024)")
+    parser.add_argument("--no-history", action="store_true", help="keep no file of typed lines")
+    add_settings(parser, EngineConfig)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _command(commands, "generate", "PROMPT", "stream one generation to the terminal", _generate)
+    parser.add_argument("prompt", metavar="PROMPT", help="text or question")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt, without a chat template")
+    parser.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
+    parser.add_argument("--max-tokens", type=int, default=512, help="maximum output (default: 512)")
+    parser.add_argument("--stats", action="store_true", help="print tokens and speed to stderr")
+    parser.set_defaults(model_argument=None)
+    add_settings(parser, EngineConfig)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = _command(commands, "bench", "[MODEL]", "measure a model on this machine, without HTTP", bench)
+    _add_model(parser)
+    for name, default, what in (
+        ("requests", 64, "requests in all"),
+        ("concurrency", 16, "requests at a time"),
+        ("prompt-tokens", 128, "tokens of each prompt, at random"),
+        ("output-tokens", 64, "tokens of each output"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the run's steps as a Chrome trace")
+    add_settings(parser, EngineConfig)
+
+
+def _add_trace(commands: Any) -> None:
+    help = "save a running server's latest steps as a Chrome trace"
+    parser = _command(commands, "trace", "[URL]", help, _trace, plain=True)
+    parser.add_argument(
         "url",
         nargs="?",
         metavar="URL",
         default="http://127.0.0.1:8000",
         help="base URL of the server (default: http://127.0.0.1:8000)",
     )
-    trace.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
-    trace.add_argument("--key", help="API key of the server")
-    trace.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
-    trace.set_defaults(command=_trace)
+    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
+    parser.add_argument("--key", help="API key of the server")
 
-    models = _command(commands, "models", "", "list the models that need no download")
-    models.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
-    models.set_defaults(command=_models)
 
-    key = _command(commands, "key", "[NAME]", "make an API key: an entry for api_keys, and the key on stderr")
-    key.add_argument("name", nargs="?", metavar="NAME", default="default", help="its name in logs and errors")
-    key.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
-    key.set_defaults(command=_key)
-
-    doctor = _command(commands, "doctor", "[MODEL]", "report what would run on this machine, and why")
-    doctor.add_argument(
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "model_argument",
         nargs="?",
         metavar="MODEL",
         help="bundled name, directory, GGUF file, or a hub's org/name",
     )
-    add_common(doctor)
-    add_settings(doctor, EngineConfig)
-    doctor.set_defaults(command=_doctor)
-    return parser
 
 
-def _command(commands: Any, name: str, arguments: str, help: str) -> Parser:
-    """A subcommand. Its usage line names no flags: they follow in groups."""
+def _command(
+    commands: Any, name: str, arguments: str, help: str, run: Callable[..., Any], *, plain: bool = False
+) -> Parser:
+    """A subcommand. Its usage line names no flags: they follow in groups. ``plain``: it has no settings."""
     usage = f"aioinfer {name} [OPTIONS] {arguments}"
     parser: Parser = commands.add_parser(
         name, help=help, description=f"{help[0].upper()}{help[1:]}.", usage=usage
     )
+    parser.set_defaults(command=run)
+    if plain:
+        parser.add_argument("--log-level", default="warning", help=argparse.SUPPRESS)
+    else:
+        add_common(parser)
     return parser
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Progress", "interrupted"]
+__all__ = ["Progress", "interrupted", "loop_factory"]
 
 
 class Progress:
@@ -29,6 +31,16 @@ class Progress:
         self._bar.update(done - self._bar.n)
         if done >= total > 0:
             self._bar.close()
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """That of uvloop where it is installed, else None."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def interrupted(number: int) -> int:

@@ -129,6 +129,7 @@ class Core:
             namespace=options.cache_salt or "",
             routing_key=options.routing_key,
             queue_behind=options.queue_behind,
+            label=options.request_id,
         )
 
     def source(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_LABEL",
     "GenerateOptions",
+    "JobOptions",
     "Prepared",
     "Prompt",
     "PromptForm",
@@ -46,16 +47,23 @@ _CHAT_ROOM = 1 << 20
 _NOT_VARIABLES = ("self", "messages")
 
 
-class GenerateOptions(TypedDict, total=False):
-    """What :meth:`aioinfer.Engine.generate` takes besides prompt, parameters and the template's variables."""
+class JobOptions(TypedDict, total=False):
+    """What :meth:`aioinfer.Engine.generate` takes besides prompt, parameters and the template's variables,
+    for all requests of a job."""
 
     waiting_timeout: float | None
     running_timeout: float | None
     priority: int
     cache_salt: str
     routing_key: str | None
-    queue_behind: int
     max_lag: int | None
+
+
+class GenerateOptions(JobOptions, total=False):
+    """The same for one request."""
+
+    queue_behind: int
+    request_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,8 @@ class RequestOptions:
     running_timeout: float | None = None
     #: unread output tokens beyond which the request is parked; None for no limit
     max_lag: int | None = None
+    #: the caller's name for it, in results, errors and logs
+    request_id: str | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
@@ -90,6 +100,7 @@ class RequestOptions:
             )
         _check_label("cache_salt", self.cache_salt)
         _check_label("routing_key", self.routing_key)
+        _check_label("request_id", self.request_id)
 
 
 class Prepared(NamedTuple):

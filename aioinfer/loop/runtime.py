@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.core import Core
     from aioinfer.loop.intake import Intake, Preparation
 
-__all__ = ["EngineState", "Runtime", "require_loop"]
+__all__ = ["EngineState", "Runtime", "asyncio_loop", "require_loop"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -61,6 +61,18 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def asyncio_loop() -> asyncio.AbstractEventLoop:
+    """The running loop. Raises WrongLoop where there is none, under trio for example."""
+    loop = _running_loop()
+    if loop is None:
+        raise WrongLoop(
+            "an engine runs on an asyncio event loop, and none is running here. Under trio, say, "
+            "start it in a thread of its own with asyncio.run, and use its threadsafe() from here; without "
+            "any loop, use LLM"
+        )
+    return loop
 
 
 def require_loop(loop: asyncio.AbstractEventLoop) -> None:

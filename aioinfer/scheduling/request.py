@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
@@ -137,6 +138,7 @@ class Request:
         "grammar",
         "key",
         "kv",
+        "label",
         "logprobs",
         "max_length",
         "namespace",
@@ -178,9 +180,12 @@ class Request:
         routing_key: str | None = None,
         queue_behind: int = 0,
         cursor: MakeCursor | None = None,
+        label: str | None = None,
     ) -> None:
         """``cursor``: of a diffusion model; by default the sequence grows token by token."""
         self.params = params
+        #: the caller's name for it
+        self.label = label
         #: larger goes first, where the policy looks at it
         self.priority = priority
         #: prefixes are shared within a namespace only
@@ -237,6 +242,7 @@ class Request:
         namespace: str = "",
         routing_key: str | None = None,
         queue_behind: int = 0,
+        label: str | None = None,
     ) -> Self:
         """A request in state PREPARING, with key 0 until :meth:`set_prompt`."""
         request = cls(
@@ -251,6 +257,7 @@ class Request:
             namespace=namespace,
             routing_key=routing_key,
             queue_behind=queue_behind,
+            label=label,
         )
         request.state = RequestState.PREPARING
         return request
@@ -420,11 +427,20 @@ class Request:
             logprobs=None if self.params.logprobs is None else self.logprobs[:count],
             step_map=None if step_map is None else list(step_map[:count]),
             prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
+            request_id=self.request_id,
         )
+
+    @property
+    def request_id(self) -> str:
+        """What callers know it by: their own name for it, or one that is made when it is first asked for."""
+        if self.label is None:
+            self.label = f"req_{uuid.uuid4().hex[:24]}"
+        return self.label
 
     def __repr__(self) -> str:
         computed, slot = self.cursor.computed, self.kv.slot
+        label = "" if self.label is None else f" {self.label!r}"
         return (
-            f"<Request {self.key} {self.state.value} prompt={len(self.prompt_ids)} "
+            f"<Request {self.key}{label} {self.state.value} prompt={len(self.prompt_ids)} "
             f"output={len(self.output_ids)}+{self.pending} computed={computed} slot={slot}>"
         )

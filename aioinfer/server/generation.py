@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
+from aioinfer.server.openai.extras import OPTIONS
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
@@ -77,9 +79,9 @@ class Generation:
         call, _ = await self.parsed(request, parse)
         try:
             kwargs = call.chat_template_kwargs
-            source = self._engine.prompt(call.prompts[0], chat_template_kwargs=kwargs)
+            tokenizing = self._engine.tokenize(call.prompts[0], chat_template_kwargs=kwargs)
             async with self.watched(request):
-                return len(await asyncio.to_thread(source.encode))
+                return len(await tokenizing)
         except RequestError as error:
             raise call.named(error) from None
 
@@ -89,17 +91,19 @@ class Generation:
         engine = self._engine
         limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
         # The limit of the application, too, where the engine is mounted in one.
-        most = min(limits.body, request.client_max_size or limits.body)
-        refuse_large(request, most)
-        raw = await plain(request, await read_body(request, self._config.body_timeout, most), most)
+        longest = min(limits.body, request.client_max_size or limits.body)
+        refuse_large(request, longest)
+        raw = await plain(request, await read_body(request, self._config.body_timeout, longest), longest)
         chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
+        most = {name: getattr(engine.config, name) for name in OPTIONS}
         served = Served(
             self._model,
             engine.default_params,
             chat,
             self._config.max_messages,
             computes,
+            most,
             aliases=self._aliases,
             request_id=record_of(request).id,
         )
@@ -118,14 +122,18 @@ class Generation:
             with record.counting(streams, call.n):
                 # Each prompt is tokenized once for its n choices.
                 prompts = [
-                    self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
+                    self._engine.prompt(
+                        prompt, chat_template_kwargs=call.chat_template_kwargs, **call.extras.form
+                    )
                     for prompt in call.prompts
                 ]
                 pace = Pace()
                 for index, (_, params) in enumerate(call.choices()):
                     # A request of many choices gets its turns among other requests, not before them.
                     prompt = prompts[index // call.n]
-                    stream = self._engine.generate(prompt, params, queue_behind=index, **call.scheduling)
+                    stream = self._engine.generate(
+                        prompt, params, queue_behind=index, request_id=record.id, **call.scheduling
+                    )
                     streams.append(await stack.enter_async_context(stream))
                     await pace()
                 if call.stream:
@@ -155,7 +163,7 @@ class Generation:
                     await stream.accepted()
                 writer = await make_writer()
                 await events.open()
-                await self._send_all(call, writer, streams, events)
+                await self._send_all(call, writer, streams, events, record)
         except ClientGone:
             if not events.response.prepared:
                 raise
@@ -163,7 +171,12 @@ class Generation:
         return events.response
 
     async def _send_all(
-        self, call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream
+        self,
+        call: Call,
+        writer: AnswerWriter,
+        streams: Sequence[Stream],
+        events: EventStream,
+        record: Record,
     ) -> None:
         """All choices, then what ends the answer. After an error, the error is the last event."""
         try:
@@ -174,7 +187,8 @@ class Generation:
         except ClientGone:
             raise
         except Exception as error:
-            await writer.fail(as_failure(call.named(error)), events)
+            failure = replace(as_failure(call.named(error)), request_id=record.id)
+            await writer.fail(failure, events)
         else:
             await writer.close(usages, events)
 
@@ -200,6 +214,7 @@ class Generation:
             speller=self._speller,
             readers=self._readers(call, prompts),
             usage=lambda index: streams[index].usage,
+            prompt_ids=lambda index: prompts[index // call.n].encode(),
         )
         return await wire.answer(call, context)
 

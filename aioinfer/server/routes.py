@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -10,8 +11,9 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.observe.tracing import within
+from aioinfer.server.anthropic.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
 from aioinfer.server.anthropic.parsing import parse_count
-from aioinfer.server.anthropic.wires import COUNT_ENDPOINT, MESSAGES_ENDPOINT, MESSAGES_WIRE
+from aioinfer.server.anthropic.wires import MESSAGES_WIRE
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.bodies import expected
 from aioinfer.server.http.disconnects import ClientGone, is_gone
@@ -24,7 +26,8 @@ from aioinfer.server.openapi.endpoints import Handler, Route
 from aioinfer.server.openapi.pages import Pages
 from aioinfer.server.operations.metrics import METRICS, Metrics
 from aioinfer.server.playground.page import FILE, PAGE, Playground
-from aioinfer.server.responses.wires import RESPONSES_ENDPOINT, RESPONSES_WIRE
+from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
+from aioinfer.server.responses.wires import RESPONSES_WIRE
 from aioinfer.server.status import HEALTH, TRACE, Status
 from aioinfer.server.tokens import Tokens
 from aioinfer.server.watching import STEPS, Watching
@@ -56,8 +59,8 @@ class Routes:
             CHAT_ENDPOINT.route(self._generating(CHAT_WIRE)),
             COMPLETION_ENDPOINT.route(self._generating(COMPLETION_WIRE)),
             RESPONSES_ENDPOINT.route(self._generating(RESPONSES_WIRE)),
-            MESSAGES_ENDPOINT.route(self._generating(MESSAGES_WIRE), MESSAGES_WIRE.failed),
-            COUNT_ENDPOINT.route(self._count, MESSAGES_WIRE.failed),
+            MESSAGES_ENDPOINT.route(self._generating(MESSAGES_WIRE)),
+            COUNT_ENDPOINT.route(self._count_tokens),
             *self._tokens.routes(),
             *self._status.routes(),
             *self._pages.routes(),
@@ -122,16 +125,15 @@ class Routes:
 
         return generate
 
-    async def _count(self, request: web.Request) -> web.StreamResponse:
-        """Of a body as that of messages, without generating."""
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         count = await self._generation.count(request, parse_count)
         return web.json_response({"input_tokens": count})
 
     # -- around every handler -------------------------------------------------------------------
 
     def _guarded(self, route: Route) -> Handler:
-        """Check the key; turn exceptions into the error objects of the protocol."""
-        endpoint, handler, failed = route
+        """Check the key; turn exceptions into the error objects of the endpoint."""
+        endpoint, handler = route
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             record = record_of(request)
@@ -147,7 +149,8 @@ class Routes:
             except Exception as error:
                 if isinstance(error, ConnectionError) and is_gone(request):
                     return web.Response(status=CLIENT_GONE)
-                response = failed(as_failure(error))
+                failure = replace(as_failure(error), request_id=record.id)
+                response = failure.response(None if endpoint.error is None else endpoint.error.made(failure))
                 if request.content.exception() is not None:
                     # The rest of the body is lost. aiohttp would read it, and log an error of its own.
                     request.content.feed_eof()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from aioinfer.chat.fields import Honoured, Table
+from aioinfer.chat.structured import parse_grammar
 from aioinfer.errors import InvalidRequest, renamed_field, shown
 from aioinfer.server.openai.fields import CHAT
 from aioinfer.server.openai.protocol import Call, Served, chat_call
@@ -57,7 +58,7 @@ class ChatBody:
         names = chat.template_names or frozenset()
         for switch in ("enable_thinking", "thinking"):
             if switch in names:
-                kwargs = given_object("chat_template_kwargs", self.fields.get("chat_template_kwargs") or {})
+                kwargs = given_object("chat_template_kwargs", self.fields.get("chat_template_kwargs"), {})
                 if kwargs.get(switch, on) != on:
                     raise InvalidRequest(source, f"differs from chat_template_kwargs.{switch}")
                 self.fields["chat_template_kwargs"] = {**kwargs, switch: on}
@@ -84,6 +85,9 @@ class ChatBody:
     def call(self, prefix: str) -> Call:
         """The call. Raises InvalidRequest of a field of the body."""
         try:
+            if self.fields.get("tool_choice") not in (None, "auto", "none"):
+                # A required call leaves no text that a format would be of; one that is wrong is refused.
+                parse_grammar({"response_format": self.fields.pop("response_format", None)})
             call = chat_call(self.fields, self._served, prefix)
         except InvalidRequest as refused:
             raise self.named(refused) from None
@@ -95,15 +99,19 @@ class ChatBody:
         return InvalidRequest(renamed_field(refused.field, self.names), refused.message, code=refused.code)
 
 
-def given_object(field: str, value: Any) -> dict[str, Any]:
-    """``value``. Raises InvalidRequest of ``field`` if it is no object."""
+def given_object(field: str, value: Any, absent: dict[str, Any] | None = None) -> dict[str, Any]:
+    """``value``, or ``absent`` for None. Raises InvalidRequest of ``field`` if it is no object."""
+    if value is None and absent is not None:
+        return absent
     if not isinstance(value, dict):
         raise InvalidRequest(field, f"must be an object, got {shown(value)}")
     return value
 
 
-def given_list(field: str, value: Any) -> list[Any]:
-    """``value``. Raises InvalidRequest of ``field`` if it is no list."""
+def given_list(field: str, value: Any, absent: list[Any] | None = None) -> list[Any]:
+    """``value``, or ``absent`` for None. Raises InvalidRequest of ``field`` if it is no list."""
+    if value is None and absent is not None:
+        return absent
     if not isinstance(value, list):
         raise InvalidRequest(field, f"must be a list, got {shown(value)}")
     return value

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiohttp import web
-
 from aioinfer.chat.answers import AnswerReader
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.http.failures import Failure
@@ -44,6 +42,8 @@ class AnswerContext:
     readers: Sequence[AnswerReader | None]
     #: token counts of a choice so far, by its index
     usage: Callable[[int], Usage]
+    #: token ids of the prompt of a choice
+    prompt_ids: Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,3 @@ class Wire(Protocol):
 
     async def answer(self, call: Call, context: AnswerContext) -> AnswerWriter:
         """The writer of the answer to one call, when its prompts were accepted. Raises InvalidRequest."""
-
-    def failed(self, failure: Failure) -> web.Response:
-        """The response to a request that failed before its answer began."""

@@ -381,7 +381,7 @@ class ToyTokenizer:
         self.chat_templates: tuple[str, ...] = ()
         self.template_names: frozenset[str] | None = None
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
-        self._texts = TokenTexts(list(self._pieces), {}) if looks_up else None
+        self._looks_up = looks_up
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(character) % (self.vocab_size - 1) for character in text]
@@ -401,8 +401,8 @@ class ToyTokenizer:
         return llguidance.TokenizerWrapper(_ToyVocabulary(self._pieces))
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
-        if self._texts is not None:
-            return ByteLevelDetokenizer(self._texts, prompt_ids)
+        if self._looks_up:
+            return ByteLevelDetokenizer(TokenTexts([*self._pieces], {}), prompt_ids)
         return _ToyDetokenizer(self._pieces)
 
 

@@ -20,6 +20,8 @@ _REPLACEMENT = "\ufffd"
 #: seconds of the processor that making and checking the tables may take; 150,000 tokens need half of one
 _MOST_SECONDS = 3.0
 _MOST_TOKENS = 1 << 20
+#: characters of a token; sequences of them are decoded
+_LONGEST_TOKEN = 1 << 15
 #: an incomplete character has fewer bytes than this
 _LONGEST_CHARACTER = 4
 #: tokens that are compared at once
@@ -160,6 +162,8 @@ def _tables(tokenizer: Any) -> Mapping[bool, TokenTexts] | None:
     special = {token.content for token in added.values() if token.special}
     size = max(vocabulary, default=-1) + 1
     if size > min(_MOST_TOKENS, 2 * len(vocabulary) + 1024):
+        return None
+    if max(map(len, vocabulary.values()), default=0) > _LONGEST_TOKEN:
         return None
     spell = _speller()
     tokens = [b""] * size  # an id without a token has no text

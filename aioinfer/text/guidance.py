@@ -16,6 +16,7 @@ from aioinfer.text.grammar import Matcher
 from aioinfer.text.grammar_depth import check_gbnf, check_lark, check_schema
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.schema_merges import Merges
+from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 
 __all__ = ["ADDED_TO_SCHEMAS", "JSON_OPTIONS", "GuidanceBackend", "load_library"]
 
@@ -77,11 +78,13 @@ class GuidanceBackend:
     def compile(self, grammar: Grammar) -> Matcher:
         try:
             text = self._text(grammar)
+        except UnsupportedKeyword as error:
+            raise InvalidRequest("grammar", str(error)) from None
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("grammar", f"is not a {grammar.kind}: {error}") from None
         matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise InvalidRequest("grammar", _first_line(matcher.get_error()))
+            raise InvalidRequest("grammar", _reason(matcher.get_error()))
         return _GuidanceMatcher(matcher)
 
     def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
@@ -111,8 +114,10 @@ class GuidanceBackend:
                 if schema is not True and not isinstance(schema, dict):
                     raise ValueError("must be an object")
                 check_schema(schema)
-                Merges().check(schema)
-                source = "{}" if schema is True else grammar.text
+                exact = rewritten(schema)
+                Merges().check(exact)
+                source = "{}" if schema is True else grammar.text if exact is schema else json.dumps(exact)
+                schema = exact
                 text = library.grammar_from_json_schema(source, JSON_OPTIONS)
                 if options and isinstance(schema, dict):
                     lark = f"start: %json {json.dumps({**schema, **ADDED_TO_SCHEMAS})}"
@@ -222,6 +227,20 @@ def _is_text(value: Any) -> bool:
 
 def _lark_literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _reason(message: str) -> str:
+    """Why a grammar was refused, in the words of its author."""
+    if message.startswith("oneOf"):
+        return "the keyword 'oneOf' is not supported where its alternatives may overlap: use 'anyOf'"
+    if message.startswith("Unknown format"):
+        return f"the keyword 'format' is not supported with this value: {_first_line(message)}"
+    lines = message.split("\n")
+    if lines[0].startswith("regex parse error") and len(lines) > 1:
+        return f"has a pattern that is not supported: {lines[1].strip()[:100]!r}: {lines[-1][:200]}"
+    if lines[0].startswith("lookarounds"):
+        return f"has a pattern that is not supported: {lines[0][:300]}"
+    return _first_line(message)
 
 
 def _first_line(message: str) -> str:

@@ -201,6 +201,41 @@ async def test_what_a_model_writes_is_text_and_code_and_nothing_else(
         assert await page.title() == "aioinfer playground"
 
 
+async def test_streams_are_read_the_same_however_they_are_cut(serving: Serving, open_page: OpenPage) -> None:
+    events = ": ok\n\ndata: a\ndata:b\n\n: ping\n\ndata: {}\r\n\r\nevent: x\ndata: [DONE]\n\ndata: open"
+    text = "`a`\n```py\nx = `1`\n  ```\n```\nend ```\n``"
+    parts = [["text", "`a`\n"], ["code", "x = `1`\n  ```\n"], ["text", "end ```\n``"]]
+    async with serving() as served, open_page(served.url) as page:
+        found: list[Any] = await page.evaluate(
+            """async ([events, text]) => {
+              const {EventParser} = await import('/playground/stream.js');
+              const {Fences} = await import('/playground/text.js');
+              const cuts = (whole) => [...Array(whole.length + 1).keys()].flatMap(
+                (cut) => [1, 2, 5].map((size) => [
+                  whole.slice(0, cut), ...(whole.slice(cut).match(RegExp(`[^]{1,${size}}`, 'g')) ?? []),
+                ]));
+              const read = cuts(events).map((pieces) => {
+                const parser = new EventParser();
+                return pieces.flatMap((piece) => parser.push(piece));
+              });
+              const written = cuts(text).map((pieces) => {
+                const fences = new Fences(), joined = [];
+                for (const part of [...pieces.flatMap((each) => fences.push(each)), ...fences.finish()]) {
+                  if (!part.text) continue;
+                  if (joined.at(-1)?.[0] === part.kind) joined.at(-1)[1] += part.text;
+                  else joined.push([part.kind, part.text]);
+                }
+                return joined;
+              });
+              const distinct = (all) => [...new Set(all.map((each) => JSON.stringify(each)))];
+              return [distinct(read), distinct(written)];
+            }""",
+            [events, text],
+        )
+    assert [json.loads(each) for each in found[0]] == [["a\nb", "{}", "[DONE]"]]
+    assert [json.loads(each) for each in found[1]] == [parts]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.server.anthropic import fields as anthropic
 from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
+from aioinfer.server.responses import fields as responses
+from aioinfer.server.translation import EXTENSIONS
 from tests.docs.pages import ROOT
 
 __all__ = ["PAGE", "rewritten"]
@@ -76,9 +80,27 @@ def _values(rule: Unsupported) -> str:
     return ", ".join(f"`{json.dumps(value)}`" for value in (*rule.neutral, None))
 
 
+def _others(title: str, table: Table, nested: Mapping[str, Table]) -> str:
+    """The tables of another protocol: the fields of chats that it has, too, are named only."""
+    own = {name: rule for name, rule in table.items() if EXTENSIONS.get(name) != rule}
+    shared = ", ".join(f"`{name}`" for name in table if name not in own)
+    lines = ["", f"As in [the body](#the-body) of a chat: {shared}.", "", "| field | |", "|---|---|"]
+    lines += _rows(own)
+    for path, each in nested.items():
+        lines += ["", f"### `{path}` of {title}", "", "| field | |", "|---|---|"]
+        lines += _rows(each)
+    return "\n".join([*lines, ""])
+
+
 def rewritten(page: str) -> str:
     """The page with its tables made anew."""
-    for mark, table in (("body", _body()), ("nested", _nested())):
+    made = {
+        "body": _body(),
+        "nested": _nested(),
+        "responses": _others("responses", responses.RESPONSES, responses.NESTED),
+        "messages": _others("messages", anthropic.MESSAGES, anthropic.NESTED),
+    }
+    for mark, table in made.items():
         parts = re.split(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", page, flags=re.S)
         assert len(parts) == 4, f"docs/fields.md needs one place for {mark}"
         page = "".join((*parts[:2], table, *parts[2:]))

@@ -50,7 +50,7 @@ def _word(rng: _Random) -> str:
 def _item(rng: _Random) -> Any:
     def part(rng: _Random) -> Any:
         text = {"type": rng.choice(["input_text", "output_text"]), "text": _word(rng)}
-        return _object(rng, responses.NESTED["input[].content[]"], text)
+        return _object(rng, responses.NESTED["input[].content[] text"], text)
 
     content = rng.choice([_word(rng), _list(rng, part)])
     items: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def _tool(rng: _Random) -> Any:
     if rng.random() < 0.2:
         return {"type": rng.choice(["web_search", "local_shell", "x"])}
     given = {"type": "function", "name": rng.choice(["f", "g"]), "parameters": schema(rng), "strict": True}
-    return _object(rng, responses.NESTED["tools[]"], given)
+    return _object(rng, responses.NESTED["tools[] function"], given)
 
 
 def _format(rng: _Random) -> Any:
@@ -116,7 +116,7 @@ def _block(role: str) -> _Make:
         }
         own = {"user": ["text", "tool_result"], "assistant": ["text", "thinking", "tool_use"]}
         kind = rng.choice(["text", "text", *own[role], *([] if rng.random() < 0.9 else blocks)])
-        return _object(rng, anthropic.NESTED[f"content[] {kind}"], {"type": kind, **blocks[kind]})
+        return _object(rng, anthropic.NESTED[f"messages[].content[] {kind}"], {"type": kind, **blocks[kind]})
 
     return make
 
@@ -131,7 +131,7 @@ def _custom(rng: _Random) -> Any:
     if rng.random() < 0.2:
         return {"type": rng.choice(["web_search_20250305", "bash_20250124", "x"]), "name": "w"}
     given = {"name": rng.choice(["f", "g"]), "input_schema": schema(rng), "strict": True}
-    return _object(rng, anthropic.NESTED["tools[]"], given)
+    return _object(rng, anthropic.NESTED["tools[] custom"], given)
 
 
 def _choice(rng: _Random) -> Any:

@@ -30,24 +30,16 @@ SERVED = Served("toy", SamplingParams(), ChatFormat(tools=Hermes, template_names
 
 #: what the review sent, and its siblings: all of them could change an answer
 REFUSED_ON_CHAT: list[tuple[str, Any]] = [
-    ("prompt_logprobs", 3),
     ("guided_whitespace_pattern", " "),
     ("reasoning_effort", "high"),
     ("thinking_token_budget", 10),
     ("chat_template", "{{ 1 }}"),
-    ("truncate_prompt_tokens", 5),
     ("documents", [{"text": "a"}]),
-    ("add_special_tokens", True),
     ("best_of", 3),
     ("lora_path", "x"),
     ("length_penalty", 2.0),
-    ("return_token_ids", True),
     ("typical_p", 0.5),
-    ("n_predict", 5),
     ("modalities", ["audio"]),
-    ("waiting_timeout", 1),
-    ("running_timeout", 1),
-    ("max_lag", 1),
     ("return_hidden_states", True),
     ("prompt_embeds", "abc"),
     ("no_repeat_ngram_size", 2),
@@ -59,6 +51,13 @@ REFUSED_ON_CHAT: list[tuple[str, Any]] = [
     ("service_tier", "flex"),
     ("functions", [{"name": "f"}]),
     ("use_beam_search", True),
+    ("repeat_penalty", 1.1),
+    ("stream_reasoning", False),
+    ("max_length", 5),
+    ("enable_thinking", True),
+    ("thinking", True),
+    ("thinking", {"type": "enabled"}),
+    ("thinking", {"type": "enabled", "budget_tokens": 5}),
     ("prompt", "abc"),
     ("suffix", "abc"),
     ("temprature", 0),
@@ -90,9 +89,7 @@ REFUSED_ON_COMPLETION: list[tuple[str, Any]] = [
     ("tools", [TOOL]),
     ("tool_choice", "required"),
     ("top_logprobs", 3),
-    ("prompt_logprobs", 3),
     ("best_of", 3),
-    ("add_special_tokens", False),
     ("add_generation_prompt", False),
     ("temprature", 0),
 ]
@@ -174,6 +171,18 @@ CHANGES: dict[str, Any] = {
     "allowed_token_ids": [3],
     "bad_words": ["x"],
     "max_completion_tokens": 5,
+    "max_new_tokens": 5,
+    "min_new_tokens": 2,
+    "n_predict": 5,
+    "random_seed": 1,
+    "prompt_logprobs": 2,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "add_special_tokens": False,
+    "truncate_prompt_tokens": 3,
+    "waiting_timeout": 1,
+    "running_timeout": 1,
+    "max_lag": 1,
     "include_stop_str_in_output": True,
     "n": 2,
     "stream": True,
@@ -210,8 +219,10 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": [TOOL], "tool_choice": "required"},
     "parallel_tool_calls": {"tools": [TOOL], "parallel_tool_calls": False},
 }
-#: refused or checked, with no effect otherwise; the template decides about two of them
-CHECKED = {"model", "best_of", "documents", "reasoning_effort"}
+#: refused or checked, with no effect otherwise; the template decides about some of them, and the format of
+#: reasoning about others, which tests/server/test_dialects.py has
+CHECKED = {"model", "best_of", "documents", "reasoning_effort", "enable_thinking", "think", "thinking"}
+CHECKED |= {"include_reasoning", "separate_reasoning"}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +245,8 @@ def test_every_honoured_field_changes_the_call(table: Table, parse: Any) -> None
 def comparable(call: Call) -> Any:
     ident = call.id if call.id.endswith("-x-1") else None
     return (ident, call.prompts, call.params, call.n, call.stream, call.include_usage, call.continuous_usage,
-            call.echo, dict(call.chat_template_kwargs or {}), dict(call.scheduling), call.answer)  # fmt: skip
+            call.echo, dict(call.chat_template_kwargs or {}), dict(call.scheduling), call.answer,
+            call.extras)  # fmt: skip
 
 
 def test_fields_that_the_template_reads_reach_it() -> None:

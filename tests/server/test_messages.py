@@ -36,12 +36,11 @@ def messages(bundled: Bundled) -> Messages:
 
     @asynccontextmanager
     async def run(model: Path | None = None, **server: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
-        key = server.get("api_key", "none")
         async with (
             bundled(model, **server) as other,
             anthropic.AsyncAnthropic(
                 base_url=str(other.base_url).removesuffix("/v1/"),
-                api_key=key,
+                api_key="none",
                 max_retries=0,
                 _strict_response_validation=True,
             ) as client,
@@ -246,18 +245,25 @@ async def test_a_failure_is_the_end_of_the_stream(serving: Serving, stream: bool
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
 
 
-async def test_errors_have_anthropics_form(messages: Messages, bundled: Bundled) -> None:
-    async with messages(api_key="secret") as client:
-        assert (await both(client)).stop_reason == "end_turn"  # with x-api-key
+async def test_errors_have_anthropics_form(serving: Serving) -> None:
+    async with (
+        serving(server={"api_key": "secret"}) as served,
+        anthropic.AsyncAnthropic(base_url=served.url, api_key="secret", max_retries=0) as client,
+    ):
+        options = {**ASK, "model": "toy", "max_tokens": 3, "extra_body": {"ignore_eos": True}}
+        assert (await client.messages.create(**options)).stop_reason == "max_tokens"  # with x-api-key
+        bearer = anthropic.AsyncAnthropic(base_url=served.url, auth_token="secret", max_retries=0)
+        async with bearer:
+            assert (await bearer.messages.create(**options)).stop_reason == "max_tokens"
         for change, kind, status in (
             ({"api_key": "wrong"}, "authentication_error", 401),
             ({"model": "other"}, "not_found_error", 404),
             ({"max_tokens": 0}, "invalid_request_error", 400),
         ):
-            options = {**ASK, **change}
-            other = client.with_options(api_key=options.pop("api_key", "secret"))
+            changed = {**options, **change}
+            other = client.with_options(api_key=changed.pop("api_key", "secret"))
             with pytest.raises(anthropic.APIStatusError) as caught:
-                await other.messages.create(**options)
+                await other.messages.create(**changed)
             body: Any = caught.value.body
             assert (caught.value.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
             assert caught.value.request_id == body["request_id"]

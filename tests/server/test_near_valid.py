@@ -16,17 +16,21 @@ from typing import Any
 
 import aiohttp
 import pytest
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
-from aioinfer.server.anthropic import fields as anthropic
+from aioinfer.server.anthropic.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
 from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
-from aioinfer.server.responses import fields as responses
+from aioinfer.server.openapi.bodies import body_schema
+from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
 from tests.server import near_valid_wires
 from tests.server.event_order import MessageOrder, ResponseOrder
 from tests.server.near_valid import request
+from tests.server.test_openapi import violations
 from tests.server.test_responses import read_events
 from tests.tiers import points
 
@@ -143,17 +147,28 @@ def check(status: int, text: str, path: str, body: dict[str, Any]) -> None:
         assert top in body or top in ("messages", "prompt", "n", "tools", "tool_choice"), told
 
 
+ENDPOINTS = {
+    endpoint.path[1:]: (endpoint, Draft202012Validator(body_schema(endpoint.body)))
+    for endpoint in (RESPONSES_ENDPOINT, MESSAGES_ENDPOINT, COUNT_ENDPOINT)
+    if endpoint.body is not None
+}
+
+
 def check_wires(status: int, text: str, path: str, body: dict[str, Any]) -> None:
     told = (status, text[:500], path, json.dumps(body)[:2000])
     assert status in (200, 400, 404), told
     if status == 200:
-        if path == "responses":
-            assert not [*ignored(body, responses.RESPONSES, responses.NESTED)], told
-        else:
-            table = anthropic.MESSAGES if path == "messages" else anthropic.COUNT
-            assert not [*ignored(body, table, anthropic.NESTED)], told
+        endpoint, schema = ENDPOINTS[path]
+        assert endpoint.body is not None
+        assert not [*ignored(body, endpoint.body.table, endpoint.body.nested)], told
+        fault = best_match(schema.iter_errors(body))
+        assert fault is None, (fault, told)
         if not text.startswith((":", "event:")):
+            assert not violations(endpoint.answer, json.loads(text)), told
             return
+        for line in text.splitlines():
+            if line.startswith("data: "):
+                assert not violations(endpoint.events, json.loads(line[6:])), (line, told)
         order = ResponseOrder() if path == "responses" else MessageOrder()
         read_events(order.take, text)
         order.check_ended()

@@ -152,6 +152,21 @@ async def test_an_application_has_it_only_where_it_asks() -> None:
                     assert response.status == 200
 
 
+async def test_its_links_lead_to_its_own_server_behind_another_path() -> None:
+    """In an application within another one, or behind a proxy."""
+    app = web.Application()
+    setup(app, make_engine(), playground="/")
+    outer = web.Application()
+    outer.add_subapp("/llm/", app)
+    async with running(outer) as url, aiohttp.ClientSession() as session:
+        found = await files(session, f"{url}/llm/")
+        assert len(found) > 5
+        assert {urlsplit(link).path.split("/")[1] for link in found} == {"llm"}
+        html = found[f"{url}/llm/"]
+        assert 'data-api="v1"' in html
+        assert 'data-steps="debug/steps"' in html
+
+
 async def test_a_page_without_a_feed_says_so() -> None:
     app = web.Application()
     setup(app, make_engine(), health=None, playground="/")

@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import aiohttp
+import anthropic
 import pytest
 from aiohttp import web
 
@@ -115,6 +116,22 @@ async def test_the_client_reads_the_id(serving: Serving) -> None:
         )
         assert answer._request_id == "from-client"
         assert answer.id == "cmpl-from-client"
+
+
+async def test_anthropics_client_reads_the_id(serving: Serving) -> None:
+    """In another header, and in the objects of errors."""
+    message: Any = {"model": "toy", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
+    async with (
+        serving() as served,
+        anthropic.AsyncAnthropic(base_url=served.url, api_key="k", max_retries=0) as client,
+    ):
+        answer = await client.messages.create(**message, extra_headers={ID: "from-client"})
+        assert answer._request_id == "from-client"
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(**{**message, "max_tokens": -1}, extra_headers={ID: "second"})
+        assert refused.value.request_id == "second"
+        body: Any = refused.value.body
+        assert body["request_id"] == "second"
 
 
 async def test_the_trace_names_requests(serving: Serving) -> None:

@@ -157,6 +157,14 @@ async def test_an_agent_calls_its_tools_until_the_model_answers(bundled: Bundled
             conversation += [call, output]
         last = await both(client, input=conversation, tools=[TOOL], max_output_tokens=4)
         assert last.output[0].type == "message"
+        # A format is that of text, which a required call is not: instructor sends both.
+        formatted = await both(
+            client,
+            tools=[TOOL],
+            tool_choice={"type": "function", "name": "weather"},
+            text={"format": {"type": "json_schema", "name": "x", "schema": {"const": 1}}},
+        )
+        assert [each.type for each in formatted.output] == ["function_call"]
         # The template has read all of it: other results make another prompt.
         conversation[-1] = {**conversation[-1], "output": [_text("sunny all day")]}
         other = await both(client, input=conversation, tools=[TOOL], max_output_tokens=4)

@@ -319,6 +319,12 @@ def test_a_vocabulary_of_few_and_huge_ids_has_no_table() -> None:
     assert token_texts(Tokenizer.from_str(json.dumps(state))) is None
 
 
+def test_a_vocabulary_with_a_huge_token_has_no_table() -> None:
+    """Sequences of tokens are decoded to check a table: these would take the memory of the machine."""
+    assert token_texts(made([b"x" * 30_000])) is not None
+    assert token_texts(made([b"x" * 40_000])) is None
+
+
 def test_ids_without_a_token_have_no_text() -> None:
     state = json.loads(made([b"a", b"b"], bytes_too=False).to_str())
     state["model"]["vocab"]["b"] = 9

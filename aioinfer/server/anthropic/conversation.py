@@ -143,7 +143,7 @@ def _block(where: str, given: Any, role: str) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _BLOCKS[role]:
         message = f"{shown(kind)} of {role} is not supported by this server: {', '.join(_BLOCKS[role])}"
         raise InvalidRequest(f"{where}.type", message, code="unsupported_parameter")
-    check(block, NESTED[f"content[] {kind}"], f"{where}.")
+    check(block, NESTED[f"messages[].content[] {kind}"], f"{where}.")
     return block
 
 

@@ -10,39 +10,38 @@ import re
 from collections.abc import Mapping
 
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.chat.schemas import FLAG, OBJECT, TEXT, array, choice, either, text
 from aioinfer.server.translation import EXTENSIONS
 
 __all__ = ["COUNT", "MESSAGES", "NESTED", "SERVER_TOOL"]
 
+_NAME = text(pattern="[a-zA-Z0-9_-]{1,64}")
 _BOOKKEEPING = Harmless("the client's bookkeeping")
 _CACHING = Harmless("how long a prefix stays cached")
 _NO = Unsupported()
-_TEXT = {"type": "string"}
-_FLAG = {"type": "boolean"}
-_OBJECT = {"type": "object"}
-_LIST = {"type": "array", "items": _OBJECT}
-_BLOCKS = {"anyOf": [_TEXT, _LIST]}
+_BLOCKS = either(TEXT, array(OBJECT))
 
 #: Types of tools that are left out of a request: Anthropic defines them, and no schema comes with them. An
 #: offered tool is a permission: the answer is that of a model that does not use it. A ``tool_choice`` that
 #: names one is refused.
-SERVER_TOOL = re.compile(
+_HOSTED = (
     r"(web_search|web_fetch|code_execution|computer|computer_toolset|bash|text_editor|memory|advisor"
     r"|tool_search_tool_regex|tool_search_tool_bm25|mcp_toolset|browser_toolset)(_[0-9]{8})?"
 )
+SERVER_TOOL = re.compile(_HOSTED)
 
 #: of ``/v1/messages/count_tokens``
 COUNT: Table = {
-    "model": Honoured("the served model's name; a request without it gets the served model", schema=_TEXT),
-    "messages": Honoured("the conversation", schema={**_LIST, "minItems": 1}),
+    "model": Honoured("the served model's name; a request without it gets the served model", schema=TEXT),
+    "messages": Honoured("the conversation", schema=array(OBJECT, 1), required=True),
     "system": Honoured("text, or a list of blocks of text", schema=_BLOCKS),
     "tools": Honoured(
         "functions that the model may call; tools that Anthropic defines are left out",
-        schema={**_LIST, "maxItems": 128},
+        schema=array(OBJECT),
     ),
-    "tool_choice": Honoured("of type `auto`, `any`, `tool` or `none`", schema=_OBJECT),
-    "thinking": Honoured("whether the model thinks", schema=_OBJECT),
-    "output_config": Honoured("the format of the answer, and how much the model thinks", schema=_OBJECT),
+    "tool_choice": Honoured("of type `auto`, `any`, `tool` or `none`"),
+    "thinking": Honoured("whether the model thinks"),
+    "output_config": Honoured("the format of the answer, and how much the model thinks"),
     "chat_template_kwargs": EXTENSIONS["chat_template_kwargs"],
     # accepted
     "metadata": _BOOKKEEPING,
@@ -67,24 +66,27 @@ COUNT: Table = {
 MESSAGES: Table = {
     **COUNT,
     **EXTENSIONS,
-    "max_tokens": Honoured(
-        "at most so many new tokens; required", "max_tokens", schema={"type": "integer", "minimum": 1}
-    ),
-    "stop_sequences": Honoured("`stop` of `SamplingParams`", schema={"type": "array", "items": _TEXT}),
-    "stream": Honoured("server-sent events", schema=_FLAG),
+    "max_tokens": Honoured("at most so many new tokens", "max_tokens", required=True),
+    "stop_sequences": Honoured("`stop` of `SamplingParams`", schema=array(text(1, 1024), 0, 16)),
+    "stream": Honoured("server-sent events", schema=FLAG),
     "stop": Unsupported((), "use stop_sequences"),
     "max_tokens_to_sample": Unsupported((), "use max_tokens"),
     "prompt": Unsupported((), "is for /v1/completions"),
     "n": Unsupported((1,)),
 }
 
-_TYPE = Honoured("of the block", schema=_TEXT)
+
+def _block(kind: str) -> Honoured:
+    return Honoured(f"`{kind}`", schema=choice(kind), required=True)
+
 
 #: objects within a body, by their path; of a block with its type
 NESTED: Mapping[str, Table] = {
     "messages[]": {
-        "role": Honoured("`user`, `assistant` or `system`", schema=_TEXT),
-        "content": Honoured("text or a list of blocks", schema=_BLOCKS),
+        "role": Honoured(
+            "`user`, `assistant` or `system`", schema=choice("user", "assistant", "system"), required=True
+        ),
+        "content": Honoured("text or a list of blocks", schema=TEXT, required=True),
         "id": _BOOKKEEPING,
         "type": Unsupported(("message",)),
         "model": _BOOKKEEPING,
@@ -92,41 +94,44 @@ NESTED: Mapping[str, Table] = {
         "stop_sequence": _BOOKKEEPING,
         "usage": _BOOKKEEPING,
     },
-    "content[] text": {
-        "type": _TYPE,
-        "text": Honoured("text", schema=_TEXT),
+    "messages[].content[] text": {
+        "type": _block("text"),
+        "text": Honoured("text", schema=TEXT, required=True),
         "cache_control": _CACHING,
         "citations": Unsupported(([],)),
     },
-    "content[] thinking": {
-        "type": _TYPE,
-        "thinking": Honoured("goes to the chat template, which may not read it", schema=_TEXT),
+    "messages[].content[] thinking": {
+        "type": _block("thinking"),
+        "thinking": Honoured("goes to the chat template, which may not read it", schema=TEXT, required=True),
         "signature": _BOOKKEEPING,
         "cache_control": _CACHING,
     },
-    "content[] tool_use": {
-        "type": _TYPE,
-        "id": Honoured("goes to the chat template", schema=_TEXT),
-        "name": Honoured("goes to the chat template", schema=_TEXT),
-        "input": Honoured("goes to the chat template", schema=_OBJECT),
+    "messages[].content[] tool_use": {
+        "type": _block("tool_use"),
+        "id": Honoured("goes to the chat template", schema=TEXT, required=True),
+        "name": Honoured("goes to the chat template", schema=TEXT),
+        "input": Honoured("goes to the chat template"),
         "cache_control": _CACHING,
         "caller": Unsupported(({"type": "direct"},)),
         "toolset_name": _NO,
     },
-    "content[] tool_result": {
-        "type": _TYPE,
-        "tool_use_id": Honoured("goes to the chat template", schema=_TEXT),
+    "messages[].content[] tool_result": {
+        "type": _block("tool_result"),
+        "tool_use_id": Honoured("goes to the chat template", schema=TEXT, required=True),
         "content": Honoured("text or a list of blocks of text", schema=_BLOCKS),
-        "is_error": Honoured("true: the model reads `Error: ` in front of the content", schema=_FLAG),
+        "is_error": Honoured("true: the model reads `Error: ` in front of the content", schema=FLAG),
         "cache_control": _CACHING,
         "toolset_name": _NO,
     },
-    "tools[]": {
-        "type": Honoured("`custom`, or absent; tools that Anthropic defines are left out", schema=_TEXT),
-        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_TEXT),
-        "description": Honoured("goes to the chat template", schema=_TEXT),
-        "input_schema": Honoured("the JSON schema of the arguments", schema=_OBJECT),
-        "strict": Honoured("the arguments obey the schema", schema=_FLAG),
+    "tools[] hosted": {
+        "type": Honoured("a tool that Anthropic defines", schema=text(pattern=_HOSTED), required=True)
+    },
+    "tools[] custom": {
+        "type": Honoured("`custom`, or absent", schema=choice("custom")),
+        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_NAME, required=True),
+        "description": Honoured("goes to the chat template", schema=TEXT),
+        "input_schema": Honoured("the JSON schema of the arguments", schema=OBJECT, required=True),
+        "strict": Honoured("the arguments obey the schema", schema=FLAG),
         "cache_control": _CACHING,
         "eager_input_streaming": Harmless("how arguments are streamed"),
         "defer_loading": Unsupported((False,)),
@@ -134,15 +139,18 @@ NESTED: Mapping[str, Table] = {
         "input_examples": Unsupported(([],)),
     },
     "tool_choice": {
-        "type": Honoured("`auto`, `any`, `tool` or `none`", schema=_TEXT),
-        "name": Honoured("of type `tool`: the function to call", schema=_TEXT),
-        "disable_parallel_tool_use": Honoured("true: one call at most", schema=_FLAG),
+        "type": Honoured(
+            "`auto`, `any`, `tool` or `none`", schema=choice("auto", "any", "tool", "none"), required=True
+        ),
+        "name": Honoured("of type `tool`: the function to call", schema=_NAME),
+        "disable_parallel_tool_use": Honoured("true: one call at most", schema=FLAG),
     },
     "thinking": {
         "type": Honoured(
             "`enabled` and `disabled` switch thinking in a template with such a switch, and are refused "
             "where the model does otherwise; `adaptive` leaves it to the model",
-            schema=_TEXT,
+            schema=choice("enabled", "disabled", "adaptive"),
+            required=True,
         ),
         "budget_tokens": Harmless("an aim, not a limit; `max_tokens` is the limit"),
         "display": Unsupported(("summarized",)),
@@ -151,14 +159,14 @@ NESTED: Mapping[str, Table] = {
         "effort": Honoured(
             "goes to the chat template as `reasoning_effort`; refused if that does not read it, but for "
             "`high`, which is the default",
-            schema=_TEXT,
+            schema=TEXT,
         ),
-        "format": Honoured("of type `json_schema`", schema=_OBJECT),
+        "format": Honoured("of type `json_schema`", schema=OBJECT),
         "task_budget": _NO,
     },
     "output_config.format": {
-        "type": Honoured("`json_schema`", schema=_TEXT),
-        "schema": Honoured("the JSON schema", schema=_OBJECT),
+        "type": Honoured("`json_schema`", schema=choice("json_schema"), required=True),
+        "schema": Honoured("the JSON schema", schema=OBJECT, required=True),
         "name": Harmless("a label"),
     },
 }

@@ -63,7 +63,7 @@ def _conversation(body: Mapping[str, Any], chat: ChatBody, served: Served) -> No
 
 def _tools(body: Mapping[str, Any], chat: ChatBody) -> None:
     functions: list[dict[str, Any]] = []
-    for number, tool in enumerate(given_list("tools", body.get("tools") or [])):
+    for number, tool in enumerate(given_list("tools", body.get("tools"), [])):
         field = f"tools[{number}]"
         kind = given_object(field, tool).get("type")
         if isinstance(kind, str) and SERVER_TOOL.fullmatch(kind):
@@ -71,7 +71,7 @@ def _tools(body: Mapping[str, Any], chat: ChatBody) -> None:
         if kind not in (None, "custom"):
             message = f"must be 'custom' or a tool of Anthropic's, got {shown(kind)}"
             raise InvalidRequest(f"{field}.type", message, code="unsupported_parameter")
-        check(tool, NESTED["tools[]"], f"{field}.")
+        check(tool, NESTED["tools[] custom"], f"{field}.")
         at = f"tools[{len(functions)}]"
         chat.names[at] = chat.names[f"{at}.function"] = field
         chat.names[f"{at}.function.parameters"] = f"{field}.input_schema"
@@ -121,7 +121,7 @@ def _thinking(body: Mapping[str, Any], chat: ChatBody) -> None:
 
 
 def _output(body: Mapping[str, Any], chat: ChatBody) -> None:
-    config = given_object("output_config", body.get("output_config") or {})
+    config = given_object("output_config", body.get("output_config"), {})
     check(config, NESTED["output_config"], "output_config.")
     chat.effort(config.get("effort"), "output_config.effort", "high")
     wanted = config.get("format")

@@ -7,41 +7,27 @@ it stopped. An answer that is not streamed is the message with all its blocks.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
-
-from aiohttp import web
+from typing import Any
 
 from aioinfer.chat.parts import Part, Parts, Step
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
-from aioinfer.server.anthropic.fields import COUNT, MESSAGES, NESTED
+from aioinfer.server.anthropic.errors import error_body
 from aioinfer.server.anthropic.parsing import parse_message
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, json_text
 from aioinfer.server.openai.protocol import Call, Served
-from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
-from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 
-__all__ = ["COUNT_ENDPOINT", "MESSAGES_ENDPOINT", "MESSAGES_WIRE", "MessagesAnswer", "MessagesWire"]
+__all__ = ["MESSAGES_WIRE", "MessagesAnswer", "MessagesWire"]
 
 #: kind of part -> type of its deltas, and their field
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
-}
-#: type of an error by the status of the response; others by their hundreds
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
 }
 
 
@@ -53,12 +39,6 @@ class MessagesWire:
 
     async def answer(self, call: Call, context: AnswerContext) -> MessagesAnswer:
         return MessagesAnswer(call, context)
-
-    def failed(self, failure: Failure) -> web.Response:
-        body = _error(failure)
-        response = failure.response(body)
-        response.headers["request-id"] = body["request_id"]
-        return response
 
 
 class MessagesAnswer:
@@ -76,8 +56,8 @@ class MessagesAnswer:
         await _send(events, "message_start", f'"message":{json.dumps(message)}')
         await events.send('{"type": "ping"}', "ping")
 
-    def plain(self, index: int) -> None:
-        """A block begins before its text."""
+    def plain(self, index: int) -> PlainEvent | None:
+        return None  # events are numbered, or their parts begin and end
 
     async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
         pace = Pace()
@@ -98,7 +78,7 @@ class MessagesAnswer:
         await events.end()
 
     async def fail(self, failure: Failure, events: Events) -> None:
-        await events.send(json.dumps(_error(failure)), "error")
+        await events.send(json.dumps(error_body(failure)), "error")
         await events.end()
 
     async def whole(self, results: Sequence[Result]) -> list[bytes]:
@@ -198,54 +178,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _error(failure: Failure) -> dict[str, Any]:
-    kind = _ERRORS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
-    error = {"type": kind, "message": failure.body()["error"]["message"]}
-    return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
-
-
 MESSAGES_WIRE = MessagesWire()
-
-
-class TokenCount(TypedDict):
-    """How many tokens the prompt of a chat has."""
-
-    input_tokens: int
-
-
-_ERROR_BODY = ErrorBody(
-    "AnthropicError",
-    {
-        "type": "object",
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-                "required": ["type", "message"],
-            },
-        },
-        "required": ["type", "error"],
-    },
-)
-_EXAMPLE = {"messages": [{"role": "user", "content": "What is 17 + 25?"}]}
-MESSAGES_ENDPOINT = Endpoint(
-    "POST",
-    "/messages",
-    "Generate the answer in a chat",
-    body=Body("MessagesRequest", MESSAGES, NESTED, examples=({**_EXAMPLE, "max_tokens": 64},)),
-    answer={"type": "object"},
-    events={"type": "object"},
-    generates=True,
-    error=_ERROR_BODY,
-    tag="Anthropic",
-)
-COUNT_ENDPOINT = Endpoint(
-    "POST",
-    "/messages/count_tokens",
-    "Count the tokens of a chat",
-    body=Body("CountRequest", COUNT, NESTED, examples=(_EXAMPLE,)),
-    answer=TokenCount,
-    error=_ERROR_BODY,
-    tag="Anthropic",
-)

@@ -32,6 +32,8 @@ class Failure:
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    #: of the request, for protocols whose errors name it
+    request_id: str = ""
     #: the connection is closed behind the response
     close: bool = False
 
@@ -43,9 +45,12 @@ class Failure:
 
     def response(self, body: Mapping[str, Any] | None = None) -> web.Response:
         """The response, with a body of another protocol than OpenAI's if there is one."""
+        headers = dict(self.headers)
+        if body is not None and "request_id" in body:
+            headers["request-id"] = body["request_id"]  # where Anthropic's clients read it
         response = web.Response(
             status=self.status,
-            headers=self.headers,
+            headers=headers,
             text=json.dumps(self.body() if body is None else body),
             content_type="application/json",
         )

@@ -127,5 +127,6 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if record is None:
         return
     response.headers[REQUEST_ID] = record.id
+    response.headers.setdefault("request-id", record.id)  # what Anthropic's clients read
     if record.key is not None:
         response.headers.update(record.key.headers())

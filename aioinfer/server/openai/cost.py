@@ -17,27 +17,29 @@ _CHARACTERS_PER_TOKEN = 8
 
 def check_answer(call: Call, limits: Limits) -> None:
     """Raise InvalidRequest for a call whose answer may have more logprobs or more of its prompts."""
-    echoed = call.n * sum(_characters(prompt) for prompt in call.prompts) if call.echo else 0
+    repeated = call.echo or call.extras.token_ids
+    echoed = call.n * sum(_characters(prompt) for prompt in call.prompts) if repeated else 0
     if echoed > limits.echo:
         raise InvalidRequest(
-            "echo",
+            "echo" if call.echo else "return_token_ids",
             f"{echoed} characters would be repeated (choices x prompt); this server repeats at most "
             f"{limits.echo} ({CHARACTERS_PER_ENTRY} x max_answer_logprobs): ask for fewer choices",
         )
     params = call.params
-    if params.logprobs is None:
-        return
-    tokens = limits.context if params.max_tokens is None else params.max_tokens
+    entries = 0
+    if params.logprobs is not None:
+        tokens = limits.context if params.max_tokens is None else params.max_tokens
+        entries += min(tokens, limits.context) * (1 + params.logprobs)
     if params.prompt_logprobs is not None:
-        tokens += max(
+        tokens = max(
             len(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else limits.context
             for prompt in call.prompts
         )
-    tokens = min(tokens, limits.context)
-    entries = len(call.prompts) * call.n * tokens * (1 + params.logprobs)
+        entries += min(tokens, limits.context) * (1 + params.prompt_logprobs)
+    entries *= len(call.prompts) * call.n
     if entries > limits.logprobs:
         raise InvalidRequest(
-            "logprobs",
+            "logprobs" if params.logprobs is not None else "prompt_logprobs",
             f"{entries} of them may be in the answer (choices x tokens x alternatives); this server "
             f"returns at most {limits.logprobs} (max_answer_logprobs): ask for fewer choices or "
             "alternatives, or a smaller max_tokens",

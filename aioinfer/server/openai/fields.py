@@ -18,6 +18,7 @@ from aioinfer.chat.schemas import (
     TEXT,
     array,
     choice,
+    closed,
     diffusion,
     either,
     integer,
@@ -36,6 +37,7 @@ REQUEST_ID = "[A-Za-z0-9._:-]{1,128}"
 
 _SCHEMA = either(OBJECT, FLAG, TEXT)
 _LABEL = text(0, MAX_LABEL)
+_SECONDS = {"type": "number", "exclusiveMinimum": 0}
 _IDS = array(integer(0, 2**31 - 1), 1)
 _PROMPT = either(text(1), _IDS, array(either(text(1), _IDS), 1, MAX_CHOICES))
 _OFF = Unsupported((False,))
@@ -99,6 +101,34 @@ _COMMON: Table = {
         "the second half of the answer's `id`; 1 to 128 letters, digits, `.`, `_`, `:`, `-`",
         schema=text(pattern=REQUEST_ID),
     ),
+    # vLLM's and SGLang's
+    "max_new_tokens": Honoured("SGLang's and Hugging Face's name of `max_tokens`", "max_tokens"),
+    "min_new_tokens": Honoured("SGLang's and Hugging Face's name of `min_tokens`", "min_tokens"),
+    "n_predict": Honoured(
+        "llama.cpp's name of `max_tokens`; -1: no limit",
+        "max_tokens",
+        schema=either(choice(-1), of_param("max_tokens")),
+    ),
+    "random_seed": Honoured("Mistral's name of `seed`", "seed"),
+    "prompt_logprobs": Honoured(
+        "the answer has the logprobs of the prompt, with so many likely alternatives; not streamed",
+        "prompt_logprobs",
+    ),
+    "return_token_ids": Honoured("choices have `token_ids`, and the answer `prompt_token_ids`", schema=FLAG),
+    "return_tokens_as_token_ids": Honoured("logprobs name tokens as `token_id:5`", schema=FLAG),
+    "add_special_tokens": Honoured(
+        "the special tokens that the model expects around a text; by default added to a text prompt and not "
+        "to a chat, whose template has them. Token ids are taken as they are",
+        schema=FLAG,
+    ),
+    "truncate_prompt_tokens": Honoured(
+        "only so many tokens of the prompt's end are kept; not with `echo`", schema=integer(1)
+    ),
+    "waiting_timeout": Honoured("seconds until the first step; at most the server's own", schema=_SECONDS),
+    "running_timeout": Honoured("seconds from the first step on; at most the server's own", schema=_SECONDS),
+    "max_lag": Honoured(
+        "unread tokens beyond which nothing more is computed; at most the server's own", schema=integer(1)
+    ),
     # accepted
     "user": _BOOKKEEPING,
     "safety_identifier": _BOOKKEEPING,
@@ -119,10 +149,7 @@ _COMMON: Table = {
     "use_beam_search": _OFF,
     "length_penalty": _ONE,
     "early_stopping": _OFF,
-    "truncate_prompt_tokens": _NO,
     "spaces_between_special_tokens": Unsupported((True,)),
-    "return_token_ids": _OFF,
-    "return_tokens_as_token_ids": _OFF,
     "return_hidden_states": _OFF,
     "prompt_embeds": _NO,
     "input_embeds": _NO,
@@ -132,13 +159,8 @@ _COMMON: Table = {
     "custom_logit_processor": _NO,
     "lora_path": _NO,
     "session_params": Unsupported(({},)),
-    "min_new_tokens": Unsupported((0,), "use min_tokens"),
-    "max_new_tokens": Unsupported((), "use max_tokens"),
     "no_stop_trim": Unsupported((False,), "use include_stop_str_in_output"),
     "thinking_token_budget": _NO,
-    "waiting_timeout": _NO,
-    "running_timeout": _NO,
-    "max_lag": _NO,
     # sampling of other engines
     "typical_p": _ONE,
     "tfs_z": _ONE,
@@ -168,12 +190,10 @@ _COMMON: Table = {
     "do_sample": Unsupported((True,), "use temperature 0"),
     "min_length": Unsupported((0,), "use min_tokens"),
     "max_length": Unsupported((), "use max_tokens"),
-    "n_predict": Unsupported((-1,), "use max_tokens"),
     "n_keep": _ZERO,
     "n_probs": Unsupported((0,), "use logprobs"),
     "id_slot": Unsupported((-1,)),
     "cache_prompt": Unsupported((True,)),
-    "random_seed": Unsupported((), "use seed"),
     "safe_prompt": _OFF,
     "watermark": _OFF,
     "details": _OFF,
@@ -199,22 +219,25 @@ CHAT: Table = {
     "add_generation_prompt": Honoured("false: the prompt ends with the last message", schema=FLAG),
     "continue_final_message": Honoured("the answer continues the last message", schema=FLAG),
     "documents": Honoured("goes to the chat template; refused if that does not read it", schema=ANY),
-    "reasoning_effort": Honoured("goes to the chat template; refused if that does not read it", schema=ANY),
+    "reasoning_effort": Honoured(
+        "goes to the chat template; refused if that does not read it. `none` may switch thinking off",
+        schema=ANY,
+    ),
+    "enable_thinking": Honoured("switches thinking on or off, as the chat template can", schema=FLAG),
+    "think": Honoured("Ollama's name of `enable_thinking`", schema=FLAG),
+    "thinking": Honoured(
+        "the same, also as an object", schema=either(FLAG, closed({"type": choice("enabled", "disabled")}))
+    ),
+    "include_reasoning": Honoured("false: the reasoning is left out of the answer", schema=FLAG),
+    "separate_reasoning": Honoured("false: the reasoning stays in the content", schema=FLAG),
     "prompt": Unsupported((), "is for /v1/completions"),
     "suffix": Unsupported(("",)),
     "best_of": _ONE,
     "echo": _OFF,
-    "prompt_logprobs": _NO,
-    "add_special_tokens": _OFF,
     "chat_template": _NO,
     "mm_processor_kwargs": Unsupported(({},)),
-    "include_reasoning": Unsupported((True,)),
-    "separate_reasoning": Unsupported((True,)),
     "stream_reasoning": Unsupported((True,)),
     "reasoning": _TEMPLATE,
-    "thinking": Unsupported(({"type": "disabled"},), _TEMPLATE.instead),
-    "enable_thinking": _TEMPLATE,
-    "think": _TEMPLATE,
 }
 
 #: of ``/v1/completions``
@@ -233,8 +256,6 @@ COMPLETION: Table = {
     "chat_template_kwargs": Unsupported(({},), "is for /v1/chat/completions"),
     "reasoning_effort": Unsupported((), "is for /v1/chat/completions"),
     "top_logprobs": Unsupported((), "use logprobs"),
-    "prompt_logprobs": Unsupported((), "use echo with logprobs"),
-    "add_special_tokens": Unsupported((True,), "give token ids"),
     "suffix": Unsupported(("",)),
 }
 

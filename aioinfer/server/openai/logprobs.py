@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 
 from aioinfer.outputs import Chunk, TokenLogprob
 from aioinfer.server.http.pace import Pace
 
-__all__ = ["ChatLogprobs", "CompletionLogprobs", "Speller", "divided"]
+__all__ = ["ChatLogprobs", "CompletionLogprobs", "Speller", "divided", "prompt_logprobs"]
 
 #: tokens whose texts are remembered
 _REMEMBERED = 1 << 15
@@ -28,16 +28,23 @@ class Speller:
 
     Attributes:
         text: the text of a token.
+        name: what logprobs call it: its text, or ``token_id:5``.
         fields: the start of a token's entry in chats, and its end.
     """
 
-    def __init__(self, decode: Callable[[int], str]) -> None:
+    def __init__(self, decode: Callable[[int], str], *, by_id: bool = False) -> None:
         self.text = lru_cache(_REMEMBERED)(decode)
+        self.name: Callable[[int], str] = "token_id:{}".format if by_id else self.text
         self.fields = lru_cache(_REMEMBERED)(self._fields)
 
+    @cached_property
+    def by_id(self) -> Speller:
+        """The same with ids as names."""
+        return Speller(self.text, by_id=True)
+
     def _fields(self, token: int) -> tuple[str, str]:
-        text = self.text(token)
-        return f'{{"token":{_quoted(text)},"logprob":', f',"bytes":{json.dumps(list(text.encode()))}'
+        raw = json.dumps(list(self.text(token).encode()))
+        return f'{{"token":{_quoted(self.name(token))},"logprob":', f',"bytes":{raw}'
 
 
 class ChatLogprobs:
@@ -76,6 +83,7 @@ class CompletionLogprobs:
 
     def __init__(self, speller: Speller) -> None:
         self._text = speller.text
+        self._name = speller.name
         self._offset = 0
 
     async def write(
@@ -85,8 +93,9 @@ class CompletionLogprobs:
         ``first``, has no logprob: its entry is None."""
         tokens, values, tops, offsets = [], [], [], []
         for each in logprobs:
-            text = self._text(each.token_id if each is not None else first)
-            tokens.append(_quoted(text))
+            token = each.token_id if each is not None else first
+            text = self._text(token)
+            tokens.append(_quoted(self._name(token)))
             offsets.append(str(self._offset))
             self._offset += len(text)
             if each is None:
@@ -94,7 +103,7 @@ class CompletionLogprobs:
                 tops.append("null")
             else:
                 values.append(_number(each.logprob))
-                top = {_quoted(self._text(token)): _number(logprob) for token, logprob in each.top}
+                top = {_quoted(self._name(other)): _number(logprob) for other, logprob in each.top}
                 tops.append(f"{{{','.join([f'{key}:{value}' for key, value in top.items()])}}}")
             await pace()
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -105,6 +114,30 @@ class CompletionLogprobs:
                 await pace()
             out("]")
         out("}")
+
+
+async def prompt_logprobs(
+    entries: Sequence[TokenLogprob | None], speller: Speller, pace: Pace, out: _Out
+) -> None:
+    """``prompt_logprobs`` in vLLM's form, part by part to ``out``: an object by token ids for each token of
+    the prompt, null for the first one."""
+    comma = "["
+    for each in entries:
+        out(comma)
+        comma = ","
+        if each is None:
+            out("null")
+            continue
+        ranks = {token: rank for rank, (token, _) in enumerate(each.top, 1)}
+        found = {each.token_id: each.logprob, **dict(each.top)}
+        parts = [
+            f'"{token}":{{"logprob":{_number(logprob)},"rank":{ranks.get(token, "null")},'
+            f'"decoded_token":{_quoted(speller.text(token))}}}'
+            for token, logprob in found.items()
+        ]
+        out(f"{{{','.join(parts)}}}")
+        await pace()
+    out("]")
 
 
 def divided(chunk: Chunk) -> Iterator[Chunk]:

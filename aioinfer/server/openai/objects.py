@@ -48,6 +48,7 @@ class Message(TypedDict):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -69,11 +70,21 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class PromptLogprob(TypedDict):
+    """``rank`` is null for a token that is not among the most likely ones that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class ChatChoice(TypedDict):
     index: int
     message: Message
     finish_reason: FinishReason
     logprobs: ChatLogprobs | None
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
     step_map: NotRequired[list[int]]
 
 
@@ -87,6 +98,8 @@ class ChatAnswer(TypedDict):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class FunctionDelta(TypedDict):
@@ -107,6 +120,7 @@ class Delta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 
@@ -123,6 +137,8 @@ class ChatChunkChoice(TypedDict):
     delta: Delta
     finish_reason: FinishReason | None
     logprobs: ChatLogprobs | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
     step_map: NotRequired[list[int]]
     draft: NotRequired[Draft]
 
@@ -137,6 +153,7 @@ class ChatChunk(TypedDict):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class CompletionLogprobs(TypedDict):
@@ -151,6 +168,10 @@ class CompletionChoice(TypedDict):
     text: str
     finish_reason: FinishReason
     logprobs: CompletionLogprobs | None
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
     step_map: NotRequired[list[int]]
 
 
@@ -171,6 +192,9 @@ class CompletionChunkChoice(TypedDict):
     text: str
     finish_reason: FinishReason | None
     logprobs: CompletionLogprobs | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
     step_map: NotRequired[list[int]]
     draft: NotRequired[Draft]
 

@@ -17,14 +17,16 @@ from typing import Any
 
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.fields import Honoured, Table, check
-from aioinfer.chat.messages import check_variables, parse_messages
+from aioinfer.chat.messages import parse_messages
 from aioinfer.chat.structured import parse_grammar
 from aioinfer.chat.tools import Tools, parse_tools
+from aioinfer.chat.variables import template_variables
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest, renamed, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
+from aioinfer.server.openai.extras import MAX_TOKENS, Extras, parse_extras
 from aioinfer.server.openai.fields import CHAT, COMPLETION, MAX_CHOICES, NESTED, REQUEST_ID
 
 __all__ = [
@@ -54,6 +56,8 @@ class Served:
     chat: ChatFormat = field(default_factory=ChatFormat)
     max_messages: int = 4096
     fingerprint: str = ""
+    #: options of :meth:`aioinfer.Engine.generate` that a request may lower; None: it may set any
+    most: Mapping[str, float | None] = field(default_factory=dict)
     #: further names of the model
     aliases: frozenset[str] = frozenset()
     request_id: str = ""
@@ -90,6 +94,8 @@ class Call:
     #: choices include the denoising round in which each token was written
     step_map: bool = False
     fingerprint: str = ""
+    #: what it asks for beyond OpenAI's fields
+    extras: Extras = field(default_factory=Extras)
     #: argument of the engine -> field of the body that it comes from, where the names differ
     names: Mapping[str, str] = field(default_factory=dict)
     #: what other protocols repeat of the body in their answers
@@ -124,8 +130,15 @@ def chat_call(body: Mapping[str, Any], served: Served, prefix: str = "chatcmpl-"
     logprobs = (0 if top is None else top) if flag_of(body, "logprobs") else None
     names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
     call = _call(prefix, body, served, [messages], logprobs, CHAT, names, kwargs or None)
+    begins = served.chat.continued(messages[-1]) if kwargs.get("continue_final_message") else None
     try:
-        params, answer = served.chat.apply(call.params, tools)
+        params, answer = served.chat.apply(
+            call.params,
+            tools,
+            separate=_unless_false(body, "separate_reasoning"),
+            shown=_unless_false(body, "include_reasoning"),
+            begins=begins,
+        )
     except InvalidRequest as refused:
         raise call.named(refused) from None
     if answer is not None and answer.constrained:
@@ -143,7 +156,7 @@ def conversation(
         most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
         raise InvalidRequest("messages", most)
     messages = parse_messages(messages, template_names)
-    kwargs = _template_kwargs(body, template_names)
+    kwargs = template_variables(body, served.chat)
     tools = parse_tools(body)
     if tools is not None:
         kwargs["tools"] = served.chat.offered(tools)
@@ -173,29 +186,12 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     best_of, n = body.get("best_of"), 1 if body.get("n") is None else body["n"]
     if best_of is not None and (type(best_of) is not int or best_of != n):
         raise InvalidRequest("best_of", "must equal n", code="unsupported_parameter")
-    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+    if all(body.get(name) is None for name in MAX_TOKENS):
         body["max_tokens"] = 16
     logprobs = body.get("logprobs")
     if logprobs is not None and flag_of(body, "echo") and flag_of(body, "stream"):
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
     return _call("cmpl-", body, served, prompts, logprobs, COMPLETION, {})
-
-
-def _template_kwargs(body: Mapping[str, Any], template_names: frozenset[str] | None) -> dict[str, Any]:
-    """The variables of the chat template, besides ``tools``. Raises InvalidRequest for one that the template
-    does not read."""
-    given = body.get("chat_template_kwargs")
-    if given is not None and not isinstance(given, dict):
-        raise InvalidRequest("chat_template_kwargs", "must be an object")
-    kwargs = dict(given or {})
-    fields = {name: f"chat_template_kwargs.{name[:80]}" for name in kwargs}
-    for name in ("documents", "reasoning_effort"):
-        if body.get(name) is not None:
-            fields[name], kwargs[name] = name, body[name]
-    for name in ("add_generation_prompt", "continue_final_message"):
-        kwargs.update({name: flag_of(body, name)} if body.get(name) is not None else {})
-    check_variables(kwargs, fields, template_names)
-    return kwargs
 
 
 def model_not_found(served: str, wanted: Any) -> Refused:
@@ -249,6 +245,7 @@ def _call(
     check(options, NESTED["stream_options"], "stream_options.")
     defaults = replace(served.defaults, diffusion=diffusion)
     params = _sampling(body, defaults, logprobs, table, names)
+    extras, options_given = parse_extras(body, served.most)
     other_key = body.get("routing_key") is None
     names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
     return Call(
@@ -267,9 +264,11 @@ def _call(
             "priority": 0 if body.get("priority") is None else body["priority"],
             "cache_salt": "" if body.get("cache_salt") is None else body["cache_salt"],
             "routing_key": body.get("prompt_cache_key") if other_key else body["routing_key"],
+            **options_given,
         },
         step_map=step_map,
         fingerprint=served.fingerprint,
+        extras=extras,
         names=names,
     )
 
@@ -297,6 +296,8 @@ def _sampling(
         if not isinstance(rule, Honoured) or rule.param is None or body.get(name) is None:
             continue
         value = _bias(body[name]) if name == "logit_bias" else body[name]
+        if name == "n_predict" and value == -1:
+            value = None  # no limit, in llama.cpp
         if rule.param in names and values[rule.param] != value:
             raise InvalidRequest(name, f"differs from {names[rule.param]}")
         values[rule.param], names[rule.param] = value, name
@@ -306,7 +307,11 @@ def _sampling(
     if grammar is not None:
         names["grammar"], values["grammar"] = grammar
     values["logprobs"] = logprobs
+    if values["prompt_logprobs"] is not None and flag_of(body, "stream"):
+        raise InvalidRequest("prompt_logprobs", "cannot be streamed")
     if logprobs is not None and flag_of(body, "echo"):
+        if values["prompt_logprobs"] not in (None, logprobs):
+            raise InvalidRequest("prompt_logprobs", "differs from the logprobs of the echoed prompt")
         values["prompt_logprobs"], names["prompt_logprobs"] = logprobs, "echo"
     try:
         return SamplingParams(**values)
@@ -343,6 +348,10 @@ def flag_of(body: Mapping[str, Any], name: str, path: str = "") -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"{path}{name}", "must be true or false")
     return value
+
+
+def _unless_false(body: Mapping[str, Any], name: str) -> bool:
+    return body.get(name) is None or flag_of(body, name)
 
 
 def _is_ids(values: list[Any]) -> bool:

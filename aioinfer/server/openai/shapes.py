@@ -33,6 +33,8 @@ class Shape:
         #: the delta that opens a choice; None: only an echo does
         self.opening = opening
         self._chat = chat
+        #: what is said of the prompt stands beside the choices, and not in each
+        self.prompt_beside = chat
 
     def logprobs(self, speller: Speller) -> ChatLogprobs | CompletionLogprobs:
         """The writer of the logprobs of one choice."""
@@ -50,7 +52,7 @@ class Shape:
         if reader is not None:
             for _ in reader.read(text, ended=True):
                 pass
-            body["message"] = reader.message()
+            body["message"] = _both(reader.message())
             body["finish_reason"] = reader.finish_reason(finish_reason)
         elif self._chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -58,12 +60,17 @@ class Shape:
             body["text"] = text
         return body
 
-    def first(self, call: Call, index: int, echo: str) -> str:
-        """The event that opens a choice."""
+    def first(self, call: Call, index: int, echo: str, prompt_ids: str | None = None) -> str:
+        """The event that opens a choice. ``prompt_ids``: JSON, in the choice or beside all choices."""
         delta = self.opening if self.opening is not None else self._delta % _quoted(echo)
         if call.answer is not None:
             delta = _OPENING_WITHOUT_CONTENT
-        return self._event(call, index, delta, "null")
+        event = self._event(call, index, delta, "null")
+        if prompt_ids is None:
+            return event
+        end = "}" if self.prompt_beside else "}]"
+        at = event.rindex(end)
+        return f'{event[:at]},"prompt_token_ids":{prompt_ids}{event[at:]}'
 
     def delta(
         self,
@@ -79,7 +86,7 @@ class Shape:
         delta = self._delta % _quoted(chunk.text)
         if self._chat and chunk.draft is not None and not chunk.text:
             delta = _EMPTY
-        more = chunk_fields(chunk, call.step_map)
+        more = _further(chunk, call)
         return self._event(call, index, delta, reason, logprobs, more, usage)
 
     def around_text(self, call: Call, index: int) -> tuple[str, str]:
@@ -101,7 +108,7 @@ class Shape:
     ) -> Iterator[str]:
         """The events of a chunk that a parser has read: none while its text is held back. The first event has
         the logprobs, the last one the finish reason and the fields of diffusion models."""
-        more = chunk_fields(chunk, call.step_map)
+        more = _further(chunk, call)
         reason = json.dumps(chunk.finish_reason and reader.finish_reason(chunk.finish_reason))
         deltas = reader.deltas()
         delta = next(deltas, None)
@@ -110,7 +117,7 @@ class Shape:
         while delta is not None:
             following = next(deltas, None)
             last = following is None
-            text = f'"delta":{json.dumps(delta)}'
+            text = f'"delta":{json.dumps(_both(delta))}'
             ending, fields = (reason, more) if last else ("null", None)
             yield self._event(call, index, text, ending, logprobs, fields, usage)
             delta, logprobs = following, "null"
@@ -140,6 +147,22 @@ class Shape:
 
     def _head(self, call: Call) -> str:
         return _head_of(self._chunk_object, call.id, call.created, call.model, call.fingerprint)
+
+
+def _both(message: dict[str, Any]) -> dict[str, Any]:
+    """A message or delta with its reasoning under both names that clients know."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {**message, "reasoning": reasoning}
+
+
+def _further(chunk: Chunk, call: Call) -> dict[str, Any]:
+    """Fields of a streamed choice beyond OpenAI's."""
+    found = chunk_fields(chunk, call.step_map)
+    if chunk.finish_reason is not None:
+        found["stop_reason"] = chunk.stop_reason
+    if call.extras.token_ids:
+        found["token_ids"] = chunk.token_ids
+    return found
 
 
 def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from aioinfer.outputs import Result
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import PIECE, Pieces
 from aioinfer.server.openai.diffusion import step_map_field
-from aioinfer.server.openai.logprobs import Speller
+from aioinfer.server.openai.logprobs import Speller, prompt_logprobs
 from aioinfer.server.openai.protocol import Call
 from aioinfer.server.openai.shapes import Shape, usage_body
 
@@ -37,7 +37,10 @@ async def whole_answer(
         await _choice(body, call, shape, index, echo, result, speller, reader, pace)
         await pace()
     usage = usage_body([result.usage for result in results], call.n)
-    body.add(f'],"usage":{json.dumps(usage)}}}')
+    body.add(f'],"usage":{json.dumps(usage)}')
+    if shape.prompt_beside:
+        await _prompt(body, call, results[0], speller, pace)
+    body.add("}")
     return body.end()
 
 
@@ -59,6 +62,9 @@ async def _choice(
     else:
         choice = shape.choice(*given)
     choice |= step_map_field(result.step_map, call.step_map)
+    choice["stop_reason"] = result.stop_reason
+    if call.extras.token_ids:
+        choice["token_ids"] = result.token_ids
     body.add("{")
     for name, value in choice.items():
         body.add(f"{json.dumps(name)}: ")
@@ -68,6 +74,19 @@ async def _choice(
     if result.logprobs is None:
         body.add("null")
     else:
-        entries = [*(result.prompt_logprobs or []), *result.logprobs]
+        echoed = result.prompt_logprobs or [] if call.echo else []
+        entries = [*echoed, *result.logprobs]
         await shape.logprobs(speller).write(entries, pace, body.add, result.prompt_token_ids[0])
+    if not shape.prompt_beside:
+        await _prompt(body, call, result, speller, pace)
     body.add("}")
+
+
+async def _prompt(body: Pieces, call: Call, result: Result, speller: Speller, pace: Pace) -> None:
+    """What the call asks of the prompt."""
+    if call.extras.token_ids:
+        body.add(',"prompt_token_ids":')
+        await body.add_json(list(result.prompt_token_ids), pace)
+    if call.extras.prompt_logprobs:
+        body.add(',"prompt_logprobs":')
+        await prompt_logprobs(result.prompt_logprobs or [], speller, pace, body.add)

@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from aiohttp import web
-
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
-from aioinfer.server.http.pieces import cut
+from aioinfer.server.http.pieces import Pieces, cut
 from aioinfer.server.openai import fields
 from aioinfer.server.openai.logprobs import divided
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
@@ -49,9 +47,6 @@ class OpenAIWire:
     async def answer(self, call: Call, context: AnswerContext) -> OpenAIAnswer:
         return OpenAIAnswer(call, self._shape, context, await _echoes(call, context.tokenizer))
 
-    def failed(self, failure: Failure) -> web.Response:
-        return failure.response()
-
 
 class OpenAIAnswer:
     """The answer to one call: as :class:`~aioinfer.server.wire.AnswerWriter`."""
@@ -63,16 +58,22 @@ class OpenAIAnswer:
         self._echoes = echoes
         choices = range(len(context.readers))
         scored = call.params.logprobs is not None
-        self._logprobs = [shape.logprobs(context.speller) if scored else None for _ in choices]
+        speller = context.speller
+        self._speller = speller.by_id if call.extras.tokens_by_id else speller
+        self._logprobs = [shape.logprobs(self._speller) if scored else None for _ in choices]
         #: output tokens of every choice so far
         self._sent = [0 for _ in choices]
 
     async def open(self, events: Events) -> None:
-        pace = Pace()
+        pace, shape = Pace(), self._shape
         for index, echo in enumerate(self._echoes):
-            if self._shape.opening is not None or echo:
+            prompt_ids = None
+            if self._call.extras.token_ids and not (shape.prompt_beside and index):
+                prompt_ids = await _ids(self._context.prompt_ids(index), pace)
+            if shape.opening is not None or echo or prompt_ids is not None:
                 for piece in cut(echo):
-                    await events.send(self._shape.first(self._call, index, piece))
+                    await events.send(shape.first(self._call, index, piece, prompt_ids))
+                    prompt_ids = None
                     await pace()
 
     def plain(self, index: int) -> PlainEvent | None:
@@ -117,7 +118,7 @@ class OpenAIAnswer:
     async def whole(self, results: Sequence[Result]) -> list[bytes]:
         context = self._context
         return await whole_answer(
-            self._call, self._shape, results, self._echoes, context.speller, context.readers
+            self._call, self._shape, results, self._echoes, self._speller, context.readers
         )
 
     def _usage(self, index: int, chunk: Chunk) -> dict[str, object] | None:
@@ -127,6 +128,13 @@ class OpenAIAnswer:
         self._sent[index] += len(chunk.token_ids)
         usage = replace(self._context.usage(index), completion_tokens=self._sent[index])
         return usage_body([usage], 1)
+
+
+async def _ids(ids: Sequence[int], pace: Pace) -> str:
+    """Token ids as JSON."""
+    pieces = Pieces()
+    await pieces.add_json(list(ids), pace)
+    return b"".join(pieces.end()).decode()
 
 
 async def _echoes(call: Call, tokenizer: Tokenizer | None) -> list[str]:

@@ -13,6 +13,8 @@ __all__ = ["body_schema"]
 
 #: objects whose further keys go to the chat template if that reads them
 _OPEN = frozenset({"messages[]"})
+#: objects of which the server reads these fields only
+_UNREAD = frozenset({"tools[] hosted"})
 
 
 def body_schema(body: Body) -> dict[str, Any]:
@@ -51,6 +53,11 @@ def _object(table: Table, nested: Mapping[str, Table], path: str) -> dict[str, A
     }
 
 
+def _of_kind(kind: str, nested: Mapping[str, Table], path: str) -> dict[str, Any]:
+    found = _object(nested[kind], nested, path)
+    return {**found, "additionalProperties": True} if kind in _UNREAD else found
+
+
 def _honoured(name: str, rule: Honoured, nested: Mapping[str, Table], path: str) -> dict[str, Any]:
     schema = dict(rule.schema)
     if not schema and rule.param is not None:
@@ -58,8 +65,11 @@ def _honoured(name: str, rule: Honoured, nested: Mapping[str, Table], path: str)
     alternatives = [schema] if schema else []
     if path in nested:
         alternatives.append(_object(nested[path], nested, f"{path}."))
-    if f"{path}[]" in nested:
-        items = _object(nested[f"{path}[]"], nested, f"{path}[].")
+    kinds = [key for key in nested if key.startswith(f"{path}[] ")]
+    if f"{path}[]" in nested or kinds:
+        # Of one kind, or of several whose names stand behind the path.
+        several = {"anyOf": [_of_kind(kind, nested, f"{path}[].") for kind in kinds]}
+        items = several if kinds else _object(nested[f"{path}[]"], nested, f"{path}[].")
         if schema.get("type") == "array":
             alternatives[0] = {**schema, "items": items}
         else:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aioinfer import __version__
+from aioinfer.server.http.failures import Failure
 from aioinfer.server.openapi.bodies import body_schema
 from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
 from aioinfer.server.openapi.typed import schema_of
@@ -23,7 +24,7 @@ STATUSES: Mapping[int, str] = {
     413: "The body is too large.",
     415: "The content type or encoding of the body is not supported.",
     417: "The `Expect` is not supported.",
-    429: "The queue is full: try again after `Retry-After` seconds.",
+    429: "The queue is full or the key at its limit: try again after `Retry-After` seconds.",
     500: "The request failed in the server.",
     503: "The engine is not serving, or the server has too many connections.",
     504: "The request did not begin or end within its timeout.",
@@ -51,6 +52,7 @@ OPENAI_ERROR = ErrorBody(
         },
         "required": ["error"],
     },
+    Failure.body,
 )
 
 
@@ -127,8 +129,7 @@ def _responses(endpoint: Endpoint, components: dict[str, Any]) -> dict[str, Any]
     for status, meaning in endpoint.answers.items():
         responses[str(status)] = {"description": meaning, "content": content}
     if endpoint.events is not None:
-        text = "Events, each a line `data: ` with JSON and an empty line. The last one is `data: [DONE]`."
-        events = {"schema": {"type": "string", "description": text}}
+        events = {"schema": {"type": "string", "description": endpoint.form}}
         responses["200"]["content"] = {
             **content,
             "text/event-stream": {**events, "x-event-schema": schema_of(endpoint.events, components)},

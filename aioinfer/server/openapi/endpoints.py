@@ -12,20 +12,20 @@ from aioinfer.chat.fields import Table
 from aioinfer.chat.schemas import Schema
 from aioinfer.server.http.failures import Failure
 
-__all__ = ["Body", "Endpoint", "ErrorBody", "Failed", "Handler", "Place", "Route"]
+__all__ = ["Body", "Endpoint", "ErrorBody", "Handler", "Place", "Route"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Failed = Callable[[Failure], web.Response]
 #: Where a path begins. "prefix": at that of the engine. "here": at the root of a server, and at the prefix of
 #: an engine that is mounted in an application. "root": at the root of a server; mounted, it is not there.
 Place = Literal["prefix", "here", "root"]
 
 
 class ErrorBody(NamedTuple):
-    """A form of errors: the name of its schema, and the schema."""
+    """A form of errors: the name of its schema, the schema, and what makes one of a failure."""
 
     name: str
     schema: Schema
+    made: Callable[[Failure], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Endpoint:
         answer: of status 200: a TypedDict, a schema, or None if it is not JSON.
         media: the content type of the answer.
         events: the data of an event of a streamed answer: a TypedDict; None if it cannot be streamed.
+        form: how the events of a stream are written.
         statuses: further statuses and their meaning; those with an error object follow from the rest.
         answers: statuses besides 200 with a body of ``answer``, and their meaning.
         generates: it computes tokens.
@@ -68,6 +69,7 @@ class Endpoint:
     answer: Any = None
     media: str = "application/json"
     events: Any = None
+    form: str = "Events, each a line `data: ` with JSON and an empty line. The last one is `data: [DONE]`."
     statuses: Mapping[int, str] = field(default_factory=dict)
     answers: Mapping[int, str] = field(default_factory=dict)
     generates: bool = False
@@ -76,13 +78,12 @@ class Endpoint:
     error: ErrorBody | None = None
     tag: str = "OpenAI"
 
-    def route(self, handler: Handler, failed: Failed = Failure.response) -> Route:
-        return Route(self, handler, failed)
+    def route(self, handler: Handler) -> Route:
+        return Route(self, handler)
 
 
 class Route(NamedTuple):
-    """An endpoint, what answers it, and what writes the failures of its requests."""
+    """An endpoint and what answers it."""
 
     endpoint: Endpoint
     handler: Handler
-    failed: Failed

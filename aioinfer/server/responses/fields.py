@@ -8,15 +8,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.chat.schemas import FLAG, OBJECT, TEXT, array, choice, either, integer, text
 from aioinfer.server.translation import EXTENSIONS
 
-__all__ = ["HOSTED_TOOLS", "INCLUDABLE", "LOGPROBS", "NESTED", "RESPONSES"]
+__all__ = [
+    "HOSTED_TOOLS",
+    "INCLUDABLE",
+    "LOGPROBS",
+    "LONGEST_KEY",
+    "LONGEST_VALUE",
+    "MOST_METADATA",
+    "NESTED",
+    "RESPONSES",
+]
 
+#: entries of ``metadata``, and characters of their keys and values
+MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
+
+_NAME = text(pattern="[a-zA-Z0-9_-]{1,64}")
 _BOOKKEEPING = Harmless("the client's bookkeeping")
 _NO = Unsupported()
-_TEXT = {"type": "string"}
-_FLAG = {"type": "boolean"}
-_OBJECT = {"type": "object"}
+_METADATA = {
+    "type": "object",
+    "maxProperties": MOST_METADATA,
+    "propertyNames": {"maxLength": LONGEST_KEY},
+    "additionalProperties": text(0, LONGEST_VALUE),
+}
 _STATE = Harmless("of an item that is complete")
 
 #: Types of tools that are left out of a request. An offered tool is a permission: the answer is that of a
@@ -43,37 +60,38 @@ INCLUDABLE = frozenset(
 #: of the body
 RESPONSES: Table = {
     **EXTENSIONS,
-    "model": Honoured("the served model's name; a request without it gets the served model", schema=_TEXT),
+    "model": Honoured("the served model's name; a request without it gets the served model", schema=TEXT),
     "input": Honoured(
         "text, or items: messages, calls and their outputs, reasoning",
-        schema={"anyOf": [_TEXT, {"type": "array", "items": _OBJECT, "minItems": 1}]},
+        schema=TEXT,
+        required=True,
     ),
-    "instructions": Honoured("a system message in front of `input`", schema=_TEXT),
-    "max_output_tokens": Honoured("`max_tokens`", schema={"type": "integer", "minimum": 1}),
-    "stop": Honoured("as in `SamplingParams`", schema={"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}),
+    "instructions": Honoured("a system message in front of `input`", schema=TEXT),
+    "max_output_tokens": Honoured("`max_tokens`", "max_tokens"),
+    "stop": Honoured("as in `SamplingParams`", "stop"),
     "top_logprobs": Honoured(
         f"likely alternatives of each token; needs `include` with `{LOGPROBS}`",
-        schema={"type": "integer", "minimum": 0, "maximum": 20},
+        schema=integer(0, 20),
     ),
     "include": Honoured(
         f"`{LOGPROBS}`; what else it may name is in no answer of this server",
-        schema={"type": "array", "items": {"type": "string", "enum": sorted(INCLUDABLE)}},
+        schema=array(choice(*sorted(INCLUDABLE))),
     ),
     "tools": Honoured(
         "functions that the model may call; hosted tools are left out",
-        schema={"type": "array", "items": _OBJECT, "maxItems": 128},
+        schema=array(OBJECT),
     ),
     "tool_choice": Honoured(
         "`none`, `auto`, `required`, or one function",
-        schema={"anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, _OBJECT]},
+        schema=choice("none", "auto", "required"),
     ),
-    "parallel_tool_calls": Honoured("false: one call at most", schema=_FLAG),
-    "text": Honoured("the format of the answer", schema=_OBJECT),
-    "reasoning": Honoured("how much the model thinks", schema=_OBJECT),
-    "stream": Honoured("server-sent events", schema=_FLAG),
-    "stream_options": Honoured("what a stream includes", schema=_OBJECT),
-    "prompt_cache_key": Honoured("`routing_key`, unless that is given", schema=_TEXT),
-    "metadata": Honoured("is repeated in the answer", schema={"type": "object", "maxProperties": 16}),
+    "parallel_tool_calls": Honoured("false: one call at most", schema=FLAG),
+    "text": Honoured("the format of the answer"),
+    "reasoning": Honoured("how much the model thinks"),
+    "stream": Honoured("server-sent events", schema=FLAG),
+    "stream_options": Honoured("what a stream includes"),
+    "prompt_cache_key": Honoured("`routing_key`, unless that is given", schema=TEXT),
+    "metadata": Honoured("is repeated in the answer", schema=_METADATA),
     # accepted
     "user": _BOOKKEEPING,
     "safety_identifier": _BOOKKEEPING,
@@ -104,18 +122,22 @@ RESPONSES: Table = {
 }
 
 _MESSAGE: Table = {
-    "type": Honoured("`message`, or absent", schema=_TEXT),
-    "role": Honoured("`user`, `assistant`, `system`, or `developer`, which is the same", schema=_TEXT),
-    "content": Honoured("text or a list of parts of text", schema={"anyOf": [_TEXT, {"type": "array"}]}),
+    "type": Honoured("`message`, or absent", schema=choice("message")),
+    "role": Honoured(
+        "`user`, `assistant`, `system`, or `developer`, which is the same",
+        schema=choice("user", "assistant", "system", "developer"),
+        required=True,
+    ),
+    "content": Honoured("text or a list of parts of text", schema=TEXT, required=True),
     "id": _BOOKKEEPING,
     "status": _STATE,
     "phase": Harmless("a label of OpenAI's own models"),
 }
 _CALL: Table = {
-    "type": Honoured("`function_call`", schema=_TEXT),
-    "call_id": Honoured("goes to the chat template", schema=_TEXT),
-    "name": Honoured("goes to the chat template", schema=_TEXT),
-    "arguments": Honoured("goes to the chat template", schema=_TEXT),
+    "type": Honoured("`function_call`", schema=choice("function_call"), required=True),
+    "call_id": Honoured("goes to the chat template", schema=TEXT, required=True),
+    "name": Honoured("goes to the chat template", schema=TEXT),
+    "arguments": Honoured("goes to the chat template", schema=TEXT, required=True),
     "id": _BOOKKEEPING,
     "status": _STATE,
     "parsed_arguments": Harmless("the client's reading of `arguments`"),
@@ -124,26 +146,39 @@ _CALL: Table = {
     "async": Unsupported((False,)),
 }
 _OUTPUT: Table = {
-    "type": Honoured("`function_call_output`", schema=_TEXT),
-    "call_id": Honoured("goes to the chat template", schema=_TEXT),
-    "output": Honoured("text or a list of parts of text", schema={"anyOf": [_TEXT, {"type": "array"}]}),
-    "name": Honoured("goes to the chat template", schema=_TEXT),
+    "type": Honoured("`function_call_output`", schema=choice("function_call_output"), required=True),
+    "call_id": Honoured("goes to the chat template", schema=TEXT, required=True),
+    "output": Honoured("text or a list of parts of text", schema=either(TEXT, array(OBJECT)), required=True),
+    "name": Honoured("goes to the chat template", schema=TEXT),
     "id": _BOOKKEEPING,
     "status": _STATE,
     "caller": Unsupported(({"type": "direct"},)),
     "namespace": _NO,
 }
 _REASONING_ITEM: Table = {
-    "type": Honoured("`reasoning`", schema=_TEXT),
-    "content": Honoured("the reasoning; goes to the chat template, which may not read it"),
-    "summary": Honoured("is used without `content`", schema={"type": "array"}),
+    "type": Honoured("`reasoning`", schema=choice("reasoning"), required=True),
+    "content": Honoured(
+        "the reasoning; goes to the chat template, which may not read it", schema=array(OBJECT)
+    ),
+    "summary": Honoured("is used without `content`", schema=array(OBJECT)),
     "id": _BOOKKEEPING,
     "status": _STATE,
     "encrypted_content": Unsupported(("",), "of another server, it cannot be read"),
 }
+
+
+def _thought(kind: str) -> Table:
+    return {
+        "type": Honoured(f"`{kind}`", schema=choice(kind), required=True),
+        "text": Honoured("text", schema=TEXT, required=True),
+    }
+
+
 _PART: Table = {
-    "type": Honoured("`input_text` or `output_text`", schema=_TEXT),
-    "text": Honoured("text", schema=_TEXT),
+    "type": Honoured(
+        "`input_text` or `output_text`", schema=choice("input_text", "output_text", "text"), required=True
+    ),
+    "text": Honoured("text", schema=TEXT, required=True),
     "annotations": Unsupported(([],)),
     "logprobs": Harmless("of an earlier answer"),
     "parsed": Harmless("the client's reading of `text`"),
@@ -157,29 +192,36 @@ NESTED: Mapping[str, Table] = {
     "input[] function_call": _CALL,
     "input[] function_call_output": _OUTPUT,
     "input[] reasoning": _REASONING_ITEM,
-    "input[].content[]": _PART,
-    "tools[]": {
-        "type": Honoured("`function`; hosted tools are left out", schema=_TEXT),
-        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_TEXT),
-        "description": Honoured("goes to the chat template", schema=_TEXT),
-        "parameters": Honoured("the JSON schema of the arguments", schema=_OBJECT),
-        "strict": Honoured("the arguments obey the schema", schema=_FLAG),
+    "input[].content[] text": _PART,
+    "input[].content[] reasoning": _thought("reasoning_text"),
+    "input[].summary[]": _thought("summary_text"),
+    "tools[] hosted": {"type": Honoured("is left out", schema=choice(*sorted(HOSTED_TOOLS)), required=True)},
+    "tools[] function": {
+        "type": Honoured("`function`", schema=choice("function"), required=True),
+        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_NAME, required=True),
+        "description": Honoured("goes to the chat template", schema=TEXT),
+        "parameters": Honoured("the JSON schema of the arguments", schema=OBJECT),
+        "strict": Honoured("the arguments obey the schema", schema=FLAG),
         "defer_loading": Unsupported((False,)),
         "allowed_callers": Unsupported((["direct"],)),
         "async": Unsupported((False,)),
         "output_schema": _NO,
     },
     "tool_choice": {
-        "type": Honoured("`function`", schema=_TEXT),
-        "name": Honoured("the function to call", schema=_TEXT),
+        "type": Honoured("`function`", schema=choice("function"), required=True),
+        "name": Honoured("the function to call", schema=_NAME, required=True),
     },
     "text": {
-        "format": Honoured("`text`, `json_object` or `json_schema`", schema=_OBJECT),
+        "format": Honoured("`text`, `json_object` or `json_schema`"),
         "verbosity": Unsupported(("medium",)),
     },
     "text.format": {
-        "type": Honoured("`text`, `json_object` or `json_schema`", schema=_TEXT),
-        "schema": Honoured("of type `json_schema`: the JSON schema", schema=_OBJECT),
+        "type": Honoured(
+            "`text`, `json_object` or `json_schema`",
+            schema=choice("text", "json_object", "json_schema"),
+            required=True,
+        ),
+        "schema": Honoured("of type `json_schema`: the JSON schema", schema=OBJECT),
         "name": Harmless("a label"),
         "description": Harmless("a label"),
         "strict": Harmless("every schema is enforced"),
@@ -188,7 +230,7 @@ NESTED: Mapping[str, Table] = {
         "effort": Honoured(
             "goes to the chat template as `reasoning_effort`; refused if that does not read it, but for "
             "`medium`, which is the default, and for `none` of a model that can be told not to think",
-            schema=_TEXT,
+            schema=TEXT,
         ),
         "summary": Unsupported(("auto",), "answers have the reasoning itself"),
         "generate_summary": Unsupported(("auto",), "answers have the reasoning itself"),

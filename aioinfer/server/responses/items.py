@@ -12,7 +12,9 @@ from aioinfer.server.translation import given_list, given_object, given_text
 
 __all__ = ["Conversation"]
 
-_PART = NESTED["input[].content[]"]
+_PART = NESTED["input[].content[] text"]
+#: of reasoning and of its summary: they differ in their types only
+_THOUGHT = NESTED["input[].summary[]"]
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -92,18 +94,9 @@ class Conversation:
 
     def _reasoning(self, field: str, item: Mapping[str, Any]) -> None:
         _check(item, "reasoning", field)
-        parts = [
-            (path, given_object(path, part))
-            for name in ("content", "summary")
-            for at, part in enumerate(given_list(f"{field}.{name}", item.get(name) or []))
-            for path in (f"{field}.{name}[{at}]",)
-        ]
-        texts: dict[str, list[str]] = {"reasoning_text": [], "summary_text": []}
-        for path, part in parts:
-            if part.get("type") not in ("reasoning_text", "summary_text"):
-                raise InvalidRequest(f"{path}.type", "must be 'reasoning_text' or 'summary_text'")
-            texts[part["type"]].append(given_text(f"{path}.text", part.get("text")))
-        if text := "".join(texts["reasoning_text"] or texts["summary_text"]):
+        content = _thoughts(f"{field}.content", item.get("content"), "reasoning_text")
+        summary = _thoughts(f"{field}.summary", item.get("summary"), "summary_text")
+        if text := content or summary:
             self._begin(field)["reasoning_content"] = text
 
     def _call(self, field: str, item: Mapping[str, Any]) -> None:
@@ -165,5 +158,17 @@ def _content(field: str, content: Any) -> str:
             message = f"{shown(kind)} is not supported by this server: text is"
             raise InvalidRequest(f"{where}.type", message, code="unsupported_parameter")
         check(part, _PART, f"{where}.")
+        texts.append(given_text(f"{where}.text", part.get("text")))
+    return "".join(texts)
+
+
+def _thoughts(field: str, given: Any, kind: str) -> str:
+    """The text of a reasoning item's parts."""
+    texts = []
+    for number, part in enumerate(given_list(field, given, [])):
+        where = f"{field}[{number}]"
+        if given_object(where, part).get("type") != kind:
+            raise InvalidRequest(f"{where}.type", f"must be {kind!r}, got {shown(part.get('type'))}")
+        check(part, _THOUGHT, f"{where}.")
         texts.append(given_text(f"{where}.text", part.get("text")))
     return "".join(texts)

@@ -9,13 +9,12 @@ from typing import Any
 from aioinfer.chat.fields import check
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.server.openai.protocol import Call, Served, object_of
+from aioinfer.server.responses import fields
 from aioinfer.server.responses.fields import HOSTED_TOOLS, INCLUDABLE, LOGPROBS, NESTED, RESPONSES
 from aioinfer.server.responses.items import Conversation
 from aioinfer.server.translation import ChatBody, given_list, given_object, given_text
 
 __all__ = ["parse_response"]
-
-_MAX_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 
 
 def parse_response(raw: bytes, served: Served) -> Call:
@@ -32,10 +31,10 @@ def parse_response(raw: bytes, served: Served) -> Call:
     tools = _tools(body, chat)
     _choice(body, chat)
     text = _format(body, chat)
-    reasoning = given_object("reasoning", body.get("reasoning") or {})
+    reasoning = given_object("reasoning", body.get("reasoning"), {})
     check(reasoning, NESTED["reasoning"], "reasoning.")
     chat.effort(reasoning.get("effort"), "reasoning.effort", "medium")
-    options = given_object("stream_options", body.get("stream_options") or {})
+    options = given_object("stream_options", body.get("stream_options"), {})
     check(options, NESTED["stream_options"], "stream_options.")
     metadata = _metadata(body.get("metadata"))
     call = chat.call("resp_")
@@ -67,7 +66,13 @@ def _with_repeated(
         "top_logprobs": params.logprobs or 0,
         "top_p": float(params.top_p),
         # the same in every answer
-        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls")),
+        **dict.fromkeys(
+            (
+                *("previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation"),
+                # which pydantic-ai reads even with clients that do not know it
+                "prompt_cache_diagnostics",
+            )
+        ),
         "background": False,
         "store": False,
         "truncation": "disabled",
@@ -93,7 +98,7 @@ def _conversation(body: Mapping[str, Any], chat: ChatBody, served: Served) -> No
 
 
 def _logprobs(body: Mapping[str, Any], chat: ChatBody) -> None:
-    include = given_list("include", body.get("include") or [])
+    include = given_list("include", body.get("include"), [])
     for number, each in enumerate(include):
         if not isinstance(each, str) or each not in INCLUDABLE:
             raise InvalidRequest(f"include[{number}]", f"{shown(each)} is not supported by this server")
@@ -120,7 +125,7 @@ def _tools(body: Mapping[str, Any], chat: ChatBody) -> list[dict[str, Any]]:
         if kind != "function":
             message = f"must be 'function' or a hosted tool, got {shown(kind)}"
             raise InvalidRequest(f"{field}.type", message, code="unsupported_parameter")
-        check(tool, NESTED["tools[]"], f"{field}.")
+        check(tool, NESTED["tools[] function"], f"{field}.")
         function = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
         chat.names[f"tools[{len(functions)}]"] = chat.names[f"tools[{len(functions)}].function"] = field
         functions.append({"type": "function", "function": function})
@@ -145,7 +150,7 @@ def _choice(body: Mapping[str, Any], chat: ChatBody) -> None:
 
 def _format(body: Mapping[str, Any], chat: ChatBody) -> dict[str, Any]:
     """Puts the format of the answer in; returns it as the answer repeats it."""
-    text = given_object("text", body.get("text") or {})
+    text = given_object("text", body.get("text"), {})
     check(text, NESTED["text"], "text.")
     given = text.get("format")
     plain = {"format": {"type": "text"}, "verbosity": "medium"}
@@ -171,11 +176,11 @@ def _format(body: Mapping[str, Any], chat: ChatBody) -> dict[str, Any]:
 
 
 def _metadata(given: Any) -> dict[str, str]:
-    metadata = given_object("metadata", given or {})
-    if len(metadata) > _MAX_METADATA:
-        raise InvalidRequest("metadata", f"at most {_MAX_METADATA} entries, got {len(metadata)}")
+    metadata = given_object("metadata", given, {})
+    if len(metadata) > fields.MOST_METADATA:
+        raise InvalidRequest("metadata", f"at most {fields.MOST_METADATA} entries, got {len(metadata)}")
     for key, value in metadata.items():
-        if len(key) > _LONGEST_KEY or len(given_text("metadata", value)) > _LONGEST_VALUE:
-            message = f"keys have at most {_LONGEST_KEY} characters, values {_LONGEST_VALUE}"
+        if len(key) > fields.LONGEST_KEY or len(given_text("metadata", value)) > fields.LONGEST_VALUE:
+            message = f"keys have at most {fields.LONGEST_KEY} characters, values {fields.LONGEST_VALUE}"
             raise InvalidRequest("metadata", message)
     return metadata

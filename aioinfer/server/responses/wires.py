@@ -10,8 +10,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from aiohttp import web
-
 from aioinfer.chat.parts import Part, Parts, Step
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
@@ -20,14 +18,12 @@ from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import cut, json_text
 from aioinfer.server.openai.logprobs import ChatLogprobs, divided
 from aioinfer.server.openai.protocol import Call, Served
-from aioinfer.server.openapi.endpoints import Body, Endpoint
 from aioinfer.server.responses import objects
-from aioinfer.server.responses.fields import NESTED, RESPONSES
 from aioinfer.server.responses.objects import ITEM
 from aioinfer.server.responses.parsing import parse_response
-from aioinfer.server.wire import AnswerContext, Events
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 
-__all__ = ["RESPONSES_ENDPOINT", "RESPONSES_WIRE", "ResponsesAnswer", "ResponsesWire"]
+__all__ = ["RESPONSES_WIRE", "ResponsesAnswer", "ResponsesWire"]
 
 
 class ResponsesWire:
@@ -38,9 +34,6 @@ class ResponsesWire:
 
     async def answer(self, call: Call, context: AnswerContext) -> ResponsesAnswer:
         return ResponsesAnswer(call, context)
-
-    def failed(self, failure: Failure) -> web.Response:
-        return failure.response()
 
 
 class ResponsesAnswer:
@@ -64,8 +57,8 @@ class ResponsesAnswer:
         for kind in ("response.created", "response.in_progress"):
             await self._send(events, kind, f'"response":{response}')
 
-    def plain(self, index: int) -> None:
-        """Events are numbered."""
+    def plain(self, index: int) -> PlainEvent | None:
+        return None  # events are numbered, or their parts begin and end
 
     async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
         pace = Pace()
@@ -193,17 +186,3 @@ def _deltas(part: Part) -> str:
 
 
 RESPONSES_WIRE = ResponsesWire()
-RESPONSES_ENDPOINT = Endpoint(
-    "POST",
-    "/responses",
-    "Generate an answer, as items",
-    body=Body(
-        "ResponseRequest",
-        RESPONSES,
-        NESTED,
-        examples=({"input": "What is 17 + 25?", "max_output_tokens": 64},),
-    ),
-    answer={"type": "object"},
-    events={"type": "object"},
-    generates=True,
-)

@@ -1,0 +1,319 @@
+"""Requests: the part of an engine that takes requests. Its life is in :mod:`aioinfer.engine`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+from aioinfer.chat.answers import ChatFormat
+from aioinfer.chat.asking import ChatRequest, chat_request
+from aioinfer.chat.functions import Tool
+from aioinfer.chats import ChatStream
+from aioinfer.config import EngineConfig
+from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
+from aioinfer.loop.options import (
+    GenerateOptions,
+    JobOptions,
+    Prompt,
+    PromptForm,
+    PromptSource,
+    RequestOptions,
+)
+from aioinfer.loop.runtime import Runtime
+from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
+from aioinfer.params import SamplingParams, Schema, inherited
+from aioinfer.stream import Stream
+
+if TYPE_CHECKING:
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Requests"]
+
+#: choices of one prompt, as in the HTTP API
+_MOST_CHOICES = 128
+
+
+class Requests(ABC):
+    """What an application asks of an engine: one output, a chat, choices, many outputs."""
+
+    config: EngineConfig
+    #: what the model recommends
+    default_params: SamplingParams
+
+    @property
+    @abstractmethod
+    def chat_format(self) -> ChatFormat:
+        """The formats of tool calls and reasoning of the model, and what its chat template reads."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Nothing more comes from it until it is started again."""
+
+    @abstractmethod
+    def _serving(self) -> Runtime:
+        """The runtime, if it accepts requests. Raises EngineClosed, EngineFailed, WrongLoop."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one. Raises EngineClosed before the start."""
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        routing_key: str | None = None,
+        queue_behind: int = 0,
+        max_lag: int | None = None,
+        request_id: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Stream:
+        """Queue a generation and return its :class:`~aioinfer.Stream` at once.
+
+        All arguments are copied: changing them afterwards has no effect.
+
+        Args:
+            prompt: text, a list of token ids, a list of chat messages for the chat template, or what
+                :meth:`prompt` returned. Token ids may also be an array of integers.
+            params: where a field that the model's ``generation_config.json`` recommends is not set, and for
+                None, the model's value (:attr:`default_params`) is used.
+            waiting_timeout: seconds until its first step; default from the config.
+            running_timeout: seconds from its first step on; default from the config.
+            priority: larger goes first, with the policy ``priority``.
+            cache_salt: prefixes are shared only between requests with the same salt.
+            routing_key: what the policy ``routing-key`` groups by.
+            queue_behind: so many requests that arrive later queue before this one. With 0, 1, 2 ... for the
+                parts of one job, a large job does not keep others waiting: others get their turn between.
+            max_lag: when the consumer has left more than this many tokens unread, nothing more is
+                computed until it reads (tokens in flight still arrive); default from the config.
+            request_id: a name of at most 256 characters, which stream, result, errors and logs have; it need
+                not be unique. By default one is made.
+            chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
+
+        Raises:
+            InvalidRequest: an argument is bad, or the prompt certainly too long (``code`` is then
+                "context_length_exceeded"). Errors that only tokenizing can find are raised by the stream.
+            Rejected: the queue is full.
+            EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
+        """
+        runtime = self._serving()
+        params = inherited(params, self.default_params)
+        options = RequestOptions(
+            priority=priority,
+            cache_salt=cache_salt,
+            routing_key=routing_key,
+            queue_behind=queue_behind,
+            waiting_timeout=self.config.waiting_timeout if waiting_timeout is None else waiting_timeout,
+            running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
+            max_lag=self.config.max_lag if max_lag is None else max_lag,
+            request_id=request_id,
+        )
+        try:
+            source = runtime.core.source(prompt, chat_template_kwargs)
+            return self._queue(runtime, source, params, options)
+        except AioInferError as error:
+            error.request_id = options.request_id
+            raise
+
+    def _queue(
+        self, runtime: Runtime, prompt: PromptSource, params: SamplingParams, options: RequestOptions
+    ) -> Stream:
+        """The way of every request; engines in tests add to it."""
+        return runtime.generate(prompt, params, options)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: str | Tool | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Schema | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> ChatStream:
+        """Queue the next answer of a chat and return its :class:`~aioinfer.ChatStream` at once.
+
+        As :meth:`generate`, with the answer split into reasoning, content and calls of tools. All arguments
+        are checked as the HTTP API checks them, and copied.
+
+        Args:
+            messages: in OpenAI's form; :attr:`ChatResult.message` and :meth:`ToolCall.reply` are some.
+            tools: functions that the model may call: objects in OpenAI's form, Python functions whose
+                parameters have annotations, or pydantic models. They are never called here.
+            tool_choice: "auto" (the default), "none", "required", or the tool that must be called, as an
+                object in OpenAI's form or as it is in ``tools``.
+            parallel_tool_calls: False for one call at most.
+            response_format: of the content: OpenAI's object, a JSON schema or a pydantic model. The result's
+                ``parsed`` is then what the content stands for.
+            chat_template_kwargs: variables that the chat template reads.
+            options: those of :meth:`generate`.
+
+        Raises as :meth:`generate`, with these names, also for tools that the model's formats cannot express.
+        """
+        self._serving()
+        asked = chat_request(
+            self.chat_format,
+            messages,
+            inherited(params, self.default_params),
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        try:
+            prompt = self.prompt(asked.messages, chat_template_kwargs=asked.template_kwargs)
+        except RequestError as error:
+            raise renamed(error, asked.names) from error.__cause__
+        return self.open_chat(asked, prompt, **options)
+
+    def open_chat(
+        self, asked: ChatRequest, prompt: PromptSource, **options: Unpack[GenerateOptions]
+    ) -> ChatStream:
+        """The second half of :meth:`chat`: queue a chat that was checked."""
+        try:
+            stream = self.generate(prompt, asked.params, **options)
+        except RequestError as error:
+            raise renamed(error, asked.names) from error.__cause__
+        return ChatStream(stream, prompt, asked, self.tokenizer)
+
+    def map(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | None = None,
+        *,
+        concurrency: int | None = None,
+        progress: MapProgress | None = None,
+        on_error: OnError = "raise",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[JobOptions],
+    ) -> ResultMap:
+        """The results of many prompts, in their order, as an asynchronous iterator.
+
+        ::
+
+            async with engine.map(prompts, SamplingParams(max_tokens=64)) as results:
+                async for result in results:
+                    print(result.text)
+
+        Prompts are read as there is room, and the requests of others get their turns between them.
+
+        Args:
+            prompts: any iterable or asynchronous iterable of prompts; it may be endless.
+            concurrency: so many requests are open at most, and so many further results are kept in memory;
+                default: twice ``config.max_running_requests``.
+            progress: ``progress(done, total)`` is called by the consumer's task; total is None if ``prompts``
+                has no length.
+            on_error: "raise" ends the iteration with the first error; "return" yields the error in the place
+                of its prompt's result.
+            params, chat_template_kwargs, options: as of :meth:`generate`, for every prompt.
+
+        Raises InvalidRequest for these arguments, EngineClosed, EngineFailed and WrongLoop.
+        """
+        self._serving()
+
+        def submit(prompt: Prompt, waiting: int) -> Stream:
+            return self.generate(
+                prompt,
+                params,
+                queue_behind=waiting,
+                chat_template_kwargs=chat_template_kwargs,
+                **options,
+            )
+
+        return ResultMap(
+            submit,
+            prompts,
+            concurrency=2 * self.config.max_running_requests if concurrency is None else concurrency,
+            progress=progress,
+            on_error=on_error,
+        )
+
+    def choices(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: int,
+        queue_behind: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[JobOptions],
+    ) -> list[Stream]:
+        """``n`` streams of one prompt (1 to 128), which is tokenized once; as ``n`` of the HTTP API.
+
+        The first is what :meth:`generate` gives; with a ``seed``, the others have the seeds that follow it.
+        Each can be read, awaited and left by itself: ``await asyncio.gather(*engine.choices(prompt, n=4))``.
+        Either all are queued or none. Raises as :meth:`generate`.
+        """
+        if type(n) is not int or not 1 <= n <= _MOST_CHOICES:
+            raise InvalidRequest("n", f"must be 1 to {_MOST_CHOICES}, got {shown(n)}")
+        source = self.prompt(prompt, chat_template_kwargs=chat_template_kwargs)
+        params = inherited(params, self.default_params)
+        streams: list[Stream] = []
+        try:
+            for number in range(n):
+                # Other requests get their turns between them.
+                choice = params.for_choice(number)
+                streams.append(self.generate(source, choice, queue_behind=queue_behind + number, **options))
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
+
+    def prompt(
+        self,
+        prompt: Prompt,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> PromptSource:
+        """A prompt for several calls of :meth:`generate`: it is copied and checked here and tokenized once.
+
+        ::
+
+            prompt = engine.prompt("Once upon a time")
+            results = await asyncio.gather(*(engine.generate(prompt) for _ in range(8)))
+
+        It can be used until the engine is closed. Raises as :meth:`generate`, except Rejected.
+
+        ``add_special_tokens``: whether the special tokens that the model expects around a text are added; by
+        default they are, except to chats, whose template has them. Token ids are taken as they are.
+        ``truncate_prompt_tokens``: only so many tokens of the prompt's end are kept.
+        """
+        form: PromptForm | None = PromptForm(add_special_tokens, truncate_prompt_tokens)
+        if form == PromptForm():
+            form = None
+        return self._serving().core.source(prompt, chat_template_kwargs, form)
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
+        """The token ids of a prompt, made on a worker thread; arguments as of :meth:`prompt`.
+
+        There may be more of them than the context length; a text that certainly has is refused. Raises as
+        :meth:`prompt`.
+        """
+        runtime = self._serving()
+        form = None
+        if not isinstance(prompt, PromptSource):
+            form = PromptForm(add_special_tokens, counted=True)
+        return list(await runtime.encode(runtime.core.source(prompt, chat_template_kwargs, form)))
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""
+        return await self._serving().decode(token_ids, skip_special_tokens=skip_special_tokens)

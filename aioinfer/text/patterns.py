@@ -1,0 +1,88 @@
+"""Patterns of JSON schemas: lookaheads at the beginning, as patterns of their own."""
+
+from __future__ import annotations
+
+__all__ = ["without_lookahead"]
+
+#: of pydantic's decimals, and the same without lookahead: digits and a dot at most, and one digit at least
+_KNOWN = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
+}
+
+
+def without_lookahead(pattern: str) -> list[str]:
+    """Patterns without lookahead; a text matches all of them if it matches ``pattern``, and only then.
+
+    Lookaheads directly behind a leading ``^`` are such patterns: ``^(?=.*a)b`` is ``^(.*a)`` and ``^b``.
+    Raises ValueError for other lookaheads and for lookbehinds.
+    """
+    if "(?" not in pattern:
+        return [pattern]
+    if pattern in _KNOWN:
+        return [_KNOWN[pattern]]
+    heads: list[str] = []
+    rest = pattern
+    while rest.startswith("^(?="):
+        end = _closing(rest, 1)
+        inside, behind = rest[len("^(?=") : end], rest[end + 1 :]
+        # Behind a lookahead that is repeated or one of several alternatives, it would mean something else.
+        if _alternatives(behind) or behind[:1] in ("*", "+", "?", "{"):
+            raise ValueError("with this lookahead")
+        heads.append(f"^({inside})")
+        rest = f"^{behind}"
+    for each in (rest, *heads):
+        if _looks(each):
+            raise ValueError("with lookahead or lookbehind but at the beginning, or negative")
+    return [rest, *heads]
+
+
+def _looks(pattern: str) -> bool:
+    """It has a lookahead or lookbehind."""
+    return any(
+        pattern.startswith(mark, at) for at in _plain(pattern) for mark in ("(?=", "(?!", "(?<=", "(?<!")
+    )
+
+
+def _plain(pattern: str) -> list[int]:
+    """Where the characters are that are neither escaped nor in a class."""
+    found: list[int] = []
+    at, inside = 0, False
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            at += 2
+            continue
+        if inside:
+            inside = pattern[at] != "]"
+        else:
+            found.append(at)
+            if pattern[at] == "[":
+                inside = True
+                # A bracket that comes first in a class is one of its characters.
+                at += 2 if pattern[at + 1 : at + 2] == "^" else 1
+                if pattern[at : at + 1] == "]":
+                    raise ValueError("with a class that begins with a bracket")
+                continue
+        at += 1
+    return found
+
+
+def _closing(pattern: str, start: int) -> int:
+    """Where the group ends that begins at ``start``. Raises ValueError."""
+    depth = 0
+    for at in _plain(pattern):
+        if at < start:
+            continue
+        depth += {"(": 1, ")": -1}.get(pattern[at], 0)
+        if depth == 0:
+            return at
+    raise ValueError("without balanced groups")
+
+
+def _alternatives(pattern: str) -> bool:
+    """It has alternatives outside all groups."""
+    depth = 0
+    for at in _plain(pattern):
+        depth += {"(": 1, ")": -1}.get(pattern[at], 0)
+        if pattern[at] == "|" and depth <= 0:
+            return True
+    return False

@@ -1,0 +1,250 @@
+"""ThreadsafeEngine: an engine for other threads than that of its loop, and for other loops."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
+
+from aioinfer.chat.asking import chat_request
+from aioinfer.chat.results import ChatDelta, ChatResult
+from aioinfer.chats import ChatStream
+from aioinfer.errors import EngineClosed, Rejected, RequestError, WrongLoop, renamed
+from aioinfer.loop.options import GenerateOptions, Prompt
+from aioinfer.outputs import Chunk, Result
+from aioinfer.params import SamplingParams, inherited
+from aioinfer.stream import Stream
+
+if TYPE_CHECKING:
+    from aioinfer.loop.core import Core
+    from aioinfer.requests import Requests
+
+__all__ = ["RemoteStream", "ThreadsafeEngine"]
+
+_T = TypeVar("_T")
+_Item = TypeVar("_Item", Chunk, ChatDelta)
+_Final = TypeVar("_Final", Result, ChatResult)
+
+
+class ThreadsafeEngine:
+    """What :meth:`aioinfer.Engine.threadsafe` returns; use it on any thread and on any loop.
+
+    Arguments are checked and copied on the calling thread, then the request goes to the engine's loop. There
+    is nothing to close: it lasts as long as the engine.
+    """
+
+    def __init__(self, engine: Requests, core: Core, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._core = core
+        self._loop = loop
+        self._defaults = engine.default_params
+        self._format = engine.chat_format
+        self._most = engine.config.max_queued_requests
+        #: requests on their way to the loop
+        self._sent = 0
+        self._lock = threading.Lock()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> RemoteStream[Chunk, Result]:
+        """As :meth:`aioinfer.Engine.generate`; what only the engine's loop can tell is raised by the stream.
+
+        Raises InvalidRequest; Rejected if too many requests are on their way to the loop; EngineClosed.
+        """
+        source = self._core.source(prompt, chat_template_kwargs)
+        params = inherited(params, self._defaults)
+
+        async def make() -> Stream:
+            return self._engine.generate(source, params, **options)
+
+        return RemoteStream(self, self._send(make))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Any = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Any = None,
+        **options: Unpack[GenerateOptions],
+    ) -> RemoteStream[ChatDelta, ChatResult]:
+        """As :meth:`aioinfer.Engine.chat`, with the errors of :meth:`generate`."""
+        asked = chat_request(
+            self._format,
+            messages,
+            inherited(params, self._defaults),
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        try:
+            source = self._core.source(asked.messages, asked.template_kwargs)
+        except RequestError as error:
+            raise renamed(error, asked.names) from error.__cause__
+
+        async def make() -> ChatStream:
+            return self._engine.open_chat(asked, source, **options)
+
+        return RemoteStream(self, self._send(make))
+
+    def _send(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
+        with self._lock:
+            if self._sent >= self._most:
+                raise Rejected(f"{self._sent} requests are on their way to the loop (max_queued_requests)")
+            self._sent += 1
+
+        try:
+            future = self.run(make)
+        except BaseException:
+            self._arrived(None)
+            raise
+        future.add_done_callback(self._arrived)
+        return future
+
+    def _arrived(self, _: object) -> None:
+        with self._lock:
+            self._sent -= 1
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
+        """Run a coroutine on the engine's loop. Raises EngineClosed if the engine is closed, or its loop."""
+        if self._loop.is_closed() or self._engine.closed:
+            raise EngineClosed("the engine was closed, or its event loop")
+        made = make()
+        try:
+            return asyncio.run_coroutine_threadsafe(made, self._loop)
+        except RuntimeError as error:
+            made.close()
+            raise EngineClosed(f"the event loop of the engine was closed: {error}") from None
+
+    def check_may_block(self) -> None:
+        """Raise WrongLoop where waiting would stop the engine's own loop."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if running is self._loop:
+            raise WrongLoop("waiting here would stop the engine's loop: await it, or use the engine itself")
+
+
+class RemoteStream(Generic[_Item, _Final]):
+    """One generation, read from another thread or another loop.
+
+    * ``for chunk in stream`` and ``stream.result(timeout)`` block the calling thread;
+    * ``async for chunk in stream`` and ``await stream`` wait on the running loop, whichever that is;
+    * ``with stream``, ``async with stream`` and :meth:`close` end the request; so does dropping it unless its
+      future is kept, cancelling that, and cancelling the task that reads it.
+
+    Every read takes all that has come since the one before it: nothing is queued between the threads.
+    """
+
+    def __init__(self, engine: ThreadsafeEngine, opened: concurrent.futures.Future[Any]) -> None:
+        self._engine = engine
+        #: of the stream on the engine's loop
+        self._opened = opened
+        self._lock = threading.Lock()
+        self._final: concurrent.futures.Future[_Final] | None = None
+
+    def result(self, timeout: float | None = None) -> _Final:
+        """Wait for the end, on this thread. Raises TimeoutError after ``timeout`` seconds, without ending the
+        request; its errors; WrongLoop on the thread of the engine's loop."""
+        self._engine.check_may_block()
+        return _outcome(self.future(), timeout)
+
+    def future(self) -> concurrent.futures.Future[_Final]:
+        """The same as a future; cancelling it ends the request. From then on the stream is not iterated."""
+        with self._lock:
+            if self._final is None:
+                self._final = self._engine.run(self._finish)
+            return self._final
+
+    def __iter__(self) -> Iterator[_Item]:
+        self._engine.check_may_block()
+        while True:
+            item = _outcome(self._engine.run(self._next), None)
+            if item is None:
+                return
+            yield item
+
+    def __aiter__(self) -> AsyncIterator[_Item]:
+        return self
+
+    async def __anext__(self) -> _Item:
+        item = await asyncio.wrap_future(self._engine.run(self._next))
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+    def __await__(self) -> Generator[Any, None, _Final]:
+        return asyncio.wrap_future(self.future()).__await__()
+
+    def close(self) -> None:
+        """End the request, one turn of the engine's loop later. Never waits; idempotent."""
+        self._opened.cancel()
+        self._opened.add_done_callback(_close)
+
+    async def aclose(self) -> None:
+        """The same."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _next(self) -> _Item | None:
+        stream = await asyncio.wrap_future(self._opened)
+        item: _Item | None = await anext(stream, None)
+        return item
+
+    async def _finish(self) -> _Final:
+        stream = await asyncio.wrap_future(self._opened)
+        final: _Final = await stream
+        return final
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _outcome(future: concurrent.futures.Future[_T], timeout: float | None) -> _T:
+    """Wait for a future on this thread."""
+    try:
+        return future.result(timeout)
+    except concurrent.futures.CancelledError:
+        raise EngineClosed("the stream was closed, or the event loop of the engine was") from None
+
+
+def _close(opened: concurrent.futures.Future[Any]) -> None:
+    if not opened.cancelled() and opened.exception() is None:
+        opened.result().close()

@@ -1,0 +1,219 @@
+"""Keywords that llguidance does not know: the grammar allows what the schema allows, or names the keyword."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from itertools import permutations, product
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+from tokenizers import Tokenizer
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import InvalidRequest
+from aioinfer.text.grammar_spec import Grammar
+from aioinfer.text.guidance import GuidanceBackend
+from aioinfer.text.patterns import without_lookahead
+from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
+
+TOKENIZER = Tokenizer.from_str((EngineConfig().model_path / "tokenizer.json").read_text())
+SIZE = TOKENIZER.get_vocab_size()
+END = TOKENIZER.token_to_id("<|end|>")
+
+
+@pytest.fixture(scope="module")
+def guidance() -> GuidanceBackend:
+    return GuidanceBackend(TOKENIZER.to_str(), SIZE, [END], max_depth=64)
+
+
+class Grammars:
+    """Of one schema: what it allows."""
+
+    def __init__(self, guidance: GuidanceBackend, schema: Any) -> None:
+        self._guidance = guidance
+        self._matcher = guidance.compile(Grammar("json_schema", json.dumps(schema)))
+
+    def allows(self, instance: Any) -> bool:
+        """In any order of the properties: grammars have one."""
+        return any(self._allows_text(json.dumps(each)) for each in orders(instance))
+
+    def _allows_text(self, text: str) -> bool:
+        matcher = self._matcher.copy()
+        mask = np.zeros(-(-SIZE // 32), np.int32)
+        for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, END]:
+            if matcher.stopped:
+                return token == END
+            self._guidance.fill([matcher], [mask])
+            if not mask[token // 32] >> (token % 32) & 1:
+                return False
+            assert matcher.accept(token)
+        return True
+
+
+def orders(instance: Any) -> Iterator[Any]:
+    if isinstance(instance, dict):
+        for keys in permutations(instance):
+            yield {key: instance[key] for key in keys}
+    else:
+        yield instance
+
+
+SMALL: list[Any] = [None, True, False, 0, 1, 1.5, "", "a", "b", "ab", []]
+LISTS = [list(each) for count in range(4) for each in product([1, 2, "a"], repeat=count)]
+OBJECTS = [
+    {name: 1 for name, there in zip("abc", given, strict=True) if there}
+    for given in product([0, 1], repeat=3)
+] + [{"aa": 1}, {"a": "x"}, {"a": 1, "aa": 2}]
+INSTANCES = [*SMALL, *LISTS, *OBJECTS]
+
+EXACT: dict[str, Any] = {
+    "a set of an enum": {"type": "array", "items": {"enum": [1, "a"]}, "uniqueItems": True},
+    "a set of a reference": {"type": "array", "items": {"$ref": "#/$defs/e"}, "uniqueItems": True,
+                             "$defs": {"e": {"enum": [1, 2, "a"]}}},
+    "a bounded set": {"type": "array", "items": {"enum": [1, 2, "a"]}, "uniqueItems": True, "maxItems": 2,
+                      "minItems": 1},
+    "a set of one": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 1},
+    "no set": {"type": "array", "items": {"enum": [1]}, "uniqueItems": False, "maxItems": 3},
+    "a set or anything else": {"items": {"enum": [1, 2]}, "uniqueItems": True},
+    "names of an enum": {"type": "object", "propertyNames": {"enum": ["a", "c"]},
+                         "additionalProperties": {"type": "integer"}},
+    "names of a reference": {"type": "object", "propertyNames": {"$ref": "#/$defs/n"},
+                             "additionalProperties": {"type": "integer"}, "$defs": {"n": {"const": "a"}}},
+    "names beside properties": {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "required": ["a"],
+                                "properties": {"a": {"type": "integer"}, "c": {"type": "integer"}}},
+    "names of a pattern": {"type": "object", "propertyNames": {"pattern": "^a+$"},
+                           "additionalProperties": {"type": "integer"}},
+    "names of a length": {"type": "object", "propertyNames": {"minLength": 2}, "additionalProperties": True},
+    "any names": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": False},
+    "names of anything": {"propertyNames": {"enum": ["a"]}},
+    "binary": {"type": "string", "format": "binary"},
+    "path": {"type": ["string", "null"], "format": "path"},
+    "lookahead": {"type": "string", "pattern": "^(?=.*b)a.*$"},
+    "two lookaheads": {"type": "string", "pattern": "^(?=.*b)(?=a)"},
+    "contains": {"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 2}, "maxItems": 3},
+    "contains or anything else": {"contains": {"type": "string"}, "maxItems": 2},
+    "contains perhaps": {"type": "array", "contains": {"const": 2}, "minContains": 0, "maxItems": 2},
+    "contains within nothing": {"contains": {"const": 2}, "maxItems": 0},
+    "not text": {"not": {"type": "string"}},
+    "not numbers": {"not": {"type": ["number", "array", "object"]}},
+    "integers but not numbers": {"type": ["string", "integer"], "not": {"type": "number"}},
+    "not of an enum": {"enum": [1, 2, "a", True], "not": {"enum": [1.0, "a"]}},
+    "not required": {"type": "object", "additionalProperties": {"type": "integer"},
+                     "not": {"required": ["a"]}},
+    "not both required": {"additionalProperties": {"type": "integer"}, "not": {"required": ["a", "b"]}},
+    "dependent": {"type": "object", "properties": {name: {"type": "integer"} for name in "abc"},
+                  "additionalProperties": False, "dependentRequired": {"a": ["b"], "b": ["c"]}},
+    "dependent or anything else": {"dependentRequired": {"a": ["b", "c"]}},
+    "in a property": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}, "required": ["a"],
+                      "additionalProperties": False},
+    "in alternatives": {"anyOf": [{"type": "array", "items": {"enum": [1]}, "uniqueItems": True},
+                                  {"type": "string", "format": "binary"}]},
+    "behind a reference": {"$ref": "#/$defs/s", "$defs": {"s": {"items": {"enum": [1, 2]}, "type": "array",
+                                                               "uniqueItems": True}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_grammar_allows_what_the_schema_allows(guidance: GuidanceBackend, name: str) -> None:
+    schema = EXACT[name]
+    grammar, validator = Grammars(guidance, schema), Draft202012Validator(schema)
+    wrong = {json.dumps(each) for each in INSTANCES if grammar.allows(each) != validator.is_valid(each)}
+    assert not wrong
+    assert len({validator.is_valid(each) for each in INSTANCES}) == 2 or schema.keys() <= {"type", "format"}
+
+
+@pytest.mark.parametrize("text", ["YWI=", "YQ==", "YWJj", "", "YWI", "Y===", "YW I="])
+def test_base64(guidance: GuidanceBackend, text: str) -> None:
+    allowed = re.fullmatch("([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?", text) is not None
+    assert Grammars(guidance, {"type": "string", "format": "base64"}).allows(text) == allowed
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sets of texts": ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
+    "large sets": ({"items": {"enum": [*range(6)]}, "uniqueItems": True}, "uniqueItems"),
+    "sets of a tuple": ({"prefixItems": [{}], "items": {"enum": [1]}, "uniqueItems": True}, "uniqueItems"),
+    "formats of names": ({"propertyNames": {"format": "email"}}, "propertyNames"),
+    "a format of pydantic": ({"type": "string", "format": "regex"}, "format"),
+    "a format of no one": ({"type": "string", "format": "colour"}, "format"),
+    "negative lookahead": ({"type": "string", "pattern": "^(?!a)"}, "pattern"),
+    "lookahead inside": ({"type": "string", "pattern": "a(?=b)"}, "pattern"),
+    "lookbehind": ({"type": "string", "pattern": "(?<=a)b"}, "pattern"),
+    "an optional lookahead": ({"type": "string", "pattern": "^(?=a)?b"}, "pattern"),
+    "lookahead of one of two": ({"type": "string", "pattern": "^(?=a).|b"}, "pattern"),
+    "lookahead of names": ({"patternProperties": {"^(?=a)": True}}, "patternProperties"),
+    "contains without end": ({"type": "array", "contains": {"const": 1}}, "contains"),
+    "contains several": ({"contains": {"const": 1}, "minContains": 2, "maxItems": 3}, "contains"),
+    "at most so many": ({"contains": {"const": 1}, "maxContains": 2, "maxItems": 3}, "maxContains"),
+    "not a schema": ({"not": {"properties": {"a": {"type": "string"}}}}, "not"),
+    "not anything": ({"not": {}}, "not"),
+    "not integers": ({"not": {"type": "integer"}}, "not"),
+    "nothing left": ({"enum": [1], "not": {"const": 1}}, "not"),
+    "conditions": ({"if": {"type": "string"}, "then": {"minLength": 3}}, "if"),
+    "dependent schemas": ({"dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
+    "unevaluated": ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+    "overlapping": ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 3}]}, "oneOf"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_grammar_can_say_is_named(guidance: GuidanceBackend, name: str) -> None:
+    schema, keyword = REFUSED[name]
+    for whole, place in ((schema, ""), ({"type": "object", "properties": {"p": schema}}, "/properties/p")):
+        with pytest.raises(InvalidRequest, match=f"the keyword '{keyword}'") as caught:
+            guidance.compile(Grammar("json_schema", json.dumps(whole)))
+        assert place in caught.value.message or keyword == "oneOf"
+
+
+def test_pairs_that_differ_in_kind_are_no_duplicates(guidance: GuidanceBackend) -> None:
+    grammar = Grammars(guidance, {"type": "array", "items": {"enum": [1, True, "1"]}, "uniqueItems": True})
+    assert grammar.allows([True, "1", 1])
+    assert not grammar.allows([1, 1])
+
+
+def test_schemas_without_such_keywords_stay_as_they_are() -> None:
+    for schema in (True, {}, {"type": "object", "properties": {"not": {"enum": [{"uniqueItems": True}]}}},
+                   {"anyOf": [{"const": {"not": 1}}, {"type": "array", "items": {"format": "date"}}]},
+                   {"items": [{"type": "string"}], "allOf": 3, "properties": [], "$ref": 5}):  # fmt: skip
+        before = copy.deepcopy(schema)
+        assert rewritten(schema) is schema
+        assert schema == before
+
+
+def test_what_is_given_is_not_changed() -> None:
+    for schema in EXACT.values():
+        before = copy.deepcopy(schema)
+        rewritten(schema)
+        assert schema == before
+
+
+def test_rewriting_has_a_bound() -> None:
+    one = {"items": {"enum": [1, 2, 3, 4, 5]}, "uniqueItems": True}
+    with pytest.raises(UnsupportedKeyword, match="more than 20000 parts"):
+        rewritten({"prefixItems": [one] * 40})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts"),
+    [
+        ("abc", ["abc"]),
+        (r"^\(?=a", [r"^\(?=a"]),
+        ("[(?=]a", ["[(?=]a"]),
+        ("(?:a|b)", ["(?:a|b)"]),
+        ("^(?=a(b|c))d", ["^d", "^(a(b|c))"]),
+        (r"^(?=[)])(?=\))x", ["^x", "^([)])", r"^(\))"]),
+    ],
+)
+def test_lookaheads_become_patterns(pattern: str, parts: list[str]) -> None:
+    assert without_lookahead(pattern) == parts
+
+
+def test_the_decimals_of_pydantic_lose_their_lookahead_and_nothing_else() -> None:
+    pattern = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+    (other,) = without_lookahead(pattern)
+    for text in map("".join, (each for count in range(7) for each in product("+0.5", repeat=count))):
+        assert bool(re.search(pattern, text)) == bool(re.search(other, text)), text
