@@ -44,7 +44,7 @@ _RETRY = 0.1
 class ExpressOutlet:
     """One stream on the lane: where its frames go, and what is around the text in each of them."""
 
-    __slots__ = ("_events", "after", "before", "cell", "lane", "pending", "size", "stream", "transport")
+    __slots__ = ("after", "before", "cell", "events", "lane", "pending", "size", "stream", "transport")
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ExpressOutlet:
         self.stream = stream
         self.cell = stream.cell
         self.transport = transport
-        self._events = events
+        self.events = events
         name = "" if event.name is None else f"event: {event.name}\n"
         before, after = f"{name}data: {event.before}", f"{event.after}\n\n"
         #: bytes of an event without text
@@ -68,15 +68,11 @@ class ExpressOutlet:
         #: it is in the lane's list
         self.pending = False
 
-    def wrote(self, size: int, now: float) -> None:
-        """A frame of so many bytes was written."""
-        self._events.wrote(size, now)
-
     def fail(self, error: Exception) -> None:
         """Writing has raised ``error``: the client cannot be served, and its request ends."""
         _log.error("a stream could not be written", exc_info=error)
         self.transport.abort()
-        self._events.give_up(ClientGone(f"the client could not be written to: {error!r}"))
+        self.events.give_up(ClientGone(f"the client could not be written to: {error!r}"))
 
 
 class ExpressLane:
@@ -152,7 +148,7 @@ class ExpressLane:
             cell.taken_ids = len(request.token_times)
         else:
             self.moved((outlet,))
-        outlet.wrote(len(frame), now)
+        outlet.events.wrote(len(frame), now)
         if request.parked_for:
             outlet.stream.caught_up()
 

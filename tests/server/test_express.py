@@ -436,7 +436,7 @@ async def test_a_frame_is_a_chunk_with_one_event() -> None:
     assert event == b'event: delta\ndata: {"t":"\\u00e9\\n\\""}\n\n\r\n'
     assert int(head, 16) == len(event) - 2
     assert (outlet.cell.taken_pieces, outlet.cell.taken_ids) == (2, 2)
-    events: Any = outlet._events
+    events: Any = outlet.events
     assert events.bytes == len(frame)
 
 
