@@ -1,0 +1,342 @@
+"""EngineConfig: how an engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from aioinfer import plugins
+from aioinfer.checkpoint.locate import locate, model_name
+from aioinfer.config.options import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNIT_INTERVAL,
+    Bounds,
+    check_fields,
+    load,
+    option,
+    register,
+)
+from aioinfer.errors import ConfigError
+from aioinfer.settings import shown
+
+__all__ = ["EngineConfig", "policy_names"]
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an :class:`~aioinfer.Engine` runs. ``None`` is resolved when the model is known.
+
+    Raises:
+        ConfigError: a field has the wrong type or is out of bounds; the message begins with its name.
+    """
+
+    # A backend of "auto" is Triton on CUDA; on a CPU the native kernels where they can run, else torch's.
+
+    model: str = option(
+        "tiny-chat", "model", "bundled name, directory, GGUF file, or a hub's org/name[:variant][@revision]"
+    )
+    download: bool | None = option(
+        None, "model", "fetch a hub's model that is not in the local cache; by default the command line does"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "model", "dtype of weights and activations; auto: the checkpoint's"
+    )
+    load_format: Literal["auto", "random"] = option(
+        "auto", "model", "auto reads the checkpoint's weights; random needs a config.json only"
+    )
+    #: auto: weights that are quantised in the checkpoint stay so where native kernels compute them, and are
+    #: dequantised elsewhere; none: they are dequantised everywhere. int8: groups of up to 128 with a scale.
+    #: int4: groups of up to 64 with scale and offset; the head and the embedding have 8 bits. All multiply
+    #: integers, with activations rounded to 8 bits.
+    quantization: Literal["auto", "none", "int8", "int4"] = option(
+        "auto", "model", "bits of linear layers: the checkpoint's, or rounded to (native CPU kernels only)"
+    )
+    cache_weights: bool = option(
+        False, "model", "map packed weights from the user's cache, writing them first; native kernels only"
+    )
+    max_model_len: int | None = option(None, "model", "maximum prompt plus output in tokens", AT_LEAST_ONE)
+    transformers_fallback: bool = option(False, "model", "run the transformers implementation, for any model")
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "kernels", "auto: cuda where available")
+    attention_backend: Literal["auto", "triton", "native", "sdpa"] = option(
+        "auto", "kernels", "attention kernels"
+    )
+    moe_backend: Literal["auto", "triton", "native", "grouped", "loop"] = option(
+        "auto", "kernels", "mixture-of-experts kernels"
+    )
+    sampling_backend: Literal["auto", "triton", "native", "torch"] = option(
+        "auto", "kernels", "sampling kernels"
+    )
+    #: The same for every batch composition, overlap, chunk size, cache setting and retraction.
+    deterministic: bool = option(
+        False, "kernels", "bitwise reproducible ids and logprobs; an error if the kernels cannot"
+    )
+    threads: int | None = option(
+        None,
+        "kernels",
+        "CPU threads of the device, at most 4 per core; default: the cores of this process",
+        AT_LEAST_ONE,
+    )
+    decode_graph_rows: int = option(
+        256, "kernels", "largest batch captured as a CUDA graph; 0: no graphs", NOT_NEGATIVE
+    )
+
+    #: Of a diffusion model: a multiple of the block size.
+    page_size: int = option(16, "memory", "KV positions per page", AT_LEAST_ONE)
+    num_pages: int | None = option(None, "memory", "KV pages; default: from the memory budget", AT_LEAST_ONE)
+    kv_memory_gib: float = option(
+        1.0, "memory", "KV budget in GiB on a CPU, taken as it is used, if num_pages is not given", POSITIVE
+    )
+    gpu_memory_utilization: float = option(
+        0.85, "memory", "share of GPU memory for weights and KV", Bounds(0, 1, low_open=True)
+    )
+    prefix_cache: bool = option(True, "memory", "reuse the KV of common prefixes")
+    #: Of a model with recurrent state, whose cached prefixes can be used up to a kept state only. Default: a
+    #: quarter of the memory budget at most, and 4 per running request at most.
+    state_snapshots: int | None = option(
+        None,
+        "memory",
+        "recurrent states kept for cached prefixes; default: by the budget",
+        NOT_NEGATIVE,
+    )
+    state_snapshot_tokens: int = option(
+        64,
+        "memory",
+        "tokens that a recurrent state must save to be kept",
+        AT_LEAST_ONE,
+    )
+    share_prefix_tokens: int = option(
+        64,
+        "memory",
+        "hold a request back while another computes at least this long a common prefix; 0: never",
+        NOT_NEGATIVE,
+    )
+    new_token_ratio: float = option(
+        0.4, "memory", "share of the possible output that admission reserves pages for", UNIT_INTERVAL
+    )
+    min_new_token_ratio: float = option(
+        0.1, "memory", "minimum of the ratio; every retraction raises the ratio again", UNIT_INTERVAL
+    )
+    new_token_ratio_decay: float = option(0.002, "memory", "decay of the ratio per step", UNIT_INTERVAL)
+    clip_new_tokens: int = option(
+        4096, "memory", "maximum output per request that admission counts", AT_LEAST_ONE
+    )
+
+    max_running_requests: int = option(64, "batching", "requests that hold a slot", AT_LEAST_ONE)
+    max_step_tokens: int = option(
+        2048, "batching", "tokens per step, prefill and decode together", AT_LEAST_ONE
+    )
+    chunk_size: int = option(
+        512, "batching", "longest prefill chunk of one request in one step", AT_LEAST_ONE
+    )
+    #: A single chunk may exceed it when it is the only one in its step.
+    max_prefill_tokens: int | None = option(
+        None,
+        "batching",
+        "prefill tokens per step; default: 256 for diffusion on a CPU, else no limit",
+        AT_LEAST_ONE,
+    )
+    max_decode_rows: int | None = option(
+        None, "batching", "decode rows per step; more requests take turns", AT_LEAST_ONE
+    )
+    mixed: bool = option(True, "batching", "steps mix decode rows and prefill chunks")
+    step_priority: Literal["decode", "prefill"] = option(
+        "decode", "batching", "the rows that get a step's tokens first"
+    )
+
+    policy: str = option(
+        "fcfs", "scheduling", "queue order: fcfs, lpm, dfs-weight, lof, random, routing-key or priority"
+    )
+    preemption: bool = option(False, "scheduling", "the head of the queue may displace lower priorities")
+    admission: Literal["fifo", "pack"] = option(
+        "pack",
+        "scheduling",
+        "fifo: the policy's order; pack: of equals, those that fit first, where tokens are short",
+    )
+    lookahead: int = option(64, "scheduling", "waiting requests that pack considers", AT_LEAST_ONE)
+    force_fifo_every: int = option(
+        8, "scheduling", "every n-th round in which pack could reorder is fifo; 0: none", NOT_NEGATIVE
+    )
+    max_passed_over: int = option(
+        16, "scheduling", "rounds that may pass over the oldest request", AT_LEAST_ONE
+    )
+
+    overlap_steps: Literal[0, 1, 2] | None = option(
+        None,
+        "overlap",
+        "steps launched ahead of the one being read; default: 1, for diffusion on a CPU 0",
+    )
+    #: A step planned late includes the requests that arrive while the step before it runs.
+    plan_late: bool = option(True, "overlap", "plan a step when the one before it is about to end")
+    max_overlapped_prefill: int = option(
+        256,
+        "overlap",
+        "more prefill is launched ahead only behind steps of at most this many prefill tokens",
+        NOT_NEGATIVE,
+    )
+    launch_mode: Literal["thread", "inline"] = option("thread", "overlap", "where steps are launched")
+    switch_interval: float | None = option(
+        None,
+        "overlap",
+        "sys.setswitchinterval in seconds; 0: unchanged; default: 0.0003 on cuda",
+        UNIT_INTERVAL,
+    )
+    gc: Literal["auto", "idle", "python"] = option(
+        "auto", "overlap", "idle: freeze and collect between steps; python: unchanged; auto: idle on cuda"
+    )
+
+    seed: int | None = option(None, "sampling", "seed for the requests that have none")
+    fast_forward: bool = option(
+        True, "sampling", "append the tokens that a grammar forces without a forward each"
+    )
+    max_grammar_bytes: int = option(
+        65_536, "sampling", "largest grammar or JSON schema of a request, in bytes", Bounds(1, 1 << 20)
+    )
+    max_grammar_depth: int = option(64, "sampling", "deepest nesting of a JSON schema", Bounds(1, 120))
+    grammar_patience: float = option(
+        0.002, "sampling", "seconds that a step waits for late grammar masks", NOT_NEGATIVE
+    )
+
+    block_size: int | None = option(
+        None, "diffusion", "positions per block; default: the checkpoint's", AT_LEAST_ONE
+    )
+    diffusion_mode: Literal["fdfo", "sync"] = option(
+        "fdfo", "diffusion", "fdfo: each block leaves when it is done; sync: the batch waits for the last"
+    )
+    fused_commit: bool = option(True, "diffusion", "commit a block in the first forward over the next block")
+    #: Rounds continue in one step while no block is done and no request waits for admission.
+    max_rounds: int | None = option(
+        None, "diffusion", "denoising rounds per step; default: 4 with overlap_steps 0, else 1", AT_LEAST_ONE
+    )
+
+    tool_call_parser: str | None = option(
+        "auto",
+        "chat",
+        "format of tool calls: hermes, qwen3-coder, gemma4, mistral, mistral-v11, llama3, harmony;"
+        " auto: the chat template's; none: tools are refused",
+    )
+    reasoning_parser: str | None = option(
+        "auto",
+        "chat",
+        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
+        " auto: the chat template's",
+    )
+    chat_template: str | None = option(
+        None, "chat", "chat template in place of the model's: a Jinja file, or the template itself"
+    )
+
+    max_queued_requests: int = option(
+        4096, "limits", "waiting requests before new ones are rejected", AT_LEAST_ONE
+    )
+    max_queued_tokens: int = option(
+        4_000_000, "limits", "waiting prompt tokens before requests are rejected", AT_LEAST_ONE
+    )
+    max_stop_strings: int = option(16, "limits", "stop strings of a request, at most 16", Bounds(0, 16))
+    max_stop_characters: int = option(
+        16_384, "limits", "characters of a request's stop strings in all", NOT_NEGATIVE
+    )
+    max_stop_patterns: int = option(8, "limits", "stop patterns of a request, at most 8", Bounds(0, 8))
+    max_lag: int | None = option(
+        None,
+        "limits",
+        "unread tokens of a stream before its request is parked; default: no limit",
+        AT_LEAST_ONE,
+    )
+    waiting_timeout: float | None = option(None, "limits", "seconds until a request's first step", POSITIVE)
+    running_timeout: float | None = option(
+        None, "limits", "seconds from a request's first step to its end", POSITIVE
+    )
+    drain_timeout: float = option(
+        30.0, "limits", "seconds that closing waits for running requests", NOT_NEGATIVE
+    )
+
+    #: Of the logger aioinfer.stats, at level INFO; one line says that the engine is idle.
+    stats_interval: float | None = option(
+        None,
+        "observing",
+        "seconds between log lines of throughput and load; 0: none; default: none, of aioinfer serve 10",
+        NOT_NEGATIVE,
+    )
+    #: Only of an Engine; the extra "tracing" installs what it needs.
+    tracing: bool = option(False, "observing", "a span of OpenTelemetry per request, without its content")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.model.strip() or "\0" in self.model:
+            raise ConfigError(f"model must name a model, got {shown(self.model)}")
+        _known_parsers(self)
+        if self.chat_template is not None and not self.chat_template.strip():
+            raise ConfigError("chat_template must name a file or be a template, got an empty text")
+        if self.policy not in policy_names():
+            raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
+        if self.max_step_tokens < self.max_running_requests:
+            raise ConfigError(
+                f"max_step_tokens ({self.max_step_tokens}) must be at least max_running_requests "
+                f"({self.max_running_requests}): every running request may need a token in one step"
+            )
+
+    @classmethod
+    def load(
+        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
+    ) -> EngineConfig:
+        """A config from the sources of the command line.
+
+        Args:
+            path: a YAML file; None: no file. It may hold the fields of :class:`ServerConfig`, too.
+            environ: variables, ``AIOINFER_CHUNK_SIZE`` for ``chunk_size``; None: those of the process.
+            settings: fields; they take precedence over the variables, these over the file, and the file over
+                the defaults.
+
+        Raises:
+            ConfigError: a value is invalid, or the file cannot be read or has an unknown key.
+            TypeError: one of ``settings`` is no field.
+        """
+        return load(cls, path, environ, settings)
+
+    @property
+    def model_path(self) -> Path:
+        """Its directory or file on this machine. Blocks. Raises ConfigError: it is not here."""
+        return locate(self.model)
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model unless told otherwise."""
+        return model_name(self.model)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in addition to the null slot 0: enough that fenced slots never delay an admission."""
+        return self.max_running_requests * (2 if self.overlap_steps is None else self.overlap_steps + 1)
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the largest decode batch captured as a graph."""
+        rows = self.max_running_requests
+        return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
+
+    def round_rows(self, block_size: int) -> int:
+        """Rows, one block each, of the largest denoising round captured as a graph."""
+        rows = min(2 * self.max_running_requests, self.max_step_tokens // block_size)
+        return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
+
+
+def policy_names() -> tuple[str, ...]:
+    """Names of the queue policies in a config."""
+    return tuple(name.replace("_", "-") for name in plugins.names(plugins.POLICIES))
+
+
+def _known_parsers(config: EngineConfig) -> None:
+    from aioinfer.text import AUTO
+    from aioinfer.text.reasoning import REASONING_PARSERS
+    from aioinfer.text.tool_calls import PARSERS
+
+    for name, known in (("tool_call_parser", PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        value = getattr(config, name)
+        if value not in (None, AUTO) and value not in known:
+            names = ", ".join((AUTO, *known))
+            raise ConfigError(f"{name} must be one of {names}, or none; got {shown(value)}")

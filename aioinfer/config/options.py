@@ -1,0 +1,128 @@
+"""Options: how the fields of a config are declared, checked and loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from aioinfer.errors import ConfigError
+from aioinfer.plain import keep_plain
+from aioinfer.settings import (
+    check_type,
+    field_options,
+    load_settings,
+    read_settings_file,
+    shown,
+    shown_bound,
+    warn_of_variables,
+)
+
+__all__ = [
+    "AT_LEAST_ONE",
+    "GROUPS",
+    "NOT_NEGATIVE",
+    "POSITIVE",
+    "UNIT_INTERVAL",
+    "Bounds",
+    "check_fields",
+    "load",
+    "option",
+    "register",
+]
+
+_Config = TypeVar("_Config")
+#: every config, in the order of its import
+_KINDS: list[Any] = []
+#: Upper bound of the fields without one: excludes infinity, and integers that no float can hold.
+_LARGEST = sys.float_info.max
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Values that a numeric field accepts: finite, in [low, high] or (low, high]."""
+
+    low: float
+    high: float = _LARGEST
+    low_open: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raises ConfigError with the field's name."""
+        if self.low <= value <= self.high and not (self.low_open and value == self.low):
+            return
+        if self.high < _LARGEST:
+            bracket = "(" if self.low_open else "["
+            wanted = f"be in {bracket}{shown_bound(self.low)}, {shown_bound(self.high)}]"
+        elif self.low:
+            wanted = f"be at least {shown_bound(self.low)}"
+        else:
+            wanted = "be positive" if self.low_open else "not be negative"
+        raise ConfigError(f"{name} must {wanted}, got {shown(value)}")
+
+
+AT_LEAST_ONE = Bounds(1)
+NOT_NEGATIVE = Bounds(0)
+POSITIVE = Bounds(0, low_open=True)
+UNIT_INTERVAL = Bounds(0, 1)
+
+#: Group of a field -> title of its flags in ``--help``, in this order.
+GROUPS = {
+    "model": "model",
+    "kernels": "device and kernels",
+    "memory": "KV memory and prefix cache",
+    "batching": "batching",
+    "scheduling": "queue policy and admission",
+    "overlap": "overlap and event loop",
+    "sampling": "sampling and grammars",
+    "diffusion": "diffusion models",
+    "chat": "chats: tool calls, reasoning, template",
+    "limits": "limits and timeouts",
+    "observing": "metrics, log lines and traces",
+    "server": "HTTP server",
+    "connections": "HTTP connections",
+}
+
+
+def option(default: Any, group: str, help: str, bounds: Bounds | None = None) -> Any:
+    """A field with its group in ``--help``, its help text and, for numbers, the values that it accepts."""
+    assert group in GROUPS
+    return field(default=default, metadata={"group": group, "help": help, "bounds": bounds})
+
+
+def register(cls: type[_Config]) -> type[_Config]:
+    """Let files and variables have the names of a config's fields."""
+    _KINDS.append(cls)
+    return cls
+
+
+def load(
+    cls: type[_Config],
+    path: str | Path | None,
+    environ: Mapping[str, str] | None,
+    settings: Mapping[str, Any],
+) -> _Config:
+    """A config from a file, variables and keywords. Raises ConfigError, and TypeError for another keyword."""
+    known = {item.name for kind in _KINDS for item in dataclasses.fields(kind)}
+    if unknown := sorted(settings.keys() - {item.name for item in dataclasses.fields(cast(Any, cls))}):
+        raise TypeError(f"{cls.__name__} has no field {unknown[0]}")
+    environ = os.environ if environ is None else environ
+    warn_of_variables(environ, known)
+    file = {} if path is None else read_settings_file(path, known)
+    found: _Config = load_settings(cls, settings, environ, file)
+    return found
+
+
+def check_fields(config: Any) -> None:
+    """Make every field plain and check its type, then check the bounds of the numbers. Raises ConfigError."""
+    keep_plain(config)
+    items = dataclasses.fields(config)
+    for item in items:
+        check_type(item.name, getattr(config, item.name), field_options(type(config), item.name))
+    for item in items:
+        value, bounds = getattr(config, item.name), item.metadata["bounds"]
+        if bounds is not None and value is not None:
+            bounds.check(item.name, value)

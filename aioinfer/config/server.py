@@ -1,0 +1,166 @@
+"""ServerConfig: how the engine is served over HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from aioinfer.config.options import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Bounds,
+    check_fields,
+    load,
+    option,
+    register,
+)
+from aioinfer.errors import ConfigError
+from aioinfer.settings import shown
+
+__all__ = ["ServerConfig", "is_loopback"]
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How ``aioinfer serve`` listens.
+
+    Raises:
+        ConfigError: a field has the wrong type or is out of bounds; the message begins with its name.
+    """
+
+    host: str = option("127.0.0.1", "server", "address to listen on")
+    port: int = option(8000, "server", "port to listen on; 0: any free port", Bounds(0, 65535))
+    uds: str | None = option(None, "server", "path of a Unix socket to listen on instead of host and port")
+    uds_mode: str = option("600", "server", "permissions of the Unix sockets, in octal digits")
+    tls_certificate: str | None = option(None, "server", "PEM file of a certificate chain: serve HTTPS")
+    tls_key: str | None = option(None, "server", "PEM file of its key; default: in the same file")
+    tls_ca: str | None = option(None, "server", "PEM file of authorities: clients need a certificate of one")
+    api_key: str | None = option(None, "server", "bearer token that clients must send")
+    api_keys: str | None = option(None, "server", "YAML file of further keys with names and limits")
+    insecure: bool = option(False, "server", "allow a non-loopback host without an API key")
+    served_model_name: str | None = option(
+        None, "server", "names of the model in the API, separated by commas; default: the directory's name"
+    )
+    access_log: bool = option(False, "server", "log one line per request")
+    access_log_format: Literal["text", "json"] = option("text", "server", "form of these lines")
+    playground: bool = option(True, "server", "a page at / to try the model with")
+    metrics: bool = option(True, "observing", "answer /metrics in the formats of Prometheus")
+    vllm_metrics: bool = option(True, "observing", "show metrics by the names of vLLM, too, for its boards")
+    admin_port: int | None = option(
+        None, "server", "port of the admin routes on 127.0.0.1; 0: any free port", Bounds(0, 65535)
+    )
+    admin_uds: str | None = option(None, "server", "path of a Unix socket for the admin routes")
+    admin_key: str | None = option(None, "server", "bearer token that admin requests must send")
+    #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
+    allowed_hosts: str | None = option(
+        None,
+        "server",
+        "hosts of requests besides loopback names; *: any; default: any with a key or not on loopback",
+    )
+    cors_origins: str | None = option(
+        None, "server", "origins of web pages that may use the server, as in https://a.b,https://c.d; *: any"
+    )
+
+    max_body_mib: float | None = option(
+        None,
+        "connections",
+        "largest request body in MiB; default: 1, and 64 bytes per token of the context, at most 16",
+        POSITIVE,
+    )
+    #: The parser of JSON holds up all else while it runs, 0.1 to 0.5 us per value on a Xeon.
+    max_body_values: int | None = option(
+        None,
+        "connections",
+        "JSON values and keys of a request body; default: 262144, or twice the context",
+        AT_LEAST_ONE,
+    )
+    max_messages: int = option(4096, "connections", "messages of a chat", AT_LEAST_ONE)
+    max_answer_logprobs: int | None = option(
+        None,
+        "connections",
+        "logprobs in an answer, alternatives included; default: 262144, or those of one choice",
+        AT_LEAST_ONE,
+    )
+    max_connections: int | None = option(
+        None,
+        "connections",
+        "open connections; default: 4096, fewer if the limit of open files is low",
+        AT_LEAST_ONE,
+    )
+    header_timeout: float = option(
+        10.0, "connections", "seconds until a new connection has sent a request's headers", POSITIVE
+    )
+    body_timeout: float = option(
+        30.0, "connections", "seconds from a request's headers to the end of its body", POSITIVE
+    )
+    idle_timeout: float = option(
+        75.0, "connections", "seconds between requests before a connection is closed", POSITIVE
+    )
+    ping_interval: float = option(
+        5.0, "connections", "seconds of silence before an SSE comment is sent", POSITIVE
+    )
+    send_timeout: float = option(
+        30.0, "connections", "seconds without a read before a client is disconnected", POSITIVE
+    )
+    stall_timeout: float = option(
+        120.0, "connections", "seconds without a finished step before /health returns 503", POSITIVE
+    )
+    drain_timeout: float = option(
+        30.0, "limits", "seconds that SIGTERM waits for running requests", NOT_NEGATIVE
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _check_listening(self)
+        if self.uds is None and not is_loopback(self.host) and not (self.needs_key or self.insecure):
+            raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
+
+    @property
+    def needs_key(self) -> bool:
+        """Clients must send a key."""
+        return self.api_key is not None or self.api_keys is not None
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names in ``served_model_name``; empty: the model's own."""
+        return tuple(name.strip() for name in (self.served_model_name or "").split(",") if name.strip())
+
+    @property
+    def socket_mode(self) -> int:
+        """``uds_mode`` as a number."""
+        return int(self.uds_mode, 8)
+
+    @classmethod
+    def load(
+        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
+    ) -> ServerConfig:
+        """As :meth:`EngineConfig.load`, also from the same file."""
+        return load(cls, path, environ, settings)
+
+
+def is_loopback(host: str) -> bool:
+    """A name or address that leads to this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # Names below localhost are reserved, too (RFC 6761, section 6.3).
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _check_listening(config: ServerConfig) -> None:
+    if not re.fullmatch("0?[0-7]{3}", config.uds_mode):
+        raise ConfigError(f"uds_mode must be three octal digits such as 660, got {shown(config.uds_mode)}")
+    for name in ("uds", "admin_uds"):
+        if getattr(config, name) == "":
+            raise ConfigError(f"{name} must be a path, not empty")
+    for name in ("tls_key", "tls_ca"):
+        if getattr(config, name) is not None and config.tls_certificate is None:
+            raise ConfigError(f"{name} needs tls_certificate")
+    if config.uds is not None and config.uds == config.admin_uds:
+        raise ConfigError("admin_uds must be another path than uds")
