@@ -93,6 +93,7 @@ async def writer(protocol: str, usage: Usage, **body: Any) -> tuple[AnswerWriter
         speller=Speller(lambda token: tokenizer.decode([token])),
         readers=[None if call.answer is None else call.answer.reader()],
         usage=lambda _: usage,
+        prompt_ids=lambda _: [],
     )
     return await wire.answer(call, context), order
 
@@ -179,7 +180,7 @@ async def test_logprobs_of_a_response_are_those_of_its_text() -> None:
             json.dumps({"input": "a", **options, "tools": []}).encode(), Served("toy", SamplingParams(), chat)
         )
         assert call.answer is None
-        context = AnswerContext(ToyTokenizer(), Speller(str), [None], lambda _: usage)
+        context = AnswerContext(ToyTokenizer(), Speller(str), [None], lambda _: usage, lambda _: [])
         writes, order = await RESPONSES_WIRE.answer(call, context), ResponseOrder()
         events = Recorder(order)
         await writes.open(events)
