@@ -442,6 +442,7 @@ async def test_a_frame_is_a_chunk_with_one_event() -> None:
 
 async def test_many_frames_are_written_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(express, "_SLICE", 0.0)
+    monkeypatch.setattr(express, "_LONGEST", 0.0)
     lane, written = ExpressLane(), []  # type: ignore[var-annotated]
     outlets = [fake_outlet(lane, written) for _ in range(1000)]
     for outlet in outlets:
