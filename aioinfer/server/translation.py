@@ -41,7 +41,7 @@ class ChatBody:
     def __init__(self, given: Mapping[str, Any], served: Served) -> None:
         self._served = served
         self.fields: dict[str, Any] = {
-            name: given[name] for name in EXTENSIONS if given.get(name) is not None
+            name: given[name] for name in ("model", *EXTENSIONS) if given.get(name) is not None
         }
         #: path in the chat -> path in the body
         self.names: dict[str, str] = {}

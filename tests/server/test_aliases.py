@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import aiohttp
 import openai
 import pytest
@@ -34,6 +36,11 @@ async def test_an_answer_has_the_name_that_was_asked_for(serving: Serving) -> No
                 model=name, messages=[{"role": "user", "content": "a"}], max_tokens=2, stream=True
             )
             assert {each.model async for each in stream} == {name}
+            response = await client.responses.create(model=name, input="a", max_output_tokens=2)
+            assert response.model == name
+            body = {"model": name, "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+            message = cast("dict[str, Any]", await client.post("/messages", body=body, cast_to=object))
+            assert message["model"] == name
         assert len(prints) == 1, "the same model computes them"
         for other in ("toy", "BIG", "big,small", ""):
             with pytest.raises(openai.NotFoundError) as missing:

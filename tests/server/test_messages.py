@@ -243,6 +243,7 @@ async def test_a_failure_is_the_end_of_the_stream(serving: Serving, stream: bool
             error = json.loads(text)
             assert response.status == 500
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+    assert error["request_id"] == response.headers["x-request-id"]
 
 
 async def test_errors_have_anthropics_form(serving: Serving) -> None:

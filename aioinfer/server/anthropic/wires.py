@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aioinfer.chat.parts import Part, Parts, Step
@@ -78,6 +79,7 @@ class MessagesAnswer:
         await events.end()
 
     async def fail(self, failure: Failure, events: Events) -> None:
+        failure = replace(failure, request_id=self._call.id.removeprefix("msg_"))
         await events.send(json.dumps(error_body(failure)), "error")
         await events.end()
 

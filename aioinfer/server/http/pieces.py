@@ -57,6 +57,8 @@ class Pieces:
 
 async def json_text(value: Any, pace: Pace) -> str:
     """``json.dumps(value)``, with turns of the loop in between if it is long."""
+    if isinstance(value, str) and len(value) <= PIECE:
+        return _quoted(value)
     pieces = Pieces()
     await pieces.add_json(value, pace)
     return b"".join(pieces.end()).decode("ascii")

@@ -79,8 +79,8 @@ class OpenAIAnswer:
     def plain(self, index: int) -> PlainEvent | None:
         call, diffusion = self._call, self._call.params.diffusion
         drafts = diffusion is not None and diffusion.draft
-        scored = self._logprobs[index] is not None
-        if scored or drafts or call.step_map or call.continuous_usage or self._context.readers[index]:
+        further = self._logprobs[index] is not None or call.extras.token_ids
+        if further or drafts or call.step_map or call.continuous_usage or self._context.readers[index]:
             return None
         before, after = self._shape.around_text(call, index)
         return PlainEvent(before, after)
