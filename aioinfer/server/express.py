@@ -30,9 +30,12 @@ __all__ = ["ExpressLane", "ExpressOutlet"]
 
 _log = logging.getLogger("aioinfer.server")
 
-#: seconds of writing between two turns of the loop; frames that are written in any case, so that steps that
-#: land all the time leave a share of the loop to writing; frames between two looks at the clock
-_SLICE, _LEAST, _FRAMES = 0.001, 128, 16
+#: seconds of writing between two turns of the loop, and at most; frames that are written in any case; frames
+#: between two looks at the clock
+_SLICE, _LONGEST, _LEAST, _FRAMES = 0.001, 0.005, 128, 16
+#: of streams that could not be written in one slice: seconds of writing for each second of other callbacks.
+#: Steps that land all the time must not keep their own tokens from being written
+_SHARE = 2.0
 #: bytes that wait for a client at most when a frame is added
 _UNSENT = 1 << 16
 #: pieces of text in a frame: some milliseconds of formatting at most
@@ -82,6 +85,8 @@ class ExpressLane:
         #: those that have moved since they were last written, each once
         self._moved: list[ExpressOutlet] = []
         self._due = False
+        #: when a slice ended that left some of them
+        self._left: float | None = None
         #: those whose clients have not read what was written
         self._blocked: set[ExpressOutlet] = set()
         self._retrying: asyncio.TimerHandle | None = None
@@ -108,13 +113,16 @@ class ExpressLane:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Write what there is, for a millisecond; other callbacks run before the rest is written."""
+        """Write what there is, for some milliseconds; other callbacks run before the rest is written."""
         self._due = False
         moved, self._moved = self._moved, []
-        now, end = asyncio.get_running_loop().time(), time.perf_counter() + _SLICE
+        now, start = asyncio.get_running_loop().time(), time.perf_counter()
+        others = 0.0 if self._left is None else start - self._left
+        end, self._left = start + min(max(_SLICE, _SHARE * others), _LONGEST), None
         for at, outlet in enumerate(moved):
             if at >= _LEAST and at % _FRAMES == 0 and time.perf_counter() >= end:
                 self._moved = moved[at:] + self._moved
+                self._left = time.perf_counter()
                 break
             outlet.pending = False
             try:
