@@ -119,6 +119,7 @@ VALUES: dict[type, dict[str, Any]] = {
         "priority": 3,
         "cache_salt": "salt",
         "routing_key": "key",
+        "request_id": "order 7",
         "queue_behind": 2,
         "waiting_timeout": 1.5,
         "running_timeout": 2,
