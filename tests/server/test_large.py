@@ -278,6 +278,14 @@ def test_the_logprobs_of_an_answer_are_limited(body: dict[str, Any], refused: bo
     assert error.value.field == "logprobs"
 
 
+def test_the_prompt_logprobs_of_a_chat_are_limited_by_its_tokens_and_not_its_messages() -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "prompt_logprobs": 20}
+    check_answer(parse_chat(json.dumps(chat).encode(), OFFER), LIMITS)
+    with pytest.raises(InvalidRequest, match="max_answer_logprobs") as error:
+        check_answer(parse_chat(json.dumps({**chat, "n": 128}).encode(), OFFER), LIMITS)
+    assert error.value.field == "prompt_logprobs"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_prompts_that_an_answer_repeats_are_limited(stream: bool) -> None:
     text, ids = "x" * (LIMITS.echo // 128), [1] * (LIMITS.echo // 128 // 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from aioinfer.engine import Prompt
 from aioinfer.errors import InvalidRequest
@@ -31,10 +32,7 @@ def check_answer(call: Call, limits: Limits) -> None:
         tokens = limits.context if params.max_tokens is None else params.max_tokens
         entries += min(tokens, limits.context) * (1 + params.logprobs)
     if params.prompt_logprobs is not None:
-        tokens = max(
-            len(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else limits.context
-            for prompt in call.prompts
-        )
+        tokens = max(len(prompt) if _is_ids(prompt) else limits.context for prompt in call.prompts)
         entries += min(tokens, limits.context) * (1 + params.prompt_logprobs)
     entries *= len(call.prompts) * call.n
     if entries > limits.logprobs:
@@ -46,8 +44,13 @@ def check_answer(call: Call, limits: Limits) -> None:
         )
 
 
+def _is_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
+    """The prompt is token ids, and neither text nor the messages of a chat."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and isinstance(prompt[0], int)
+
+
 def _characters(prompt: Prompt) -> int:
     """About the length of a prompt as text."""
     if isinstance(prompt, str):
         return len(prompt)
-    return _CHARACTERS_PER_TOKEN * len(prompt) if isinstance(prompt, Sequence) else 0
+    return _CHARACTERS_PER_TOKEN * len(prompt) if _is_ids(prompt) else 0
