@@ -67,6 +67,16 @@ async def test_a_scrape_has_what_was_served_in_both_formats(serving: Serving) ->
         assert values(read_openmetrics(opened)).keys() == series.keys()
 
 
+@pytest.mark.parametrize(
+    "accept",
+    ["text/plain; version=abc", "application/openmetrics-text; version=x", "a/b; version=1.x.0", ";;,"],
+)
+async def test_an_accept_that_makes_no_sense_gets_some_format(serving: Serving, accept: str) -> None:
+    async with serving() as served:
+        status, _, text = await get(served, Accept=accept)
+        assert (status, "aioinfer_steps_total" in text) == (200, True)
+
+
 async def test_the_names_of_vllm_and_the_route_can_be_left_out(serving: Serving) -> None:
     async with serving(server={"vllm_metrics": False}) as served:
         _, _, text = await get(served)

@@ -109,7 +109,10 @@ def render(readings: Sequence[Reading], accept: str, *, vllm: bool) -> tuple[byt
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Once(readings, vllm))
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # a version that is no number
+        encode, content_type = choose_encoder("")
     if content_type.startswith("application/openmetrics-text"):
         # Our names need no escaping, and by default samples lose their colons, of vLLM's names, without
         # their metadata doing so (prometheus/client_python#1177).
