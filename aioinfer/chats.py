@@ -264,5 +264,9 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         """The same from synchronous code."""
         self._stream.close()
 
+    def leave(self) -> None:
+        """The same one turn of the loop later, from any thread and at any point."""
+        self._stream.leave()
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("a ChatStream cannot be copied or pickled: it is the only reader of its request")

@@ -53,7 +53,8 @@ class ThreadsafeEngine:
         self._most = engine.config.max_queued_requests
         #: requests on their way to the loop
         self._sent = 0
-        self._lock = threading.Lock()
+        # Reentrant: a stream that is collected while it is held takes it, too.
+        self._lock = threading.RLock()
 
     def generate(
         self,
@@ -234,7 +235,9 @@ class RemoteStream(Generic[_Item, _Final]):
         return final
 
     def __del__(self) -> None:
-        self.close()
+        # On any thread and at any point, amid a step of the engine, too.
+        if not self._opened.cancel():
+            self._opened.add_done_callback(_leave)
 
 
 def _outcome(future: concurrent.futures.Future[_T], timeout: float | None) -> _T:
@@ -248,3 +251,8 @@ def _outcome(future: concurrent.futures.Future[_T], timeout: float | None) -> _T
 def _close(opened: concurrent.futures.Future[Any]) -> None:
     if not opened.cancelled() and opened.exception() is None:
         opened.result().close()
+
+
+def _leave(opened: concurrent.futures.Future[Any]) -> None:
+    if not opened.cancelled() and opened.exception() is None:
+        opened.result().leave()

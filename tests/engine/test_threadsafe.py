@@ -143,6 +143,33 @@ async def test_closing_the_engine_ends_the_waiting_of_other_threads() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_a_stream_that_is_collected_on_the_engines_loop_leaves_a_turn_later() -> None:
+    """The collector runs at any point, amid a step, too."""
+    async with FakeEngine(Answer("x", delay=600.0)) as engine:
+        stream = engine.threadsafe().generate("a")
+        while engine.stats().running < 1:
+            await asyncio.sleep(0)
+        del stream
+        gc.collect()
+        assert engine.stats().running == 1
+        await freed(engine)
+
+
+async def test_streams_that_are_collected_while_others_are_sent_do_no_harm() -> None:
+    config = EngineConfig(model="fake", num_pages=64, max_queued_requests=1)
+    async with FakeEngine("x", config=config) as engine:
+        remote = engine.threadsafe()
+
+        def refuse() -> None:
+            stream = remote.generate("a")
+            with remote._lock:  # as within a call that allocates, and is interrupted by the collector
+                del stream
+                gc.collect()
+
+        await elsewhere(refuse)
+        await freed(engine)
+
+
 async def test_what_is_on_its_way_to_the_loop_is_bounded() -> None:
     config = EngineConfig(model="fake", num_pages=64, max_queued_requests=3)
     async with FakeEngine("x", config=config) as engine:
