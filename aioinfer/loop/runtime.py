@@ -110,6 +110,7 @@ class Runtime:
         #: at least so many tokens have their prompts
         self._preparing_tokens = 0
         self._intake = intake
+        self._decoding = asyncio.Lock()
         #: what follows the requests and steps; empty unless asked for
         self.observers = Observers()
         self.tuning = Tuning.of(
@@ -175,7 +176,9 @@ class Runtime:
             check_ids("tokens", items, vocab_size)
             return tokenizer.decode(items, skip_special_tokens=skip_special_tokens)
 
-        return await self._intake.run(text)
+        # One at a time: prompts of others have their turns between.
+        async with self._decoding:
+            return await self._intake.run(text)
 
     def _prepared(self, request: Request, prepared: Prepared | None, error: BaseException | None) -> None:
         self._leave_preparing(request)

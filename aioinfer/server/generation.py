@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from aiohttp import web
 from aioinfer.chat.answers import AnswerReader
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
-from aioinfer.errors import RequestError
+from aioinfer.errors import Rejected, RequestError
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.express import ExpressLane
@@ -57,6 +57,8 @@ class Generation:
         self._parser = BodyParser()
         self._watcher = Watcher(min(config.ping_interval, config.send_timeout))
         self._lane = ExpressLane()
+        #: requests that only want tokens or their text
+        self._tokenizing = 0
 
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
@@ -76,14 +78,29 @@ class Generation:
 
     async def count(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> int:
         """How many tokens the prompt of a request has."""
-        call, _ = await self.parsed(request, parse)
-        try:
-            kwargs = call.chat_template_kwargs
-            tokenizing = self._engine.tokenize(call.prompts[0], chat_template_kwargs=kwargs)
-            async with self.watched(request):
-                return len(await tokenizing)
-        except RequestError as error:
-            raise call.named(error) from None
+        with self.tokenizing(request):
+            call, _ = await self.parsed(request, parse)
+            try:
+                kwargs = call.chat_template_kwargs
+                tokenizing = self._engine.tokenize(call.prompts[0], chat_template_kwargs=kwargs)
+                async with self.watched(request):
+                    return len(await tokenizing)
+            except RequestError as error:
+                raise call.named(error) from None
+
+    @contextmanager
+    def tokenizing(self, request: web.Request) -> Iterator[None]:
+        """Counts a request that only wants tokens or their text, against its key and all others. Raises
+        Refused, Rejected."""
+        most = self._engine.config.max_queued_requests
+        with record_of(request).admitted():
+            if self._tokenizing >= most:
+                raise Rejected(f"{most} requests are being tokenized (max_queued_requests)")
+            self._tokenizing += 1
+            try:
+                yield
+            finally:
+                self._tokenizing -= 1
 
     async def parsed(self, request: web.Request, parse: Callable[[bytes, Served], _T]) -> tuple[_T, Limits]:
         """The body of a request, read and parsed within the server's limits, and these. Raises Refused,
@@ -168,6 +185,14 @@ class Generation:
             if not events.response.prepared:
                 raise
             record.finish_reason = "disconnect"
+        except Exception as error:
+            if not events.response.prepared:
+                raise
+            # Writing has failed amid the response: no other one can follow on this connection.
+            as_failure(error)
+            record.finish_reason = "error"
+            if request.transport is not None:
+                request.transport.abort()
         return events.response
 
     async def _send_all(

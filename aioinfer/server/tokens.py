@@ -134,6 +134,10 @@ class Tokens:
         ]
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        with self._generation.tokenizing(request):
+            return await self._tokenize(request)
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         asked, _ = await self._generation.parsed(request, _parse_tokenize)
         tokenizing = self._engine.tokenize(
             asked.prompt, chat_template_kwargs=asked.kwargs, add_special_tokens=asked.special_tokens
@@ -156,10 +160,11 @@ class Tokens:
         return await self._json(request, found)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        ids, _ = await self._generation.parsed(request, _parse_detokenize)
-        async with self._generation.watched(request):
-            text = await self._engine.detokenize(ids, skip_special_tokens=False)
-        return await self._json(request, {"prompt": text})
+        with self._generation.tokenizing(request):
+            ids, _ = await self._generation.parsed(request, _parse_detokenize)
+            async with self._generation.watched(request):
+                text = await self._engine.detokenize(ids, skip_special_tokens=False)
+            return await self._json(request, {"prompt": text})
 
     async def info(self, request: web.Request) -> web.StreamResponse:
         if not self._engine.ready:

@@ -88,6 +88,29 @@ async def test_what_is_wrong_is_named(serving: Serving, path: str, body: Any, pa
     assert (status, found["error"]["param"]) == (400, param), found
 
 
+@pytest.mark.parametrize("path", ["tokenize", "detokenize"])
+async def test_what_wants_tokens_only_is_counted_against_its_key_and_all_others(
+    serving: Serving, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, free = asyncio.Semaphore(0), asyncio.Event()
+
+    async def wait(*given: Any, **options: Any) -> Any:
+        began.release()
+        await free.wait()
+        return [1] if path == "tokenize" else "x"
+
+    body = {"prompt": "x"} if path == "tokenize" else {"tokens": [1]}
+    async with serving(max_queued_requests=2) as served, aiohttp.ClientSession(served.url) as session:
+        monkeypatch.setattr(served.engine, path, wait, raising=False)
+        first = [asyncio.create_task(asked(session, f"/{path}", body)) for _ in range(2)]
+        for _ in first:
+            await began.acquire()
+        status, found = await asked(session, f"/{path}", body)
+        assert (status, "max_queued_requests" in found["error"]["message"]) == (429, True)
+        free.set()
+        assert [(await each)[0] for each in first] == [200] * 2
+
+
 async def test_another_model_has_no_tokens_here(serving: Serving) -> None:
     async with serving() as served, aiohttp.ClientSession(served.url) as session:
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
