@@ -21,6 +21,8 @@ __all__ = ["EXTENSIONS", "ChatBody", "given_list", "given_object", "given_text"]
 
 #: names of `max_tokens` and `stop` in other protocols differ
 _OWN_NAMES = frozenset({"max_tokens", "max_completion_tokens", "stop"})
+#: their answers have no place for it
+_NOT_WRITTEN = frozenset({"prompt_logprobs"})
 _BESIDE_SAMPLING = (
     *("priority", "cache_salt", "routing_key", "request_id", "chat_template_kwargs"),
     "structured_outputs",
@@ -30,7 +32,7 @@ EXTENSIONS: Table = {
     name: rule
     for name, rule in CHAT.items()
     if isinstance(rule, Honoured)
-    and name not in _OWN_NAMES
+    and name not in _OWN_NAMES | _NOT_WRITTEN
     and (rule.param is not None or name in _BESIDE_SAMPLING)
 }
 

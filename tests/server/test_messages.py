@@ -16,6 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 from aioinfer.scheduling.step import Step
+from aioinfer.server.anthropic.wires import arguments_of
 from tests.server.chats import ROME, USER, WEATHER, add_tags
 from tests.server.conftest import Bundled, Serving
 from tests.server.event_order import MessageOrder
@@ -272,6 +273,7 @@ async def test_errors_have_anthropics_form(serving: Serving) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": [5]}, "messages[0]"),
@@ -334,6 +336,15 @@ async def test_refusals_name_the_field_of_the_body(messages: Messages) -> None:
                 except anthropic.BadRequestError as error:
                     raised = str(error.body["error"]["message"])  # type: ignore[index]
                 assert raised.startswith(f"{field}: ") or (path and field == "output_config.format"), change
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": NaN}', '{"a": -Infinity}', "[1]", '{"a": ' * 400 + "1" + "}" * 400, "{"]
+)
+def test_arguments_that_are_no_json_object_are_kept_as_text(text: str) -> None:
+    assert arguments_of(text) == {"INVALID_JSON": text}
+    assert arguments_of('{"a": [1.5, null]}') == {"a": [1.5, None]}
+    assert arguments_of("") == {}
 
 
 async def test_what_claude_code_sends_is_accepted(messages: Messages) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,8 @@ def read_events(take: Callable[[str | None, str], None], text: str) -> list[str]
     return names
 
 
+#: the schema of an object that is nested deeply
+DEEP: Any = functools.reduce(lambda inner, _: {"type": "object", "properties": {"a": inner}}, range(300), {})
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
@@ -316,6 +319,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"include": ["everything"]}, "include[0]"),
     ({"metadata": {"a": 1}}, "metadata"),
     ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"tools": [{**TOOL, "parameters": DEEP}], "tool_choice": "none"}, "tools"),
 ]
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from aioinfer.chat.parts import Part, Parts, Step
+from aioinfer.errors import InvalidRequest
+from aioinfer.loop.copies import freeze
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
 from aioinfer.server.anthropic.errors import error_body
@@ -21,7 +23,7 @@ from aioinfer.server.http.pieces import Pieces, json_text
 from aioinfer.server.openai.protocol import Call, Served
 from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 
-__all__ = ["MESSAGES_WIRE", "MessagesAnswer", "MessagesWire"]
+__all__ = ["MESSAGES_WIRE", "MessagesAnswer", "MessagesWire", "arguments_of"]
 
 #: kind of part -> type of its deltas, and their field
 _DELTAS = {
@@ -154,19 +156,24 @@ def _block(part: Part, *, begins: bool = False) -> dict[str, Any]:
             return {"type": "thinking", "thinking": text, "signature": ""}
         case "text":
             return {"type": "text", "text": text, "citations": None}
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _arguments(text)}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments_of(text)}
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def arguments_of(text: str) -> dict[str, Any]:
     """The arguments of a call. Text that is no JSON object, such as arguments that were cut off, is kept in
     the form that Anthropic has for it."""
     if not text:
         return {}
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
+        # Without infinity and others that JSON has not, and not nested too deeply to be written.
+        arguments = freeze("arguments", json.loads(text, parse_constant=_refused))
+    except (ValueError, RecursionError, InvalidRequest):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
+
+
+def _refused(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

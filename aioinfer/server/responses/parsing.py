@@ -8,6 +8,7 @@ from typing import Any
 
 from aioinfer.chat.fields import check
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.loop.copies import freeze
 from aioinfer.server.openai.protocol import Call, Served, object_of
 from aioinfer.server.responses import fields
 from aioinfer.server.responses.fields import HOSTED_TOOLS, INCLUDABLE, LOGPROBS, NESTED, RESPONSES
@@ -81,6 +82,8 @@ def _with_repeated(
     repeated |= {
         name: body[name] for name in ("user", "safety_identifier") if isinstance(body.get(name), str)
     }
+    for name, value in repeated.items():
+        freeze(name, value)  # refuses what is nested too deeply to be written
     return replace(call, repeated=repeated)
 
 
