@@ -47,8 +47,12 @@ async def until_disconnected(request: Any, work: Awaitable[_T]) -> _T:
         watching, leave = _aiohttp_gone(request), _leave_aiohttp
     else:
         raise TypeError(f"a request of FastAPI, Starlette or aiohttp is needed, not {type(request).__name__}")
+    try:
+        task: asyncio.Future[_T] = asyncio.ensure_future(work)
+    except BaseException:
+        watching.close()
+        raise
     watch: asyncio.Task[None] = asyncio.ensure_future(watching)
-    task: asyncio.Future[_T] = asyncio.ensure_future(work)
     try:
         both: list[asyncio.Future[Any]] = [task, watch]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

@@ -7,6 +7,7 @@ import os
 import posixpath
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -112,29 +113,26 @@ async def _serve(
     _mount_whole(app, engine, config)
     runner = _runner(app, config)
     admin = _runner(admin_application(engine, config), config)
-    servers: list[asyncio.Server] = []
-    try:
+    async with AsyncExitStack() as closing:  # the last one goes first, whatever the others raise
+        closing.callback(connections.stop)
+        closing.push_async_callback(admin.cleanup)
+        closing.push_async_callback(runner.cleanup)
         await runner.setup()
         await admin.setup()
         assert runner.server is not None
         assert admin.server is not None
         connections.start(runner.server)
         for each in bound.public:
-            servers.append(
-                await listen(connections, each, config.host, tls=bound.tls, handshake=config.header_timeout)
+            server = await listen(
+                connections, each, config.host, tls=bound.tls, handshake=config.header_timeout
             )
+            closing.callback(server.close)
         for each in bound.admin:
-            servers.append(await listen(admin.server, each, ADMIN_HOST))
+            closing.callback((await listen(admin.server, each, ADMIN_HOST)).close)
         if ready is not None:
             ready(_url(bound, config))
         await stop.wait()
         await engine.aclose(drain=True, timeout=config.drain_timeout)
-    finally:
-        for server in servers:
-            server.close()
-        await runner.cleanup()
-        await admin.cleanup()
-        connections.stop()
 
 
 def _runner(app: web.Application, config: ServerConfig) -> web.AppRunner:

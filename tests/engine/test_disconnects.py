@@ -178,6 +178,8 @@ async def test_results_errors_and_cancellation_pass_through() -> None:
     with pytest.raises(RuntimeError, match="read the body"):
         await until_disconnected(Received({"type": "http.request", "body": b"x"}), endless())
     work = endless()
+    with pytest.raises(TypeError, match=r"awaitable|coroutine"):
+        await until_disconnected(Received(), 5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="FastAPI, Starlette or aiohttp"):
         await until_disconnected(object(), work)
     work.close()

@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
@@ -23,6 +24,8 @@ _log = logging.getLogger("aioinfer.server")
 
 #: connections that the system keeps until they are accepted
 _BACKLOG = 1024
+#: seconds that a client has to answer the end of TLS
+_GOODBYE = 2.0
 #: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
 _ACCEPTS = 16
 #: connections where neither the config nor the limit of open files says fewer
@@ -100,15 +103,13 @@ async def listen(
             ) from error
         raise cannot_listen(error, host, bound.getsockname()[1]) from error
     loop = asyncio.get_running_loop()
-    timeout = None if tls is None else handshake
+    times: dict[str, Any] = {}
+    if tls is not None:
+        times = {"ssl_handshake_timeout": handshake, "ssl_shutdown_timeout": _GOODBYE}
     if unix:
-        server = await loop.create_unix_server(
-            protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, ssl_handshake_timeout=timeout
-        )
+        server = await loop.create_unix_server(protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, **times)
     else:
-        server = await loop.create_server(
-            protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, ssl_handshake_timeout=timeout
-        )
+        server = await loop.create_server(protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, **times)
     bound.listen(_BACKLOG)
     return server
 
