@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.outputs import Result
@@ -137,13 +138,13 @@ async def compare(options: argparse.Namespace, report: Report) -> None:
         if options.shape:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model, block = str(write_shape(options.shape, folder)), SHAPES[options.shape]["block_size"]
+
+        def scripted(config: EngineConfig) -> ThreadLauncher:
+            return ThreadLauncher(ScriptedDevice(config, options.variation))
+
         for way, config in configs(options, model, block).items():
             if way in options.ways:
-                engine = (
-                    Engine(config, launcher=lambda config: ThreadLauncher(ScriptedDevice(config)))
-                    if options.shape
-                    else Engine(config)
-                )
+                engine = Engine(config, launcher=scripted) if options.shape else Engine(config)
                 engines[way] = await stack.enter_async_context(engine)
         if "fdfo" in engines:
             make_restless(engines["fdfo"])
@@ -200,6 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--shape", choices=list(SHAPES), help="a random model whose rounds are scripted")
+    parser.add_argument("--variation", type=float, default=0.6, help="of the scripted rounds of a block")
     parser.add_argument("--algorithm", default="low_confidence")
     parser.add_argument("--threshold", type=float, default=0.95)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])

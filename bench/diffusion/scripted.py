@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.config import EngineConfig
 from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.execution.device import Progress
 from aioinfer.execution.torch_device import TorchDevice
@@ -93,13 +94,18 @@ def write_shape(name: str, folder: Path) -> Path:
 
 
 class ScriptedDevice(TorchDevice):
-    """A device whose model computes, and does not decide."""
+    """A device whose model computes, and does not decide.
 
-    #: rounds of a block in the mean, and their deviation over that
-    mean_steps, variation = 8.0, 0.6
+    ``variation``: standard deviation of the rounds of a block, relative to their mean of 8. Which block takes
+    how many depends on the pages it is in; 0 makes all equal.
+    """
+
+    def __init__(self, config: EngineConfig, variation: float = 0.6) -> None:
+        super().__init__(config)
+        self._variation = variation
 
     def _load(self, device: torch.device, progress: Progress | None) -> CausalLM:
-        return _Scripted(super()._load(device, progress), device, self.mean_steps, self.variation)
+        return _Scripted(super()._load(device, progress), device, 8.0, self._variation)
 
 
 class _Scripted:

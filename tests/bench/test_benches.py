@@ -202,7 +202,8 @@ def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> 
 @battery(PROGRAM)
 def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Path) -> None:
     options = (
-        "--shape tiny --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1 --max-tokens 20"
+        "--shape tiny --variation 0 --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1"
+        " --max-tokens 20"
     )
     file = tmp_path / "lines.jsonl"
     command = [sys.executable, "-m", "bench", "diffusion", *options.split(), "--json", str(file)]
@@ -216,8 +217,8 @@ def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Pa
     for (concurrency, _), cell in cells.items():
         assert list(cell) == ["sync", "sync+", "fdfo", "reuse", "mixed", "fused", "overlap"]
         assert all(way["tokens_per_s"] > 0 and way["ttft_ms"] > 0 for way in cell.values())
-        # The last forward over a block is the first over the next. Nothing follows for requests side by side:
-        # which of them share a forward depends on when they come.
+        # The last forward over a block is the first over the next; all blocks take the same rounds. Nothing
+        # follows for requests side by side: which of them share a forward depends on when they come.
         if concurrency == 1:
             assert cell["fused"]["forwards_per_token"] < cell["mixed"]["forwards_per_token"]
 

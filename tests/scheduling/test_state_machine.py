@@ -187,7 +187,7 @@ def namespaces_mixed_up(patch: pytest.MonkeyPatch) -> None:
 def parked_ones_go_on(patch: pytest.MonkeyPatch) -> None:
     def park(self: RequestQueues, request: Request, waits: ParkedFor) -> None:
         if not request.finished and request.state is RequestState.RUNNING:
-            request.parked_for.add(waits)
+            request.parked_for |= {waits}
 
     patch.setattr(RequestQueues, "park", park)
 
