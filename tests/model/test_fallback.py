@@ -17,6 +17,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import inspect_model, load_model
 from aioinfer.model.native import NativeDecoder
+from aioinfer.model.selfcheck import record
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.native.bindings import native_unsupported
 from tests.model.checkpoints import FAMILIES, NATIVE, OWN, RECURRENT, make_checkpoint, make_model
@@ -93,7 +94,6 @@ def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
         ("Phimoe", {**SMALL, **EXPERTS, "sliding_window": 20}, "masks 20"),
         ("Bart", {"vocab_size": 97, "d_model": 32, "decoder_layers": 2}, "takes no position_ids"),
         ("Bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "takes no position_ids"),
-        ("GPTJ", {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "replaced"),
         (*hybrid("linear_attention", "full_attention"), "not each of the 2 layers"),
         (*hybrid("full_attention", "linear_attention"), "not each of the 2 layers"),
         # Attention in each layer, and a state space beside it.
@@ -113,6 +113,12 @@ def test_what_would_run_wrongly_is_refused(
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, dtype=dtype)
+
+
+def test_a_model_that_computes_attention_by_itself_is_refused() -> None:
+    # Which models do so changes with the release of transformers.
+    with pytest.raises(ConfigError, match="attention of Own cannot be replaced"):
+        record("Own", 2, lambda watch: None)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3.5"])
