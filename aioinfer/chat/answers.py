@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aioinfer.chat.messages import UNREAD
+from aioinfer.chat.order import TemplateOrder
 from aioinfer.chat.tools import Tools
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar, SamplingParams
@@ -60,6 +61,8 @@ class ChatFormat:
     special: frozenset[str] = frozenset()
     #: names that the chat template reads; None if not known
     template_names: frozenset[str] | None = None
+    #: sequences of messages that the chat template takes
+    order: TemplateOrder = field(default_factory=TemplateOrder)
 
     @classmethod
     def of(
@@ -72,7 +75,8 @@ class ChatFormat:
         parser = reasoning_formats.parser_of(reasoning_parser, templates)
         if tokenizer is None:
             return cls(tools, parser)
-        return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, tokenizer.template_names)
+        names, order = tokenizer.template_names, TemplateOrder.of(tokenizer)
+        return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, names, order)
 
     def continued(self, message: Mapping[str, Any]) -> str | None:
         """What stands for the end of the prompt where the answer continues ``message``: the tag behind which

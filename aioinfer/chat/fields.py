@@ -54,10 +54,11 @@ class Harmless:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """The values that change nothing, and what to use instead of others."""
+    """The values that change nothing, and what to use instead of others. ``code``: of the error."""
 
     neutral: tuple[Any, ...] = ()
     instead: str = ""
+    code: str = "unsupported_parameter"
 
 
 Table = Mapping[str, Honoured | Harmless | Unsupported]
@@ -176,9 +177,7 @@ def check(given: Mapping[str, Any], table: Table, path: str = "", also: frozense
             )
         if isinstance(rule, Unsupported) and not any(_same(value, each) for each in rule.neutral):
             instead = f": {rule.instead}" if rule.instead else ""
-            raise InvalidRequest(
-                f"{path}{name}", f"is not supported by this server{instead}", code="unsupported_parameter"
-            )
+            raise InvalidRequest(f"{path}{name}", f"is not supported by this server{instead}", code=rule.code)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Literal, TypedDict
 
 from aiohttp import web
@@ -98,7 +99,13 @@ class Status:
         ]
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        found: Models = {"object": "list", "data": [*map(self._body, self._models)]}
+        found: Models = {
+            "object": "list",
+            "data": [*map(self._body, self._models)],
+            "has_more": False,
+            "first_id": self._models[0],
+            "last_id": self._models[-1],
+        }
         return web.json_response(found)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
@@ -129,6 +136,7 @@ class Status:
         return web.Response(text=trace, content_type="application/json")
 
     def _body(self, name: str) -> Model:
+        longest = self._engine.info.max_model_len if self._engine.ready else None
         body: Model = {
             "id": name,
             "object": "model",
@@ -136,8 +144,13 @@ class Status:
             "owned_by": "aioinfer",
             "root": self._engine.config.model_name,
             "parent": None,
-            "max_model_len": self._engine.info.max_model_len if self._engine.ready else None,
+            "max_model_len": longest,
             "permission": [self._permission()],
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": longest,
         }
         if self._engine.ready and self._engine.info.block_size is not None:
             body["block_size"] = self._engine.info.block_size

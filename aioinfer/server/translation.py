@@ -7,7 +7,7 @@ client used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,17 +72,24 @@ class ChatBody:
                 source, f"cannot be changed: the model {state} thinks", code="unsupported_parameter"
             )
 
-    def effort(self, value: Any, source: str, default: str) -> None:
-        """How much the model thinks: what the chat template reads of it. ``default`` is what the protocol
-        takes for an absent field. Raises InvalidRequest."""
+    def effort(self, value: Any, source: str, levels: Sequence[str]) -> str | None:
+        """How much the model thinks, one of ``levels``: what the chat template reads of it. A template that
+        does not read it is not told, because clients send one on their own; "none" switches thinking off.
+
+        Returns the effort that the model is told of. Raises InvalidRequest.
+        """
         if value is None:
-            return
-        given_text(source, value)
+            return None
+        if value not in levels:
+            raise InvalidRequest(source, f"must be one of {', '.join(levels)}, got {shown(value)}")
         names = self._served.chat.template_names
-        if names is None or "reasoning_effort" in names or value not in (default, "none"):
+        if names is None or "reasoning_effort" in names:
             self.put("reasoning_effort", value, source)
         elif value == "none":
             self.think(False, source)
+        else:
+            return None
+        return str(value)
 
     def call(self, prefix: str) -> Call:
         """The call. Raises InvalidRequest of a field of the body."""

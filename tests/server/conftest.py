@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -132,14 +133,19 @@ def bundled(model_with_tools: Path) -> Bundled:
 
     @asynccontextmanager
     async def run(
-        model: Path | None = None, api_key: str | None = None, **settings: Any
+        model: Path | None = None,
+        api_key: str | None = None,
+        server: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> AsyncIterator[openai.AsyncOpenAI]:
         settings = {"model": str(model or model_with_tools), "tool_call_parser": "hermes", **settings}
         engine = Engine(EngineConfig(threads=1, dtype="float32", **settings))
         loop = asyncio.get_running_loop()
         started: asyncio.Future[str] = loop.create_future()
         stop = asyncio.Event()
-        config = ServerConfig(port=0, served_model_name="tiny-chat", api_key=api_key)
+        config = ServerConfig(
+            **{"port": 0, "served_model_name": "tiny-chat", "api_key": api_key, **(server or {})}
+        )
         async with engine:
             task = loop.create_task(serve(engine, config, stop=stop, ready=started.set_result))
             try:
@@ -161,3 +167,26 @@ def bundled(model_with_tools: Path) -> Bundled:
 def directory(tmp_path: Path) -> Path:
     """A copy of the bundled model that reads tools, for tests to change."""
     return copy_that_reads_tools(tmp_path / "model")
+
+
+Messages = Callable[..., AbstractAsyncContextManager[anthropic.AsyncAnthropic]]
+
+
+@pytest.fixture
+def messages(bundled: Bundled) -> Messages:
+    """A client of a server with the bundled model."""
+
+    @asynccontextmanager
+    async def run(model: Path | None = None, **server: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+        async with (
+            bundled(model, **server) as other,
+            anthropic.AsyncAnthropic(
+                base_url=str(other.base_url).removesuffix("/v1/"),
+                api_key="none",
+                max_retries=0,
+                _strict_response_validation=True,
+            ) as client,
+        ):
+            yield client
+
+    return run

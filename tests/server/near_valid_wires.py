@@ -107,7 +107,12 @@ _IN_RESPONSES: Mapping[str, _Make] = {
 
 def _block(role: str) -> _Make:
     def make(rng: _Random) -> Any:
-        results = rng.choice([_word(rng), [{"type": "text", "text": _word(rng)}]])
+        reference = _object(
+            rng,
+            anthropic.NESTED["messages[].content[].content[] tool_reference"],
+            {"type": "tool_reference", "tool_name": rng.choice(["f", "g"])},
+        )
+        results = rng.choice([_word(rng), [{"type": "text", "text": _word(rng)}, reference]])
         blocks: dict[str, dict[str, Any]] = {
             "text": {"text": _word(rng)},
             "thinking": {"thinking": "hm", "signature": ""},
@@ -122,15 +127,23 @@ def _block(role: str) -> _Make:
 
 
 def _message(rng: _Random) -> Any:
-    role = rng.choice(["user", "user", "assistant"])
-    content = rng.choice([_word(rng), _list(rng, _block(role))])
-    return _object(rng, anthropic.NESTED["messages[]"], {"role": role, "content": content})
+    role = rng.choice(["user", "user", "assistant", "system"])
+    given: dict[str, Any] = {"role": role}
+    if role == "system":
+        config = {"effort": rng.choice([*anthropic.EFFORTS, "x"])}
+        given["output_config"] = _object(rng, anthropic.NESTED["messages[].output_config"], config)
+        given["clear_at"] = rng.choice(anthropic.CLEARINGS)
+        given["content"] = rng.choice([_word(rng), [], None])
+    else:
+        given["content"] = rng.choice([_word(rng), _list(rng, _block(role))])
+    return _object(rng, anthropic.NESTED["messages[]"], given)
 
 
 def _custom(rng: _Random) -> Any:
     if rng.random() < 0.2:
-        return {"type": rng.choice(["web_search_20250305", "bash_20250124", "x"]), "name": "w"}
+        return {"type": rng.choice(["web_search_20250305", "tool_search_tool_bm25", "x"]), "name": "w"}
     given = {"name": rng.choice(["f", "g"]), "input_schema": schema(rng), "strict": True}
+    given["defer_loading"] = rng.random() < 0.3
     return _object(rng, anthropic.NESTED["tools[] custom"], given)
 
 
@@ -154,7 +167,12 @@ _IN_MESSAGES: Mapping[str, _Make] = {
     "tools": lambda rng: _list(rng, _custom, 2),
     "tool_choice": _choice,
     "thinking": lambda rng: _object(
-        rng, anthropic.NESTED["thinking"], {"type": rng.choice(["enabled", "disabled", "adaptive", "x"])}
+        rng,
+        anthropic.NESTED["thinking"],
+        {
+            "type": rng.choice(["enabled", "disabled", "adaptive", "x"]),
+            "display": rng.choice(anthropic.DISPLAYS),
+        },
     ),
     "output_config": lambda rng: _object(rng, anthropic.NESTED["output_config"], {"format": _wanted(rng)}),
     "stream": lambda rng: rng.random() < 0.7,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +16,7 @@ from pydantic import BaseModel
 from aioinfer.scheduling.step import Step
 from aioinfer.server.anthropic.wires import arguments_of
 from tests.server.chats import ROME, USER, WEATHER, add_tags
-from tests.server.conftest import Bundled, Serving
+from tests.server.conftest import Messages, Serving
 from tests.server.event_order import MessageOrder
 from tests.server.test_reasoning import OPENS
 from tests.server.test_responses import read_events
@@ -27,28 +25,6 @@ from tests.server.test_tool_requests import ROUND_TRIP
 TOOL: Any = {"name": "weather", "description": "The weather of a city.", "input_schema": WEATHER}
 STRICT: Any = {**TOOL, "strict": True}
 ASK: Any = {"model": "tiny-chat", "messages": [USER], "max_tokens": 400}
-
-Messages = Callable[..., AbstractAsyncContextManager[anthropic.AsyncAnthropic]]
-
-
-@pytest.fixture
-def messages(bundled: Bundled) -> Messages:
-    """A client of a server with the bundled model."""
-
-    @asynccontextmanager
-    async def run(model: Path | None = None, **server: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
-        async with (
-            bundled(model, **server) as other,
-            anthropic.AsyncAnthropic(
-                base_url=str(other.base_url).removesuffix("/v1/"),
-                api_key="none",
-                max_retries=0,
-                _strict_response_validation=True,
-            ) as client,
-        ):
-            yield client
-
-    return run
 
 
 async def both(client: anthropic.AsyncAnthropic, **options: Any) -> Any:
@@ -84,6 +60,8 @@ async def test_text_is_answered_whole_and_streamed(messages: Messages) -> None:
         prefilled = await both(client, messages=begun)
         system = await both(client, system=[{"type": "text", "text": "Be brief."}], max_tokens=5)
     assert answer.content[0].text == other.content[0].text == "20 + 22 = 42"
+    # The AI SDK takes no `citations` that are null.
+    assert answer.content[0].to_dict() == {"type": "text", "text": "20 + 22 = 42"}
     assert (answer.type, answer.role, answer.stop_reason) == ("message", "assistant", "end_turn")
     assert prefilled.content[0].text == " 42"
     assert system.usage.input_tokens + system.usage.cache_read_input_tokens > answer.usage.input_tokens
@@ -217,6 +195,12 @@ async def test_thinking_is_a_block_of_its_own(messages: Messages, directory: Pat
         enabled = await ask("enabled", budget_tokens=1024)
         assert enabled.content[0].type == "thinking"
         assert enabled.usage.output_tokens_details.thinking_tokens > 0
+        omitted = await ask("enabled", budget_tokens=1024, display="omitted")
+        assert omitted.content == [
+            each.model_copy(update={"thinking": ""}) if each.type == "thinking" else each
+            for each in enabled.content
+        ]
+        assert omitted.usage.output_tokens_details == enabled.usage.output_tokens_details
         for kind in ("disabled", "adaptive", None):
             assert {each.type for each in (await ask(kind)).content} == {"text"}
         # Blocks of an answer are content of the next request.
@@ -271,6 +255,18 @@ async def test_errors_have_anthropics_form(serving: Serving) -> None:
             assert caught.value.request_id == body["request_id"]
 
 
+LATER = {"role": "system", "content": "# Environment"}
+EFFORT = {"role": "system", "output_config": {"effort": "low"}}
+REFERENCE = {"type": "tool_reference", "tool_name": "weather"}
+
+
+def result(*blocks: Any) -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "1", "content": [*blocks]}],
+    }
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
@@ -304,7 +300,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
     ({"thinking": {"type": "sometimes"}}, "thinking.type"),
-    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"thinking": {"type": "adaptive", "display": "aloud"}}, "thinking.display"),
+    ({"output_config": {"effort": "least"}}, "output_config.effort"),
+    ({"messages": [{**USER, "output_config": {"effort": "low"}}]}, "messages[0].output_config"),
+    ({"messages": [USER, {**LATER, "clear_at": "noon"}]}, "messages[1].clear_at"),
+    ({"messages": [USER, {"role": "system", "output_config": {}}]}, "messages[1].content"),
+    ({"messages": [EFFORT, EFFORT, USER], "output_config": {"effort": 5}}, "output_config.effort"),
+    (
+        {"messages": [USER, {"role": "system", "output_config": {"effort": 5}}, EFFORT]},
+        "messages[1].output_config.effort",
+    ),
+    ({"tools": [{**TOOL, "defer_loading": "yes"}]}, "tools[0].defer_loading"),
+    ({"tools": [TOOL, {**TOOL, "name": "a b", "defer_loading": True}]}, "tools[1].name"),
+    ({"tools": [{"name": "f", "defer_loading": True}]}, "tools[0].input_schema"),
+    ({"messages": [{"role": "user", "content": [REFERENCE]}]}, "messages[0].content[0].type"),
+    ({"messages": [result({"type": "tool_reference"})]}, "messages[0].content[0].content[0].tool_name"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
@@ -345,23 +355,3 @@ def test_arguments_that_are_no_json_object_are_kept_as_text(text: str) -> None:
     assert arguments_of(text) == {"INVALID_JSON": text}
     assert arguments_of('{"a": [1.5, null]}') == {"a": [1.5, None]}
     assert arguments_of("") == {}
-
-
-async def test_what_claude_code_sends_is_accepted(messages: Messages) -> None:
-    body = {
-        **ASK,
-        "max_tokens": 4,
-        "system": [{"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}],
-        "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
-        "metadata": {"user_id": "user_1"},
-        "thinking": {"type": "adaptive"},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "output_config": {"effort": "high"},
-        "stream": False,
-    }
-    headers = {"anthropic-beta": "interleaved-thinking-2025-05-14", "anthropic-version": "2023-06-01"}
-    async with messages() as client:
-        answer: Any = await client.post(
-            "/v1/messages?beta=true", body=body, options={"headers": headers}, cast_to=object
-        )
-    assert answer["stop_reason"] == "max_tokens"

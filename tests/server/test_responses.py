@@ -304,9 +304,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"colour": "red"}, "colour"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"temperature": "hot"}, "temperature"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"reasoning": {"effort": "least"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+    ({"text": {"verbosity": "least"}}, "text.verbosity"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"tools": [{"type": "funtion", "name": "f"}]}, "tools[0].type"),
@@ -335,21 +335,47 @@ async def test_refusals_name_the_field_of_the_body(bundled: Bundled) -> None:
                 assert caught.value.param == param, change
 
 
-async def test_what_clients_send_on_their_own_is_accepted(bundled: Bundled) -> None:
+#: of Mistral, for example
+ALTERNATES = (
+    "{%- for m in messages -%}{%- if loop.index0 and m.role in ('system', loop.previtem.role) -%}"
+    "{{ raise_exception('roles must alternate') }}{%- endif -%}{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize("template", ["", ALTERNATES], ids=["any-order", "alternates"])
+async def test_what_clients_send_on_their_own_is_accepted(
+    bundled: Bundled, directory: Path, template: str
+) -> None:
+    file = directory / "chat_template.jinja"
+    file.write_text(template + file.read_text())
     bodies: dict[str, dict[str, Any]] = {
         "codex": {
             "instructions": "You are a coding agent.",
             "input": [
                 {"type": "message", "role": "developer", "content": [_text("permissions")]},
+                {"type": "message", "role": "developer", "content": [_text("skills")]},
+                {"type": "message", "role": "user", "content": [_text("environment")]},
                 {"type": "message", "role": "user", "content": [_text("hi")]},
+                {"type": "message", "role": "developer", "content": [_text("new permissions")]},
             ],
-            "tools": [TOOL, {"type": "web_search"}, {"type": "local_shell"}, {"type": "custom", "name": "p"}],
+            "tools": [
+                {**TOOL, "defer_loading": True},
+                *(
+                    {"type": kind}
+                    for kind in ("web_search", "local_shell", "custom", "tool_search", "namespace")
+                ),
+            ],
             "tool_choice": "auto",
             "parallel_tool_calls": False,
             "reasoning": None,
             "store": False,
             "include": ["reasoning.encrypted_content"],
             "prompt_cache_key": "abc",
+        },
+        "codex with a model that it knows": {
+            "input": "hi",
+            "reasoning": {"effort": "medium", "summary": "detailed"},
+            "text": {"verbosity": "low"},
         },
         "openai-agents": {
             "input": [{"role": "user", "content": "hi"}],
@@ -364,10 +390,12 @@ async def test_what_clients_send_on_their_own_is_accepted(bundled: Bundled) -> N
             "store": True,
         },
     }
-    async with bundled() as client:
+    async with bundled(directory) as client:
         for name, body in bodies.items():
             answer: Any = await client.post(
                 "/responses", body={"max_output_tokens": 4, **body}, cast_to=object
             )
             assert answer["status"] in ("completed", "incomplete"), name
+            # What the model is not told of is not in effect.
+            assert (answer["reasoning"]["effort"], answer["text"]["verbosity"]) == (None, "medium"), name
             assert [each["type"] for each in answer["tools"]] == (["function"] if name == "codex" else [])

@@ -14,7 +14,6 @@ __all__ = ["COUNT_ENDPOINT", "MESSAGES_ENDPOINT"]
 class TextBlock(TypedDict):
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingBlock(TypedDict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from aioinfer.server.anthropic.fields import NO_THREADS
 from aioinfer.server.http.failures import Failure
 
 __all__ = ["error_body"]
@@ -24,5 +25,8 @@ _TYPES = {
 def error_body(failure: Failure) -> dict[str, Any]:
     """The error object of a failure, with an id of its own. The message begins with the field's name."""
     kind = _TYPES.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
-    error = {"type": kind, "message": failure.body()["error"]["message"]}
+    error: dict[str, Any] = {"type": kind, "message": failure.body()["error"]["message"]}
+    if failure.code == NO_THREADS:
+        # Clients that begin with a thread go on without one.
+        error["details"] = {"error_code": NO_THREADS, "unsupported": [failure.param]}
     return {"type": "error", "error": error, "request_id": failure.request_id or f"req_{uuid.uuid4().hex}"}

@@ -13,7 +13,17 @@ from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.chat.schemas import FLAG, OBJECT, TEXT, array, choice, either, text
 from aioinfer.server.translation import EXTENSIONS
 
-__all__ = ["COUNT", "MESSAGES", "NESTED", "SERVER_TOOL"]
+__all__ = [
+    "CLEARINGS",
+    "COUNT",
+    "DISPLAYS",
+    "EFFORTS",
+    "MESSAGES",
+    "NESTED",
+    "NO_THREADS",
+    "SEARCH_TOOL",
+    "SERVER_TOOL",
+]
 
 _NAME = text(pattern="[a-zA-Z0-9_-]{1,64}")
 _BOOKKEEPING = Harmless("the client's bookkeeping")
@@ -29,6 +39,16 @@ _HOSTED = (
     r"|tool_search_tool_regex|tool_search_tool_bm25|mcp_toolset|browser_toolset)(_[0-9]{8})?"
 )
 SERVER_TOOL = re.compile(_HOSTED)
+#: those that search among deferred tools
+SEARCH_TOOL = re.compile(r"tool_search_tool_(regex|bm25)(_[0-9]{8})?")
+#: ``clear_at`` of a system message
+CLEARINGS = ("never", "next_user_message")
+#: ``thinking.display``
+DISPLAYS = ("summarized", "updates", "omitted")
+#: ``output_config.effort``
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+#: The code of an error by which clients know that they have to send the whole conversation.
+NO_THREADS = "thread_unsupported_request"
 
 #: of ``/v1/messages/count_tokens``
 COUNT: Table = {
@@ -60,6 +80,7 @@ COUNT: Table = {
         ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     ),
     "output_format": Unsupported((), "use output_config.format"),
+    "thread": Unsupported((), "nothing is stored: send the whole conversation as messages", NO_THREADS),
 }
 
 #: of ``/v1/messages``
@@ -86,13 +107,23 @@ NESTED: Mapping[str, Table] = {
         "role": Honoured(
             "`user`, `assistant` or `system`", schema=choice("user", "assistant", "system"), required=True
         ),
-        "content": Honoured("text or a list of blocks", schema=TEXT, required=True),
+        "content": Honoured(
+            "text or a list of blocks; a system message with `output_config` needs none", schema=TEXT
+        ),
+        "output_config": Honoured("of `system`: how much the model thinks from there on", schema=OBJECT),
+        "clear_at": Honoured(
+            "of `system`: `next_user_message` leaves it out where a message of the user follows",
+            schema=choice(*CLEARINGS),
+        ),
         "id": _BOOKKEEPING,
         "type": Unsupported(("message",)),
         "model": _BOOKKEEPING,
         "stop_reason": _BOOKKEEPING,
         "stop_sequence": _BOOKKEEPING,
         "usage": _BOOKKEEPING,
+    },
+    "messages[].output_config": {
+        "effort": Honoured("as in `output_config` of the body; the last one counts", schema=choice(*EFFORTS))
     },
     "messages[].content[] text": {
         "type": _block("text"),
@@ -118,10 +149,17 @@ NESTED: Mapping[str, Table] = {
     "messages[].content[] tool_result": {
         "type": _block("tool_result"),
         "tool_use_id": Honoured("goes to the chat template", schema=TEXT, required=True),
-        "content": Honoured("text or a list of blocks of text", schema=_BLOCKS),
+        "content": Honoured(
+            "text, or a list of blocks of text and of references to deferred tools", schema=_BLOCKS
+        ),
         "is_error": Honoured("true: the model reads `Error: ` in front of the content", schema=FLAG),
         "cache_control": _CACHING,
         "toolset_name": _NO,
+    },
+    "messages[].content[].content[] tool_reference": {
+        "type": _block("tool_reference"),
+        "tool_name": Honoured("the model reads it, and learns of the tool", schema=TEXT, required=True),
+        "cache_control": _CACHING,
     },
     "tools[] hosted": {
         "type": Honoured("a tool that Anthropic defines", schema=text(pattern=_HOSTED), required=True)
@@ -134,7 +172,11 @@ NESTED: Mapping[str, Table] = {
         "strict": Honoured("the arguments obey the schema", schema=FLAG),
         "cache_control": _CACHING,
         "eager_input_streaming": Harmless("how arguments are streamed"),
-        "defer_loading": Unsupported((False,)),
+        "defer_loading": Honoured(
+            "true: the model learns of the tool when a result refers to it; at once if it is the one of "
+            "`tool_choice`, or if `tools` has a search of Anthropic's, which nobody could run",
+            schema=FLAG,
+        ),
         "allowed_callers": Unsupported((["direct"],)),
         "input_examples": Unsupported(([],)),
     },
@@ -153,13 +195,15 @@ NESTED: Mapping[str, Table] = {
             required=True,
         ),
         "budget_tokens": Harmless("an aim, not a limit; `max_tokens` is the limit"),
-        "display": Unsupported(("summarized",)),
+        "display": Honoured(
+            "`omitted`: blocks of thinking come without their text; `summarized`, `updates`: with all of it",
+            schema=choice(*DISPLAYS),
+        ),
     },
     "output_config": {
         "effort": Honoured(
-            "goes to the chat template as `reasoning_effort`; refused if that does not read it, but for "
-            "`high`, which is the default",
-            schema=TEXT,
+            "a wish: goes to the chat template as `reasoning_effort`, if that reads it",
+            schema=choice(*EFFORTS),
         ),
         "format": Honoured("of type `json_schema`", schema=OBJECT),
         "task_budget": _NO,

@@ -50,6 +50,7 @@ class MessagesAnswer:
         self._call = call
         self._context = context
         self._parts = Parts()
+        self._omitted = {"reasoning"} if call.repeated.get("display") == "omitted" else set()
         self._last: Chunk | None = None
 
     async def open(self, events: Events) -> None:
@@ -68,11 +69,11 @@ class MessagesAnswer:
             steps: Iterable[Step] = self._parts.read(await deltas_of(reader, chunk, pace))
         else:
             steps = self._parts.text(chunk.text) if chunk.text else ()
-        await _take(steps, events, pace)
+        await self._take(steps, events, pace)
         self._last = chunk
 
     async def close(self, usages: Sequence[Usage], events: Events) -> None:
-        await _take(self._parts.end(), events, Pace())
+        await self._take(self._parts.end(), events, Pace())
         delta = json.dumps(self._stop(usages[0]))
         usage = json.dumps(await self._usage(usages[0]))
         await _send(events, "message_delta", f'"delta":{delta},"usage":{usage}')
@@ -86,12 +87,33 @@ class MessagesAnswer:
     async def whole(self, results: Sequence[Result]) -> list[bytes]:
         result, pace = results[0], Pace()
         await self.chunk(0, as_chunk(result), None)
-        await _take(self._parts.end(), None, pace)
-        content = [_block(part) for part in self._parts.all]
+        await self._take(self._parts.end(), None, pace)
+        content = [_block(part, part.kind not in self._omitted) for part in self._parts.all]
         usage = await self._usage(result.usage)
         pieces = Pieces()
         await pieces.add_json(self._message(content, self._stop(result.usage), usage), pace)
         return pieces.end()
+
+    async def _take(self, steps: Iterable[Step], events: Events | None, pace: Pace) -> None:
+        """Sends the events of parts, if there is a stream. Of parts that are omitted, those of their text are
+        left out."""
+        for step in steps:
+            part = step.part
+            if events is not None:
+                match step.kind:
+                    case "begin":
+                        block = json.dumps(_block(part, False))
+                        await _send(
+                            events, "content_block_start", f'"index":{part.index},"content_block":{block}'
+                        )
+                    case "more" if part.kind not in self._omitted:
+                        kind, name = _DELTAS[part.kind]
+                        text = await json_text(step.text, pace)
+                        delta = f'{{"type":"{kind}","{name}":{text}}}'
+                        await _send(events, "content_block_delta", f'"index":{part.index},"delta":{delta}')
+                    case "end":
+                        await _send(events, "content_block_stop", f'"index":{part.index}')
+            await pace()
 
     def _message(
         self, content: list[dict[str, Any]], stop: Mapping[str, Any], usage: Mapping[str, Any]
@@ -123,39 +145,18 @@ class MessagesAnswer:
         return {**_usage(usage), "output_tokens_details": {"thinking_tokens": thoughts}}
 
 
-async def _take(steps: Iterable[Step], events: Events | None, pace: Pace) -> None:
-    """Sends the events of parts, if there is a stream."""
-    for step in steps:
-        part = step.part
-        if events is not None:
-            match step.kind:
-                case "begin":
-                    block = json.dumps(_block(part, begins=True))
-                    await _send(
-                        events, "content_block_start", f'"index":{part.index},"content_block":{block}'
-                    )
-                case "more":
-                    kind, name = _DELTAS[part.kind]
-                    text = await json_text(step.text, pace)
-                    delta = f'{{"type":"{kind}","{name}":{text}}}'
-                    await _send(events, "content_block_delta", f'"index":{part.index},"delta":{delta}')
-                case "end":
-                    await _send(events, "content_block_stop", f'"index":{part.index}')
-        await pace()
-
-
 async def _send(events: Events, kind: str, members: str) -> None:
     await events.send(f'{{"type":"{kind}",{members}}}', kind)
 
 
-def _block(part: Part, *, begins: bool = False) -> dict[str, Any]:
-    """The block of a part; of one that ``begins``, without its content."""
-    text = "" if begins else part.text
+def _block(part: Part, whole: bool) -> dict[str, Any]:
+    """The block of a part: ``whole``, or without its content."""
+    text = part.text if whole else ""
     match part.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
         case "text":
-            return {"type": "text", "text": text, "citations": None}
+            return {"type": "text", "text": text}
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments_of(text)}
 
 

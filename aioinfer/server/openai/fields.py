@@ -28,12 +28,14 @@ from aioinfer.chat.schemas import (
 from aioinfer.chat.tools import MAX_TOOLS
 from aioinfer.loop.options import MAX_LABEL
 
-__all__ = ["CHAT", "COMPLETION", "MAX_CHOICES", "NESTED", "REQUEST_ID"]
+__all__ = ["CHAT", "COMPLETION", "MAX_CHOICES", "NESTED", "REQUEST_ID", "VERBOSITIES"]
 
 #: choices of one call: prompts x n
 MAX_CHOICES = 128
 #: what a client can choose as the second half of an answer's id
 REQUEST_ID = "[A-Za-z0-9._:-]{1,128}"
+#: Of ``verbosity``, a wish that no chat template reads. Clients send it on their own with some models' names.
+VERBOSITIES = ("low", "medium", "high")
 
 _SCHEMA = either(OBJECT, FLAG, TEXT)
 _LABEL = text(0, MAX_LABEL)
@@ -142,7 +144,7 @@ _COMMON: Table = {
     "functions": Unsupported(([],), "use tools"),
     "function_call": Unsupported(("none", "auto"), "use tool_choice"),
     "web_search_options": _NO,
-    "verbosity": Unsupported(("medium",)),
+    "verbosity": Unsupported(VERBOSITIES),
     "modalities": Unsupported((["text"],)),
     "audio": _NO,
     # vLLM's and SGLang's

@@ -229,7 +229,8 @@ class Permission(TypedDict):
 
 
 class Model(TypedDict):
-    """The served model."""
+    """The served model, in the forms of OpenAI (``object``, ``created``), vLLM (``max_model_len``) and
+    Anthropic (``type``, ``created_at``)."""
 
     id: str
     object: Literal["model"]
@@ -241,8 +242,18 @@ class Model(TypedDict):
     #: positions per block, of a diffusion model
     block_size: NotRequired[int]
     permission: list[Permission]
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
 
 
 class Models(TypedDict):
+    """The list, which is whole; ``has_more`` and the ids of its ends are Anthropic's."""
+
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str

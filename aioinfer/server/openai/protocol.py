@@ -98,7 +98,7 @@ class Call:
     extras: Extras = field(default_factory=Extras)
     #: argument of the engine -> field of the body that it comes from, where the names differ
     names: Mapping[str, str] = field(default_factory=dict)
-    #: what other protocols repeat of the body in their answers
+    #: what the answers of other protocols take from the body
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def named(self, error: BaseException) -> BaseException:

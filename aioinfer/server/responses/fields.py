@@ -9,9 +9,11 @@ from collections.abc import Mapping
 
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.chat.schemas import FLAG, OBJECT, TEXT, array, choice, either, integer, text
+from aioinfer.server.openai.fields import VERBOSITIES
 from aioinfer.server.translation import EXTENSIONS
 
 __all__ = [
+    "EFFORTS",
     "HOSTED_TOOLS",
     "INCLUDABLE",
     "LOGPROBS",
@@ -34,6 +36,7 @@ _METADATA = {
     "propertyNames": {"maxLength": LONGEST_KEY},
     "additionalProperties": text(0, LONGEST_VALUE),
 }
+_SUMMARIES = ("auto", "concise", "detailed")
 _STATE = Harmless("of an item that is complete")
 
 #: Types of tools that are left out of a request. An offered tool is a permission: the answer is that of a
@@ -46,6 +49,9 @@ HOSTED_TOOLS = frozenset(
         "programmatic_tool_calling",
     }
 )
+
+#: ``reasoning.effort``
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 LOGPROBS = "message.output_text.logprobs"
 #: what ``include`` may name: besides logprobs, parts of answers that this server's do not have
@@ -202,7 +208,7 @@ NESTED: Mapping[str, Table] = {
         "description": Honoured("goes to the chat template", schema=TEXT),
         "parameters": Honoured("the JSON schema of the arguments", schema=OBJECT),
         "strict": Honoured("the arguments obey the schema", schema=FLAG),
-        "defer_loading": Unsupported((False,)),
+        "defer_loading": Harmless("the model learns of all tools at once"),
         "allowed_callers": Unsupported((["direct"],)),
         "async": Unsupported((False,)),
         "output_schema": _NO,
@@ -213,7 +219,7 @@ NESTED: Mapping[str, Table] = {
     },
     "text": {
         "format": Honoured("`text`, `json_object` or `json_schema`"),
-        "verbosity": Unsupported(("medium",)),
+        "verbosity": Unsupported(VERBOSITIES),
     },
     "text.format": {
         "type": Honoured(
@@ -228,12 +234,12 @@ NESTED: Mapping[str, Table] = {
     },
     "reasoning": {
         "effort": Honoured(
-            "goes to the chat template as `reasoning_effort`; refused if that does not read it, but for "
-            "`medium`, which is the default, and for `none` of a model that can be told not to think",
-            schema=TEXT,
+            "a wish: goes to the chat template as `reasoning_effort`, if that reads it; `none` switches "
+            "thinking off, and is refused of a model that always thinks",
+            schema=choice(*EFFORTS),
         ),
-        "summary": Unsupported(("auto",), "answers have the reasoning itself"),
-        "generate_summary": Unsupported(("auto",), "answers have the reasoning itself"),
+        "summary": Unsupported(_SUMMARIES, "answers have the reasoning itself"),
+        "generate_summary": Unsupported(_SUMMARIES, "answers have the reasoning itself"),
         "mode": Unsupported(("standard",)),
         "context": Unsupported(("auto", "all_turns"), "what of it is in input"),
     },

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioinfer.chat.fields import Table, check
+from aioinfer.chat.order import TemplateOrder
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.server.responses.fields import NESTED
 from aioinfer.server.translation import given_list, given_object, given_text
@@ -23,10 +24,13 @@ class Conversation:
     """Messages of a chat, and where in the body each comes from.
 
     Items of one turn of the model (reasoning, a message, calls) become one message; system messages in front
-    of all others become one, because most chat templates take no second.
+    of all others become one, because most chat templates take no second. What else the template would refuse
+    is put otherwise: a later system message as text of the user, and successive messages of the user as one.
     """
 
-    def __init__(self, instructions: str | None) -> None:
+    def __init__(self, instructions: str | None, order: TemplateOrder) -> None:
+        """``order``: what the chat template takes."""
+        self._order = order
         self.messages: list[dict[str, Any]] = []
         #: path of a message -> path in the body
         self.names: dict[str, str] = {}
@@ -81,7 +85,7 @@ class Conversation:
             return
         self._turn = None
         if role == "user":
-            self._add({"role": "user", "content": content}, field)
+            self._user(content, field)
         else:
             self._system(content, field)
 
@@ -90,7 +94,17 @@ class Conversation:
             self._first.append(content)
             if len(self._first) > 1:
                 return
+        elif not self._order.late_system:
+            self._user(content, field)
+            return
         self._add({"role": "system", "content": content}, field)
+
+    def _user(self, content: str, field: str) -> None:
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == "user" and not self._order.successive:
+            last["content"] = f"{last['content']}\n\n{content}"
+        else:
+            self._add({"role": "user", "content": content}, field)
 
     def _reasoning(self, field: str, item: Mapping[str, Any]) -> None:
         _check(item, "reasoning", field)

@@ -11,7 +11,7 @@ from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.copies import freeze
 from aioinfer.server.openai.protocol import Call, Served, object_of
 from aioinfer.server.responses import fields
-from aioinfer.server.responses.fields import HOSTED_TOOLS, INCLUDABLE, LOGPROBS, NESTED, RESPONSES
+from aioinfer.server.responses.fields import EFFORTS, HOSTED_TOOLS, INCLUDABLE, LOGPROBS, NESTED, RESPONSES
 from aioinfer.server.responses.items import Conversation
 from aioinfer.server.translation import ChatBody, given_list, given_object, given_text
 
@@ -34,7 +34,7 @@ def parse_response(raw: bytes, served: Served) -> Call:
     text = _format(body, chat)
     reasoning = given_object("reasoning", body.get("reasoning"), {})
     check(reasoning, NESTED["reasoning"], "reasoning.")
-    chat.effort(reasoning.get("effort"), "reasoning.effort", "medium")
+    effort = chat.effort(reasoning.get("effort"), "reasoning.effort", EFFORTS)
     options = given_object("stream_options", body.get("stream_options"), {})
     check(options, NESTED["stream_options"], "stream_options.")
     metadata = _metadata(body.get("metadata"))
@@ -42,28 +42,23 @@ def parse_response(raw: bytes, served: Served) -> Call:
     if call.params.logprobs is not None and call.answer is not None:
         message = f"{LOGPROBS} cannot be combined with tools or a model that thinks"
         raise InvalidRequest("include", message, code="unsupported_parameter")
-    return _with_repeated(call, body, tools, text, metadata)
+    given = {"tools": tools, "text": text, "metadata": metadata}
+    return _with_repeated(call, body, {**given, "reasoning": {"effort": effort, "summary": None}})
 
 
-def _with_repeated(
-    call: Call, body: Mapping[str, Any], tools: list[dict[str, Any]], text: dict[str, Any], metadata: Any
-) -> Call:
+def _with_repeated(call: Call, body: Mapping[str, Any], parsed: Mapping[str, Any]) -> Call:
     """The call with what the answer tells of it: the values in effect, not those of the body."""
     params, choice = call.params, body.get("tool_choice")
-    reasoning = body.get("reasoning") or {}
     repeated = {
+        **parsed,
         "instructions": body.get("instructions"),
         "max_output_tokens": params.max_tokens,
-        "metadata": metadata,
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "presence_penalty": float(params.presence_penalty),
         "frequency_penalty": float(params.frequency_penalty),
         "prompt_cache_key": body.get("prompt_cache_key"),
-        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "temperature": float(params.temperature),
-        "text": text,
         "tool_choice": "auto" if choice is None else choice,
-        "tools": tools,
         "top_logprobs": params.logprobs or 0,
         "top_p": float(params.top_p),
         # the same in every answer
@@ -94,7 +89,7 @@ def _conversation(body: Mapping[str, Any], chat: ChatBody, served: Served) -> No
         raise InvalidRequest("input", most)
     if instructions is not None:
         given_text("instructions", instructions)
-    conversation = Conversation(instructions)
+    conversation = Conversation(instructions, served.chat.order)
     conversation.read(given)
     chat.put("messages", conversation.messages, "input")
     chat.names.update(conversation.names)
