@@ -121,6 +121,7 @@ MESSAGES_ENDPOINT = Endpoint(
     answer=AnthropicMessage,
     events=MessageEvent,
     form="Events, each a line `event: ` with its type, a line `data: ` with JSON and an empty line.",
+    last=None,
     generates=True,
     error=_ERROR,
     tag="Anthropic",

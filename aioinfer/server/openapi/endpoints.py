@@ -54,6 +54,8 @@ class Endpoint:
         media: the content type of the answer.
         events: the data of an event of a streamed answer: a TypedDict; None if it cannot be streamed.
         form: how the events of a stream are written.
+        last: the data of the last event of a stream, if that is not one of ``events``. A stream that fails
+            then ends with an error object.
         statuses: further statuses and their meaning; those with an error object follow from the rest.
         answers: statuses besides 200 with a body of ``answer``, and their meaning.
         generates: it computes tokens.
@@ -70,6 +72,7 @@ class Endpoint:
     media: str = "application/json"
     events: Any = None
     form: str = "Events, each a line `data: ` with JSON and an empty line. The last one is `data: [DONE]`."
+    last: str | None = "[DONE]"
     statuses: Mapping[int, str] = field(default_factory=dict)
     answers: Mapping[int, str] = field(default_factory=dict)
     generates: bool = False

@@ -161,5 +161,6 @@ RESPONSES_ENDPOINT = Endpoint(
     events=ResponseEvent,
     form="Events, each a line `event: ` with its type, a line `data: ` with JSON and an empty line. The last "
     "one has the whole response.",
+    last=None,
     generates=True,
 )
