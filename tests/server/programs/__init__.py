@@ -1,5 +1,6 @@
-"""Programs of other libraries against a server, unpatched: each takes its address, and prints what it got.
+"""Programs of other libraries against a server, unpatched: each takes its address and the directory of its
+model, and prints what it got.
 
-They run with the Python of ``AIOINFER_CLIENTS_PYTHON``, or else with that of the tests; see
+They run in environments of their own (:mod:`tests.server.programs.environments`); see
 :mod:`tests.server.test_programs`.
 """

@@ -1,4 +1,4 @@
-"""pydantic-ai over responses and messages."""
+"""pydantic-ai over responses, chats and messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic_ai import Agent
 from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIResponsesModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -19,10 +19,19 @@ class Sign(BaseModel):
 
 
 async def main(url: str) -> None:
+    openai = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
     models: list[Any] = [
-        OpenAIResponsesModel("tiny-chat", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none")),
+        OpenAIResponsesModel("tiny-chat", provider=openai),
+        OpenAIChatModel("tiny-chat", provider=openai),
         AnthropicModel("tiny-chat", provider=AnthropicProvider(base_url=url, api_key="none")),
     ]
+    called: list[str] = []
+
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """The weather of a city."""
+        called.append(city)
+        return "rain"
+
     greedy: Any = {"temperature": 0, "max_tokens": 50}
     for model in models:
         agent: Any = Agent(model, instructions="Be brief.")
@@ -32,6 +41,10 @@ async def main(url: str) -> None:
         typed: Any = Agent(model, output_type=Sign)
         output = await typed.run("What is 20 + 22?", model_settings={"max_tokens": 200})
         print("typed", type(output.output).__name__)
+        called.clear()
+        acting: Any = Agent(model, tools=[weather], output_type=Sign)
+        output = await acting.run("What is 20 + 22?", model_settings={"max_tokens": 200})
+        print("tools", type(output.output).__name__)
 
 
 asyncio.run(main(sys.argv[1]))
