@@ -165,7 +165,7 @@ async def test_spans_of_calls_belong_to_the_trace_of_their_client(
     provider.shutdown()
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which no package index has")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which Debian has")
 def test_promtool_accepts_a_scrape() -> None:
     """tests/observe/test_metrics.py has its checks of names without it."""
 
