@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
@@ -83,6 +83,8 @@ class Watching:
         events = EventStream(
             request, self._watcher, ping_interval=config.ping_interval, send_timeout=config.send_timeout
         )
+        if request.method == hdrs.METH_HEAD:
+            return events.response
         try:
             async with events:
                 await events.open()

@@ -35,10 +35,14 @@ class Raw:
         self.writer.write(data)
         await self.writer.drain()
 
+    async def head(self) -> bytes:
+        """The next response up to its body. Raises IncompleteReadError, ConnectionError."""
+        return await self._reader.readuntil(b"\r\n\r\n")
+
     async def status(self) -> int:
         """The status code of the next response, whose body must have a length; 0: closed without one."""
         try:
-            head = await self._reader.readuntil(b"\r\n\r\n")
+            head = await self.head()
         except (asyncio.IncompleteReadError, ConnectionError):
             return 0
         for line in head.lower().split(b"\r\n"):

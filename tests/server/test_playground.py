@@ -352,6 +352,16 @@ async def test_a_client_that_does_not_read_misses_frames_and_is_dropped(
         assert len(computed) <= 8
 
 
+async def test_a_head_of_the_feed_has_no_body(serving: Serving, connect: Connect) -> None:
+    async with serving() as served, asyncio.timeout(30):
+        raw = await connect(served)
+        for path in ("/debug/steps", "/health"):  # what comes second begins where the first has ended
+            await raw.send(request("HEAD", path))
+            head = await raw.head()
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"Content-Type: application/json" in head
+
+
 async def test_the_feed_requires_the_api_key(serving: Serving) -> None:
     async with serving(server={"api_key": "secret"}) as served:
         async with watch(served.url) as feed:
