@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ class TimedLauncher:
         self._device.lane = self.timeline.device
         self._step_time = step_time
         self._free_at = 0.0
+        #: launched and not computed, in their order
+        self._launched: deque[tuple[Any, StepHandle]] = deque()
         #: a device that hangs: steps are accepted and never end
         self.hung = False
 
@@ -38,14 +41,16 @@ class TimedLauncher:
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         loop = asyncio.get_running_loop()
         handle = StepHandle(step, landed)
-        prepared = self._device.prepare(step)
+        self._launched.append((self._device.prepare(step), handle))
         self._free_at = max(self._free_at, loop.time()) + self._step_time(step)
-        loop.call_at(self._free_at, self._compute, prepared, handle)
+        loop.call_at(self._free_at, self._compute)
         return handle
 
-    def _compute(self, prepared: Any, handle: StepHandle) -> None:
+    def _compute(self) -> None:
+        """The oldest step: timers of about the same time need not come in the order of their times."""
         if self.hung:
             return
+        prepared, handle = self._launched.popleft()
         try:
             result = self._device.launch(prepared).wait()
         except Exception as error:

@@ -12,9 +12,10 @@ import aiohttp
 import jsonschema
 import openai
 import pytest
+import uvloop
 from aiohttp.test_utils import TestServer
 
-from aioinfer import Grammar, SamplingParams, errors
+from aioinfer import EngineConfig, Grammar, SamplingParams, errors
 from aioinfer.engine import EngineState
 from aioinfer.server import create_app
 from aioinfer.testing import Answer, FakeEngine, VirtualLoop
@@ -148,6 +149,18 @@ def test_delays_pass_on_the_clock_of_the_loop() -> None:
     assert times == pytest.approx([0.5, 4.5, 20.0], abs=0.05)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         assert runner.run(run()) == (done, times)
+
+
+def test_steps_in_flight_are_computed_in_their_order() -> None:
+    """Timers of uvloop have milliseconds, so one of a later moment can come first."""
+
+    async def run() -> str:
+        config = EngineConfig(model="fake", overlap_steps=1, num_pages=4096)
+        async with FakeEngine(Answer("x" * 300, pace=0.0007), config=config) as engine:
+            return (await engine.generate("a", SamplingParams(max_tokens=300))).text
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(run()) == "x" * 300
 
 
 async def test_clients_of_the_server_are_tested_without_a_model() -> None:
