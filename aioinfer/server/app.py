@@ -8,6 +8,7 @@ import posixpath
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -16,6 +17,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError
 from aioinfer.server.admin import ADMIN_HOST, admin_application
+from aioinfer.server.asgi.application import AsgiApplication
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.connections import Connections
 from aioinfer.server.http.failures import as_failure
@@ -28,7 +30,7 @@ from aioinfer.server.playground.page import PAGE
 from aioinfer.server.routes import Routes
 from aioinfer.server.status import HEALTH, OPEN_PATHS
 
-__all__ = ["create_app", "serve", "setup"]
+__all__ = ["asgi_app", "create_app", "serve", "setup"]
 
 _MIB = 1 << 20
 
@@ -62,10 +64,28 @@ def setup(
 def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
     """A new application: the routes, checks of Host and Origin, and OpenAI's error objects for every other
     path. It starts, drains and closes the engine as :func:`setup` says."""
+    return _whole_application(engine, config or ServerConfig())
+
+
+def asgi_app(engine: Engine, config: ServerConfig | None = None) -> AsgiApplication:
+    """The application of :func:`create_app` for ASGI servers and frameworks: the same routes, checks and
+    answers.
+
+    ::
+
+        app = FastAPI(lifespan=...)  # async with engine: yield
+        app.mount("/llm", asgi_app(engine))
+
+    A server that runs it alone (uvicorn, hypercorn) starts an engine that is not started, and drains and
+    closes it. Where it is mounted, the application around it starts the engine: servers run the lifespan of
+    the outermost one only. A client that disconnects is noticed at once. What says where to listen, and how
+    many connections there may be, is the server's. Needs asyncio or uvloop.
+
+    Raises ConfigError if it cannot read the file of keys.
+    """
     config = config or ServerConfig()
-    app = _application(config)
-    _drained(app, _mount_whole(app, engine, config))
-    return app
+    logged = [AccessLog.of_cancelled(config.access_log_format)] if config.access_log else []
+    return AsgiApplication(engine, config, partial(_whole_application, engine, config, *logged))
 
 
 async def serve(
@@ -224,6 +244,13 @@ def _mount(
     mount = _Mount(engine, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
+
+
+def _whole_application(engine: Engine, config: ServerConfig, *outer: Middleware) -> web.Application:
+    """A server's application, which drains its engine itself."""
+    app = _application(config, *outer)
+    _drained(app, _mount_whole(app, engine, config))
+    return app
 
 
 def _mount_whole(app: web.Application, engine: Engine, config: ServerConfig) -> _Mount:

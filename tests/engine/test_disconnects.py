@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,9 +12,9 @@ from aiohttp import web
 
 from aioinfer import until_disconnected
 from aioinfer.testing import Answer, FakeEngine
+from tests.asgi import uvicorned
 
 fastapi = pytest.importorskip("fastapi", reason="fastapi is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
 ENDLESS = Answer("x" * 20_000, pace=0.001)
 
@@ -66,25 +65,15 @@ def aiohttp_app(engine: FakeEngine, ends: list[str]) -> web.Application:
 @contextlib.asynccontextmanager
 async def served(app: Any) -> AsyncIterator[int]:
     """Its port; by uvicorn, or by aiohttp without cancelling handlers."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
-        if isinstance(app, web.Application):
-            runner = web.AppRunner(app)
-            await runner.setup()
-            await web.SockSite(runner, bound).start()
+    if not isinstance(app, web.Application):
+        async with uvicorned(app, lifespan="off") as port:
             yield port
-            await runner.cleanup()
-            return
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", loop="none")
-        server = uvicorn.Server(config)
-        server.capture_signals = contextlib.nullcontext
-        task = asyncio.create_task(server.serve(sockets=[bound]))
-        while not server.started:
-            await asyncio.sleep(0.001)
-        yield port
-        server.should_exit = True
-        await task
+        return
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield runner.addresses[0][1]
+    await runner.cleanup()
 
 
 def raw(method: str, path: str) -> bytes:

@@ -1,4 +1,4 @@
-"""A request has the same answer from ``serve`` and from an application that mounts the engine."""
+"""A request has the same answer from ``serve``, from an application that mounts the engine, and by ASGI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from aioinfer.server import setup
+from aioinfer.server import asgi_app, setup
+from tests.asgi import uvicorned
 from tests.server.conftest import Serving
 from tests.server.raw import errors
 from tests.server.test_mounting import make_engine, running
@@ -30,7 +31,13 @@ async def mounted() -> AsyncIterator[str]:
         yield url
 
 
-@pytest.fixture(params=["serve", "mounted"])
+@asynccontextmanager
+async def by_asgi() -> AsyncIterator[str]:
+    async with uvicorned(asgi_app(make_engine())) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(params=["serve", "mounted", "asgi"])
 def either(
     request: pytest.FixtureRequest, serving: Serving
 ) -> Callable[[], AbstractAsyncContextManager[str]]:
@@ -41,7 +48,7 @@ def either(
         async with serving() as running_server:
             yield running_server.url
 
-    return mounted if request.param == "mounted" else served
+    return {"serve": served, "mounted": mounted, "asgi": by_asgi}[request.param]
 
 
 Either = Callable[[], AbstractAsyncContextManager[str]]

@@ -47,6 +47,8 @@ class Record:
 
     id: str
     started: float
+    #: where an ASGI application is mounted, in front of the paths of requests; empty: at the root
+    root: str = ""
     #: the key that it was sent with
     key: Key | None = None
     #: of a call for tokens: its model's name and the id of its answer

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from aioinfer.server.http.records import record_of
 from aioinfer.server.openapi.document import document
 from aioinfer.server.openapi.endpoints import Endpoint, Route
 
@@ -50,8 +51,8 @@ class Pages:
 
     async def document(self, request: web.Request) -> web.StreamResponse:
         path = next(path for path, endpoint in self._shown if endpoint is DOCUMENT)
-        # Where a parent application has added this one, its paths begin there.
-        base = request.path.removesuffix(path)
+        # Where a parent application has added or mounted this one, its paths begin there.
+        base = record_of(request).root + request.path.removesuffix(path)
         servers = json.dumps([{"url": base or "/"}])
         return web.Response(text=f'{{"servers": {servers}, {self._written}', content_type="application/json")
 

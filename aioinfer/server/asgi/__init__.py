@@ -1,0 +1,1 @@
+"""The service as an ASGI application: the aiohttp application, driven by any ASGI server."""
