@@ -149,7 +149,8 @@ class EngineConfig:
         "decode", "batching", "the rows that get a step's tokens first"
     )
 
-    policy: str = option(
+    #: A class is a policy of the application's own, a subclass of aioinfer.scheduling.policy.Policy.
+    policy: str | type = option(
         "fcfs", "scheduling", "queue order: fcfs, lpm, dfs-weight, lof, random, routing-key or priority"
     )
     preemption: bool = option(False, "scheduling", "the head of the queue may displace lower priorities")
@@ -272,7 +273,7 @@ class EngineConfig:
         _known_parsers(self)
         if self.chat_template is not None and not self.chat_template.strip():
             raise ConfigError("chat_template must name a file or be a template, got an empty text")
-        if self.policy not in policy_names():
+        if isinstance(self.policy, str) and self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.max_step_tokens < self.max_running_requests:
             raise ConfigError(

@@ -42,9 +42,9 @@ def located(config: EngineConfig, progress: Progress | None = None) -> EngineCon
     return dataclasses.replace(config, model=str(path))
 
 
-def import_parts(policy: str) -> None:
+def import_parts(policy: str | type) -> None:
     """Import what a running engine needs, torch excepted. Blocks: on a worker thread it does not delay the
-    loop."""
+    loop. Raises ConfigError: ``policy`` is a class that is no policy."""
     import aioinfer.execution.launcher
     import aioinfer.execution.torch_device
     import aioinfer.loop.core

@@ -36,6 +36,6 @@ def measure(runtime: Runtime, measuring: Measuring) -> None:
         "dtype": info.dtype,
         "page_size": str(info.page_size or config.page_size),
         "prefix_cache": str(config.prefix_cache).lower(),
-        "policy": config.policy,
+        "policy": runtime.core.scheduler.queues.waiting.name,
     }
     measuring.begin(runtime.observers, runtime.loop, info.max_model_len, facts, runtime.measured)

@@ -1,8 +1,9 @@
 """Policies: the waiting requests, and the order in which they are admitted.
 
 This file holds the three bases: :class:`Policy` (order of arrival), :class:`Ranked` (a fixed rank per
-request) and :class:`CacheAware` (sorted by what the prefix cache holds). A policy is one file in
-``policies``: ``dfs_weight.py`` is the policy ``dfs-weight`` and defines the class ``DfsWeight``.
+request) and :class:`CacheAware` (sorted by what the prefix cache holds). A policy of the package is one file
+in ``policies``: ``dfs_weight.py`` is the policy ``dfs-weight`` and defines the class ``DfsWeight``. One of an
+application is the class itself, in ``EngineConfig.policy``.
 
 Every operation costs O(log n) in the number of waiting requests, except for the cache-aware policies,
 which sort, and which fall back to first come, first served beyond ``SORT_LIMIT`` (as SGLang does).
@@ -10,14 +11,17 @@ which sort, and which fall back to first come, first served beyond ``SORT_LIMIT`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from sortedcontainers import SortedDict
 
 from aioinfer import plugins
+from aioinfer.errors import ConfigError
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
+from aioinfer.settings import shown
 
 __all__ = ["CacheAware", "Policy", "Ranked", "policy_class"]
 
@@ -25,10 +29,15 @@ __all__ = ["CacheAware", "Policy", "Ranked", "policy_class"]
 SORT_LIMIT = 128
 
 
-def policy_class(name: str) -> type[Policy]:
-    """The policy that the config calls ``name``. Raises KeyError."""
-    found: type[Policy] = plugins.load(plugins.POLICIES, name.replace("-", "_"))
-    return found
+def policy_class(policy: str | type) -> type[Policy]:
+    """The policy that a config names, or is given. Raises KeyError for an unknown name, and ConfigError for
+    a class that is no policy."""
+    if isinstance(policy, str):
+        found: type[Policy] = plugins.load(plugins.POLICIES, policy.replace("-", "_"))
+        return found
+    if not issubclass(policy, Policy):
+        raise ConfigError(f"policy must be a subclass of {Policy.__module__}.Policy, got {shown(policy)}")
+    return policy
 
 
 class Policy:
@@ -47,8 +56,8 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """As the config calls it: the name of its file."""
-        return type(self).__module__.rpartition(".")[2].replace("_", "-")
+        """As a config calls it: DfsWeight is ``dfs-weight``."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", type(self).__name__).lower()
 
     def add(self, request: Request) -> None:
         """A new request, or a retracted one that waits again."""

@@ -49,7 +49,14 @@ def _values(hint: Any, bounds: Any) -> str:
         return " or ".join(_values(part, bounds) for part in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
-    names = {str: "text", bool: "true, false", int: "integer", float: "number", types.NoneType: "none"}
+    names = {
+        str: "text",
+        bool: "true, false",
+        int: "integer",
+        float: "number",
+        type: "class",
+        types.NoneType: "none",
+    }
     if bounds is None or hint not in (int, float):
         return names[hint]
     low = f"{'above' if bounds.low_open else 'from'} {shown_bound(bounds.low)}"

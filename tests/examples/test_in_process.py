@@ -7,12 +7,13 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from aioinfer import OutOfMemory
+from aioinfer import EngineConfig, OutOfMemory
 from aioinfer.testing import Answer, FakeEngine
-from examples import agent, extraction, race, worker
+from examples import agent, custom_policy, extraction, race, worker
 from tests.engine.test_chat import freed
 from tests.tiers import PROGRAM, battery
 
@@ -66,8 +67,19 @@ async def test_extraction_gives_instances() -> None:
         assert isinstance(second, extraction.Pet)
 
 
+async def test_the_policy_lets_those_go_first_who_must_be_served_soonest() -> None:
+    def config(**settings: Any) -> EngineConfig:
+        return EngineConfig(model="fake", num_pages=64, overlap_steps=0, max_running_requests=1, **settings)
+
+    reports, chats = ([f"{kind} {n}" for n in range(1, 6)] for kind in ("report", "chat"))
+    async with FakeEngine("x", config=config()) as engine:
+        assert await custom_policy.order(engine) == reports + chats
+    async with FakeEngine("x", config=config(policy=custom_policy.EarliestDeadline)) as engine:
+        assert await custom_policy.order(engine) == [*chats, *reports]
+
+
 @battery(PROGRAM)
-@pytest.mark.parametrize("name", ["race", "extraction"])
+@pytest.mark.parametrize("name", ["race", "extraction", "custom_policy"])
 def test_the_examples_run_as_programs(name: str) -> None:
     command = [sys.executable, f"examples/{name}.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import pytest
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import token_key
 from aioinfer.cache.slots import SlotPool
-from aioinfer.config import policy_names
+from aioinfer.config import EngineConfig, policy_names
+from aioinfer.errors import ConfigError
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import SORT_LIMIT, Policy, policy_class
+from aioinfer.scheduling.policy import SORT_LIMIT, Policy, Ranked, policy_class
 from aioinfer.scheduling.request import Request
+from aioinfer.testing import FakeEngine
 
 PAGE = 2
 
@@ -22,7 +25,7 @@ PAGE = 2
 class Queue:
     """A policy, and a cache whose contents the test chooses."""
 
-    def __init__(self, policy: str, seed: int = 0) -> None:
+    def __init__(self, policy: str | type, seed: int = 0) -> None:
         self.memory = Memory(PageAllocator(64, PAGE), SlotPool(8))
         self.policy: Policy = policy_class(policy)(self.memory, seed)
 
@@ -48,6 +51,36 @@ class Queue:
     @property
     def keys(self) -> list[int]:
         return [request.key for request in self.policy.order()]
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_a_policy_has_the_name_that_a_config_calls_it(name: str) -> None:
+    assert Queue(name).policy.name == name
+
+
+def test_a_config_may_hold_a_policy_of_the_applications_own() -> None:
+    class LongestPrompt(Ranked):
+        def rank(self, request: Request) -> int:
+            return -len(request.prompt_ids)
+
+    queue = Queue(EngineConfig(policy=LongestPrompt).policy)
+    assert queue.policy.name == "longest-prompt"
+    for key in (1, 2, 3):
+        queue.add(key, prompt=[1] * (key % 3 + 1))
+    assert queue.keys == [2, 1, 3]
+
+
+@pytest.mark.parametrize("policy", [dict, Request])
+async def test_a_class_that_is_no_policy_is_refused_when_the_engine_starts(policy: type) -> None:
+    engine = FakeEngine(config=EngineConfig(model="fake", policy=policy))
+    with pytest.raises(ConfigError, match=r"policy must be a subclass of aioinfer\.scheduling"):
+        await engine.start()
+
+
+@pytest.mark.parametrize("policy", ["no-such", Queue("fcfs").policy, 5])
+def test_a_policy_is_a_known_name_or_a_class(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="policy must be one of"):
+        EngineConfig(policy=policy)
 
 
 def test_fcfs_keeps_the_order_of_arrival() -> None:
