@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from aiohttp.test_utils import TestClient, TestServer
-
 from tests.tiers import PROGRAM, battery
 
 ROOT = Path(__file__).parents[2]
@@ -38,15 +36,3 @@ def test_the_diffusion_example_shows_a_block_filling_up() -> None:
     )
     assert wrong.returncode == 1
     assert wrong.stderr == "threshold: is not a parameter of factor\n"
-
-
-async def test_the_aiohttp_example_answers_on_its_own_route_and_on_openais() -> None:
-    from examples.aiohttp_app import make_app
-
-    async with TestClient(TestServer(make_app())) as client:
-        response = await client.get("/add/20/22")
-        assert await response.json() == {"answer": "20 + 22 = 42"}
-        response = await client.post(
-            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello!"}]}
-        )
-        assert (await response.json())["choices"][0]["message"]["content"].startswith("Hello!")
