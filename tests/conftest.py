@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in out]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Freeze what stays for good: torch, transformers and ten thousand tests.
+
+    A collection takes half a second with them. Tests collect hundreds of times, and engines when they start.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    # Or modules of C++ count what is left when the interpreter exits, as leaks.
+    gc.unfreeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
@@ -181,6 +197,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device; its twin on the CPU has run, where it can have one")
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Nothing is frozen, as in a program that has just started."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -25,14 +23,6 @@ from tests.tiers import grid
 LIFETIMES = 24
 #: every combination of mode, fused commit, mixing, multi_step and cache, once
 WORLDS = len(COMBINATIONS)
-
-
-@pytest.fixture(autouse=True)
-def _old_objects_stay_out_of_collections() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_random_lifetimes_of_blocks_keep_every_law() -> None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
 from tests.engine.simulation import simulate
 from tests.engine.worlds import COMBINATIONS
 from tests.tiers import SIMULATION, grid, scaled
-
-
-@pytest.fixture(autouse=True)
-def _old_objects_stay_out_of_collections() -> Iterator[None]:
-    """Every world collects garbage, which must not mean walking over all that other tests imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 LIFETIMES = scaled(80, 40)
 BLOCKS = 10
