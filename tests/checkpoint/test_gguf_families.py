@@ -17,7 +17,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.checkpoint.gguf_models import make_family, write_gguf
-from tests.model.checkpoints import VOCAB, greedy
+from tests.model.checkpoints import VOCAB, greedy_each
 from tests.model.harness import require
 
 #: a family of every architecture
@@ -116,9 +116,8 @@ def test_blocks_of_a_family_are_multiplied_as_they_are(tmp_path: Path, family: s
         with LLM(config) as llm:
             results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, logprobs=5))
         if quantization == "none":
-            assert [result.token_ids for result in results] == [
-                greedy(oracle, prompt, 12) for prompt in prompts
-            ]
+            found = [result.token_ids for result in results]
+            assert found == greedy_each(oracle, prompts, 12, found)
         errors = [
             abs(logprob - float(wanted[token]))
             for result, wanted in zip(results, expected, strict=True)

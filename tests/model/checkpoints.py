@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -468,9 +469,44 @@ def scale_layers(model: Any, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def greedy(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Greedy ids by a full forward per token: the plainest oracle there is."""
+def greedy(model: Any, prompt: Sequence[int], tokens: int, guess: Sequence[int] = ()) -> list[int]:
+    """Greedy ids by a full forward per token: the plainest oracle there is.
+
+    A guess that is right costs one forward: a row of logits depends on the tokens up to it alone, so what it
+    chooses is greedy up to the first id that differs from ``guess``.
+    """
     ids = list(prompt)
-    for _ in range(tokens):
+    if guess:
+        ids += _agreed(model, [(prompt, tokens, guess)])[0]
+    while len(ids) < len(prompt) + tokens:
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+@torch.no_grad()
+def greedy_each(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    tokens: int | Sequence[int],
+    guesses: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """:func:`greedy` of several prompts, of so many tokens each, in one forward if all guesses are right."""
+    lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    asked = list(zip(prompts, lengths, guesses, strict=True))
+    return [
+        ids if len(ids) == length else greedy(model, prompt, length, ids)
+        for ids, (prompt, length, _) in zip(_agreed(model, asked), asked, strict=True)
+    ]
+
+
+def _agreed(model: Any, asked: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> list[list[int]]:
+    """Of each guess the greedy part, and the id that is greedy behind it. What pads rows comes after them."""
+    rows = [[*prompt, *guess[: tokens - 1]] for prompt, tokens, guess in asked]
+    width = max(map(len, rows))
+    logits = model(torch.tensor([row + [0] * (width - len(row)) for row in rows]), use_cache=False).logits
+    found = []
+    for (prompt, _, guess), row, chosen in zip(asked, rows, logits.argmax(-1).tolist(), strict=True):
+        ids = chosen[len(prompt) - 1 : len(row)]
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, guess, strict=False))
+        found.append(ids[: sum(1 for _ in same) + 1])
+    return found

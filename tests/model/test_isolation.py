@@ -14,7 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
-from tests.model.checkpoints import IN_ENGINES, RECURRENT, greedy
+from tests.model.checkpoints import IN_ENGINES, RECURRENT, greedy_each
 from tests.model.harness import fill, require
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
 
@@ -40,4 +40,5 @@ async def test_a_pool_full_of_nan_changes_no_token(
         for states in [] if runner.states is None else runner.states.tensors:
             states.fill_(math.nan)
         results = await asyncio.gather(*[engine.generate(prompt, GREEDY) for prompt in batch])
-    assert [result.token_ids for result in results] == [greedy(oracle, prompt, TOKENS) for prompt in batch]
+    found = [result.token_ids for result in results]
+    assert found == greedy_each(oracle, batch, TOKENS, found)
