@@ -6,6 +6,8 @@ two a process does is settled when triton is imported; tests/conftest.py chooses
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import random
@@ -49,6 +51,7 @@ def kernels_or_skip(device: str) -> ModuleType:
         pytest.skip("this process compiles kernels; TRITON_INTERPRET=1 runs them on the CPU")
     if not _interpreter_works():
         pytest.skip("this triton's interpreter does not know this numpy (triton 3.6 and numpy 2.4)")
+    _remember_builtins()
     return triton_common
 
 
@@ -75,6 +78,26 @@ def _interpreter_works() -> bool:
         return tuple(int(part) for part in version.split(".")[:2])
 
     return release(triton.__version__) >= (3, 7) or release(np.__version__) < (2, 4)
+
+
+@functools.cache
+def _remember_builtins() -> None:
+    """Save the interpreter a quarter of its time: for every kernel and every function that a kernel calls, it
+    looks at all members of ``triton.language`` for those to replace while the kernel runs."""
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def builtins(package: Any) -> list[tuple[str, Any]]:
+        members = inspect.getmembers(package)
+        return [(name, member) for name, member in members if interpreter.tl.core.is_builtin(member)]
+
+    def replace(package: Any, *arguments: Any) -> None:
+        for name, member in builtins(package):
+            if getattr(package, name) is member:  # or a kernel that runs has replaced it
+                interpreter._patch_attr(package, name, member, *arguments)
+
+    if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
+        interpreter._patch_builtin = replace
 
 
 def integers(*shape: int, seed: int) -> torch.Tensor:
