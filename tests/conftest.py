@@ -28,8 +28,6 @@ if not _GPU:
 
 #: further workers bring little, and each imports torch
 _MOST_WORKERS = 8
-#: names of a module whose tests run a share of their examples in the quick tier
-_RANDOM = frozenset({"given", "scaled", "tiers"})
 _LEFT_OUT = pytest.StashKey[int]()
 
 
@@ -99,7 +97,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    factories = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {name: factories[name] for name in tiers.loops(item.nodeid)}
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -176,9 +175,16 @@ def _whole(config: pytest.Config) -> bool:
 
 
 def _has_more(item: pytest.Item) -> bool:
-    """The quick tier leaves the test out, or its module has random examples, of which it runs a share."""
-    names = vars(getattr(item, "module", None)) if hasattr(item, "module") else {}
-    return item.get_closest_marker("battery") is not None or not _RANDOM.isdisjoint(names)
+    """The quick tier leaves the test out, or runs a share of its random examples."""
+    if item.get_closest_marker("battery") is not None:
+        return True
+    module = getattr(item, "module", None)
+    return module is not None and _top_name(item) in tiers.run_in_part(module)
+
+
+def _top_name(item: pytest.Item) -> str:
+    """The function or class of the module that a test is, or is in."""
+    return item.nodeid.split("::")[1].partition("[")[0]
 
 
 def _named(config: pytest.Config) -> tuple[str, ...]:

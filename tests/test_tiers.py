@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,15 @@ def test_the_scale_leaves_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for scale, found in ((1.0, (100, 30, 3)), (0.2, (20, 20, 1)), (0.001, (1, 20, 1))):
         monkeypatch.setattr(tiers, "_scale", scale)
         assert (tiers.scaled(100), tiers.scaled(30, 20), tiers.scaled(3)) == found
+
+
+def test_the_battery_runs_asyncio_tests_on_both_loops_but_for_those_of_models() -> None:
+    assert tiers.loops("tests/engine/test_pacing.py::test_x") == ["asyncio", "uvloop"]
+    assert tiers.loops("tests/server/test_sse.py::test_x") == ["asyncio", "uvloop"]
+    assert tiers.loops("tests/model/test_oracle.py::test_x") == ["asyncio"]
+    assert tiers.loops("tests/server/test_tools.py::test_x") == ["uvloop"]
+    files = Path(__file__).parents[1]
+    assert all((files / name).exists() for name in (*tiers.ONE_LOOP, *tiers.BOTH_LOOPS))
 
 
 def test_quick_asyncio_tests_run_on_one_loop_but_for_streams_and_lifecycle() -> None:
@@ -71,10 +82,68 @@ def test_workers_start_by_themselves_and_start_none(
 
 
 def test_the_rest_has_what_the_quick_tier_leaves_out_or_runs_in_part() -> None:
-    def item(mark: Any, **names: Any) -> Any:
-        return SimpleNamespace(get_closest_marker=lambda name: mark, module=SimpleNamespace(**names))
+    from tests.scheduling import test_packing, test_state_machine_states
+    from tests.text import test_stop
 
-    assert not conftest._has_more(item(None, pytest=pytest))
-    assert conftest._has_more(item(tiers.battery("why")))
-    assert conftest._has_more(item(None, scaled=tiers.scaled))
-    assert conftest._has_more(item(None, given=None))
+    def more(module: Any, name: str, mark: Any = None) -> bool:
+        item: Any = SimpleNamespace(
+            get_closest_marker=lambda name: mark, module=module, nodeid=f"tests/room/test_x.py::{name}[a::b]"
+        )
+        return conftest._has_more(item)
+
+    assert more(
+        test_packing, "test_where_slots_are_short_packing_keeps_the_policys_order", tiers.battery("why")
+    )
+    assert not more(test_packing, "test_where_slots_are_short_packing_keeps_the_policys_order")
+    # Examples are drawn, a share of a constant, of a function in the module, of settings.
+    assert more(test_stop, "test_the_match_does_not_depend_on_the_chunks")
+    assert more(test_state_machine_states, "test_the_scheduler_keeps_the_laws")
+
+
+def test_what_runs_in_part_is_found_through_constants_functions_and_fixtures(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        """
+import pytest
+from hypothesis import given, strategies as st
+from tests.tiers import scaled
+
+COUNT = 2 * scaled(10)
+numbers = given(st.integers())
+
+@pytest.fixture
+def made():
+    return COUNT
+
+def helper():
+    return [*range(scaled(3))]
+
+def plain(): ...
+
+@numbers
+def test_decorated(number): ...
+
+def test_fixture(made): ...
+
+def test_helper():
+    helper()
+
+async def test_inside():
+    @given(st.integers())
+    def inner(number): ...
+
+class TestClass:
+    def test_it(self):
+        assert COUNT
+
+def test_none(plain):
+    made_here = plain
+"""
+    )
+    spec = importlib.util.spec_from_file_location("module", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = {name for name in tiers.run_in_part(module) if name.lower().startswith("test")}
+    assert found == {"test_decorated", "test_fixture", "test_helper", "test_inside", "TestClass"}

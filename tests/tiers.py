@@ -6,7 +6,11 @@ lifetimes and of Hypothesis belongs to the tier, too, and is set here and nowher
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +28,9 @@ __all__ = [
     "SLOW_MODEL",
     "battery",
     "grid",
+    "loops",
     "points",
+    "run_in_part",
     "runs_on",
     "scaled",
     "set_scale",
@@ -54,6 +60,21 @@ _PARAM = type(pytest.param())
 #: the loop of ``aioinfer serve``.
 BOTH_LOOPS = ("tests/engine/test_streams.py", "tests/engine/test_lifecycle.py")
 UVLOOP_ALONE = ("tests/server/",)
+#: These take minutes and check what no loop changes: the arithmetic of models, what a request may say, what a
+#: grammar allows. With the battery, too, they run on one loop.
+ONE_LOOP = (
+    "tests/model/",
+    "tests/checkpoint/test_smollm2.py",
+    "tests/engine/test_block_models.py",
+    "tests/engine/test_bundled_model.py",
+    "tests/engine/test_deterministic.py",
+    "tests/engine/test_transparency.py",
+    "tests/execution/",
+    "tests/server/test_near_valid.py",
+    "tests/server/test_reasoning.py",
+    "tests/server/test_tools.py",
+)
+LOOPS = ("asyncio", "uvloop")
 
 
 def grid(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) -> list[Any]:
@@ -82,6 +103,36 @@ def set_scale(scale: float) -> None:
     _scale = scale
     settings.register_profile("aioinfer", max_examples=scaled(100, 20), deadline=None, print_blob=True)
     settings.load_profile("aioinfer")
+
+
+@functools.cache
+def run_in_part(module: ModuleType) -> frozenset[str]:
+    """Names of a test module's functions and classes of which the quick tier runs a share of the examples.
+
+    They use ``scaled`` or ``given``, or something of the module that does, fixtures included.
+    """
+    found = {"given", "scaled"} & vars(module).keys()
+    if not found:
+        return frozenset()
+    uses: dict[str, set[str]] = {}
+    for statement in ast.parse(inspect.getsource(module)).body:
+        nodes = [*ast.walk(statement)]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined = {statement.name}
+        else:
+            defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        used = {node.id for node in names} | {node.arg for node in nodes if isinstance(node, ast.arg)}
+        for name in defined:
+            uses.setdefault(name, set()).update(used)
+    while more := {name for name, used in uses.items() if name not in found and not used.isdisjoint(found)}:
+        found |= more
+    return frozenset(found)
+
+
+def loops(nodeid: str) -> list[str]:
+    """The loops on which any tier runs an asyncio test."""
+    return [loop for loop in LOOPS if runs_on(nodeid, loop) or not nodeid.startswith(ONE_LOOP)]
 
 
 def runs_on(nodeid: str, loop: str) -> bool:
