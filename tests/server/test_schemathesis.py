@@ -21,9 +21,6 @@ from aioinfer.engine import Engine
 from aioinfer.server import serve
 from tests.tiers import battery, scaled
 
-schemathesis = pytest.importorskip("schemathesis")
-requests = pytest.importorskip("requests")  # which schemathesis uses
-
 #: valid and invalid bodies of each endpoint, and streams: 2,900 cases in the battery
 CASES = 150
 #: Fields with which a request asks for an error, and what the model and its chat template decide.
@@ -88,6 +85,9 @@ def tamed(document: Any) -> Any:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["valid", "streamed", "invalid"])
 def test_answers_are_as_the_document_says(url: str, kind: str) -> None:
+    # Imported here: it takes a second, and most runs leave this test out.
+    schemathesis = pytest.importorskip("schemathesis")
+    requests = pytest.importorskip("requests")  # which schemathesis uses
     from schemathesis.checks import positive_data_acceptance
     from schemathesis.generation import GenerationMode
 
