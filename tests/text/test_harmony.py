@@ -112,12 +112,13 @@ def test_a_header_is_not_held_back_for_ever() -> None:
 
 
 def test_long_answers_are_not_kept_so_that_no_piece_reads_them_again() -> None:
-    count = 20_000
-    text = f"{THOUGHT}<|start|><|channel|>final " * count + FINAL + "<|en" * count
+    # Each of the parts has several times what may be kept.
+    thoughts, ends = 3_000, 20_000
+    text = f"{THOUGHT}<|start|><|channel|>final " * thoughts + FINAL + "<|en" * ends
     parts = [text[at : at + 5] for at in range(0, len(text), 5)]
     reasoning, content = split(parts)
-    assert reasoning.count("Hm.") == count
-    assert content.count("<|en") == count
+    assert reasoning.count("Hm.") == thoughts
+    assert content.count("<|en") == ends
     assert most_kept(Harmony("<|start|>assistant").push, parts) < 20_000
 
 
