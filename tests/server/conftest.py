@@ -23,6 +23,12 @@ from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.server.raw import Raw
 
 
+def without_certificates() -> openai.DefaultAsyncHttpxClient:
+    """The client that openai's makes by itself, but for the authorities' certificates, which take longer to
+    read than most tests run. Servers here speak plain HTTP."""
+    return openai.DefaultAsyncHttpxClient(verify=False)
+
+
 @dataclass
 class Served:
     """A running server."""
@@ -40,6 +46,7 @@ class Served:
             base_url=f"{self.url}/v1",
             api_key=options.pop("api_key", "none"),
             max_retries=0,
+            http_client=without_certificates(),
             _strict_response_validation=strict,
             **options,
         )
@@ -153,6 +160,7 @@ def bundled(model_with_tools: Path) -> Bundled:
                     base_url=f"{await started}/v1",
                     api_key=api_key or "none",
                     max_retries=0,
+                    http_client=without_certificates(),
                     _strict_response_validation=True,
                 ) as client:
                     yield client
