@@ -34,6 +34,7 @@ __all__ = [
     "runs_on",
     "scaled",
     "set_scale",
+    "thinned",
 ]
 
 #: ``@battery(reason)``: the test runs with ``--battery`` only
@@ -83,6 +84,13 @@ def grid(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) ->
     A value may be a ``pytest.param``, whose id and marks are kept.
     """
     return points((_param(value) for value in quick), (_param(value) for value in battery), reason)
+
+
+def thinned(values: Iterable[Any], every: int, reason: str = FURTHER) -> list[Any]:
+    """Values of one parameter, of which the first and every so many behind it are of every run."""
+    kept = list(values)
+    left_out = [value for at, value in enumerate(kept) if at % every]
+    return grid(kept[::every], left_out, reason)
 
 
 def points(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) -> list[Any]:

@@ -50,6 +50,7 @@ FORMS = [
 ]  # fmt: skip
 
 
+@battery("a model of 135 million parameters")
 async def test_it_chats_with_the_openai_client() -> None:
     config = EngineConfig(model=NAME, kv_memory_gib=0.25, threads=2)
     async with Engine(config) as engine:

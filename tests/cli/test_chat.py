@@ -23,7 +23,7 @@ from aioinfer.cli.main import main
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, RequestError
 from aioinfer.params import SamplingParams
-from tests.tiers import PROGRAM
+from tests.tiers import PROGRAM, battery
 
 COMMAND = [sys.executable, "-m", "aioinfer", "chat", "tiny-chat", "--threads", "1", "--temperature", "0"]
 
@@ -190,6 +190,7 @@ def test_the_other_commands(talk: Any) -> None:
 # -- the program ---------------------------------------------------------------------------------------
 
 
+@battery(PROGRAM)
 def test_lines_of_a_pipe_are_answered() -> None:
     done = subprocess.run(
         COMMAND,

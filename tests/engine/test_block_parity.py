@@ -23,6 +23,7 @@ from tests.engine.block_parity import (
     seen,
 )
 from tests.engine.block_worlds import Plain, decode
+from tests.tiers import thinned
 
 SIZE, VOCAB, MASK, LONGEST = 8, 64, 5, 64
 Expected = list[tuple[Asked, Plain]]
@@ -80,13 +81,13 @@ def check(expected: Expected, **settings: Any) -> int:
     return forwards
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS, 2))
 def test_every_algorithm_gives_the_same_in_every_way(way: str, expected: dict[str, Expected]) -> None:
     check([each for some in expected.values() for each in some], max_running_requests=48, **WAYS[way])
 
 
 @pytest.mark.parametrize("algorithm", ["low_confidence", "joint_threshold"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS, 2))
 def test_one_request_at_a_time_gives_the_same_in_every_way(
     way: str, algorithm: str, expected: dict[str, Expected]
 ) -> None:

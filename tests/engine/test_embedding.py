@@ -133,6 +133,7 @@ async def test_there_again(engine):
 """
 
 
+@battery(PROGRAM)
 def test_a_session_fixture_of_pytest_asyncio_works_or_says_how(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(FIXTURE)
     result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", "-p", "no:xdist")

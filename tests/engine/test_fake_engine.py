@@ -19,6 +19,7 @@ from aioinfer import EngineConfig, Grammar, SamplingParams, errors
 from aioinfer.engine import EngineState
 from aioinfer.server import create_app
 from aioinfer.testing import Answer, FakeEngine, VirtualLoop
+from tests.tiers import PROGRAM, battery
 
 pytest_plugins = ["aioinfer.testing.fixtures", "pytester"]
 
@@ -187,6 +188,7 @@ async def test_clients_of_the_server_are_tested_without_a_model() -> None:
             assert health.status == 200
 
 
+@battery(PROGRAM)
 def test_an_engine_that_is_left_running_fails_the_test(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("pytest_plugins = ['aioinfer.testing.fixtures']")
     pytester.makepyfile(

@@ -21,7 +21,7 @@ from aioinfer.model.selfcheck import record
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.native.bindings import native_unsupported
 from tests.model.checkpoints import FAMILIES, NATIVE, OWN, RECURRENT, make_checkpoint, make_model
-from tests.tiers import grid
+from tests.tiers import grid, thinned
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def load(path: Path, **options: Any) -> Any:
     return load_model(path, dtype=options.pop("dtype", "float32"), device=CPU, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 3))
 def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
     path, oracle = checkpoint(family)
     for force in (False, True):

@@ -17,12 +17,14 @@ from aioinfer.execution.torch_device import TorchDevice
 from tests.model.checkpoints import IN_ENGINES, RECURRENT, greedy_each
 from tests.model.harness import fill, require
 from tests.model.test_oracle import GREEDY, TOKENS, prompts
+from tests.tiers import points
 
 FAMILIES = ["qwen3", "qwen3-moe", "mistral-window", "gemma2", "olmo3", "gpt2-wide", "gpt-oss", "opt"]
 FAMILIES += ["gemma4-shared", "gemma4-experts", *RECURRENT]
+CHOSEN = [pair for pair in IN_ENGINES if pair[0] in FAMILIES]
 
 
-@pytest.mark.parametrize(("family", "kernels"), [pair for pair in IN_ENGINES if pair[0] in FAMILIES])
+@pytest.mark.parametrize(("family", "kernels"), points(CHOSEN[::2], CHOSEN[1::2]))
 async def test_a_pool_full_of_nan_changes_no_token(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str, kernels: Any
 ) -> None:

@@ -17,12 +17,12 @@ from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import IN_ENGINES, OWN, RECURRENT, VOCAB, greedy, greedy_each
 from tests.model.harness import require
-from tests.tiers import battery, grid, points
+from tests.tiers import battery, grid, points, thinned
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14
-#: all with native kernels, and of the others, whose forwards have tests of their own, every third
-QUICK = [pair for at, pair in enumerate(IN_ENGINES) if pair[1] == "native" or at % 3 == 0]
+#: forwards of all have tests of their own
+QUICK = IN_ENGINES[::3]
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 
 
@@ -105,7 +105,7 @@ def test_a_cached_prefix_is_used_up_to_a_state_that_was_kept(
     assert found == greedy_each(oracle, [*batch, batch[0]], TOKENS, found)
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", thinned(OWN, 3))
 def test_the_fallback_gives_the_same_as_our_own_code(checkpoint: Checkpoint, family: str) -> None:
     path, oracle = checkpoint(family)
     prompt = prompts(3, 1)[0]

@@ -191,7 +191,7 @@ def test_blocks_suffice_for_the_worst_spread(device: str) -> None:
     assert block_expert.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "gemma4-experts"])
+@pytest.mark.parametrize("family", grid(["gpt-oss"], ["qwen3-moe", "gemma4-experts"], INTERPRETER))
 def test_a_model_on_these_kernels_generates_what_transformers_does(
     checkpoint: Callable[[str], tuple[Path, Any]], device: str, family: str
 ) -> None:

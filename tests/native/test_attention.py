@@ -9,6 +9,7 @@ import torch
 
 from aioinfer.model.attention.base import AttentionParams
 from tests.native.support import DTYPES, UNIT, Bench, Heads, Row, draw_rows, expected, normal
+from tests.tiers import grid
 
 PAGE_SIZES = [1, 3, 8, 16, 32, 48]
 
@@ -72,7 +73,7 @@ def test_blocks_see_to_their_ends_and_rows_of_one_sequence_each_other(block: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_size", [3, 32])
+@pytest.mark.parametrize("page_size", grid([32], [3]))
 @pytest.mark.parametrize(
     "scoring",
     [AttentionParams(0.1), AttentionParams(0.1, window=200), AttentionParams(0.1, block=32)],

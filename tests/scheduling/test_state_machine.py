@@ -29,7 +29,7 @@ from tests.scheduling.machine import TOKENS, SchedulerMachine
 from tests.tiers import PLANTED_BUG, battery, scaled
 
 LAWFUL = settings(
-    max_examples=scaled(120, 80), stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=scaled(120, 40), stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 
 

@@ -19,7 +19,7 @@ from tests.scheduling.machine import SchedulerMachine
 from tests.tiers import PLANTED_BUG, battery, grid, scaled
 
 LAWFUL = settings(
-    max_examples=scaled(120, 40), stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=scaled(120, 24), stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 
 

@@ -25,6 +25,7 @@ from aioinfer.server import setup
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
+from tests.tiers import PROGRAM, battery
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 #: a long completion without an end token
@@ -405,6 +406,7 @@ async def test_the_routes_can_be_mounted_in_an_existing_application() -> None:
     assert not engine.ready
 
 
+@battery(PROGRAM)
 async def test_sigterm_drains_and_exits_cleanly() -> None:
     """The real command line with the bundled model, during a stream."""
     command = [sys.executable, "-u", "-m", "aioinfer", "serve", "--port", "0", "--threads", "1"]

@@ -24,7 +24,7 @@ from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.server.raw import request as raw_request
 from tests.server.test_adversity import ENDLESS, idle, slow, until
-from tests.tiers import scaled
+from tests.tiers import grid, scaled
 
 CHAT = [{"role": "user", "content": "Hello there"}]
 
@@ -237,7 +237,7 @@ async def test_a_client_of_http_1_0_gets_the_same_text(
 # -- clients -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_lag", [None, 64])
+@pytest.mark.parametrize("max_lag", grid([64], [None]))
 async def test_a_client_that_reads_nothing_and_then_all_gets_all(
     serving: Serving, outlets: list[ExpressOutlet], max_lag: int | None
 ) -> None:

@@ -15,6 +15,7 @@ from aioinfer.text.harmony import TAGS
 from aioinfer.text.reasoning import REASONING_PARSERS
 from tests.server.chats import TOOLS, USER, Answer, add_tags, both
 from tests.server.conftest import Bundled, Serving
+from tests.tiers import grid
 
 
 class ThinkingTokenizer(ToyTokenizer):
@@ -117,7 +118,7 @@ async def test_the_prompt_tells_whether_an_answer_begins_with_reasoning(
             assert bool(answer.reasoning) == (name == "deepseek-r1")
 
 
-@pytest.mark.parametrize("special", [None, False, True])
+@pytest.mark.parametrize("special", grid([True], [None, False]))
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-r1"])
 async def test_a_grammar_begins_where_the_prompt_ends(
     bundled: Bundled, switched: Path, name: str, special: bool | None
@@ -159,7 +160,7 @@ def in_channels(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("special", [None, False, True])
+@pytest.mark.parametrize("special", grid([True], [None, False]))
 async def test_answers_in_the_channels_of_gpt_oss(
     bundled: Bundled, in_channels: Path, special: bool | None
 ) -> None:

@@ -13,9 +13,13 @@ from aioinfer.text.tool_calls import PARSERS
 from tests.server.chats import ROME, SCHEMAS, TOOLS, USER, WEATHER, Answer, add_tags, both, tool
 from tests.server.conftest import Bundled
 from tests.text.call_formats import written
+from tests.tiers import grid, thinned
+
+#: a format of JSON, and one of its own
+REQUIRED = ["hermes", "harmony"]
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", grid(REQUIRED, [name for name in PARSERS if name not in REQUIRED]))
 async def test_required_calls_are_always_valid(bundled: Bundled, name: str) -> None:
     async with bundled(tool_call_parser=name) as client:
         options: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
@@ -156,7 +160,7 @@ async def test_calls_that_the_model_writes_by_itself(bundled: Bundled, name: str
     assert other == Answer(extra["guided_choice"][0], finish_reason="stop")
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", thinned(PARSERS, 3))
 @pytest.mark.parametrize("special", [False, True])
 async def test_special_tokens_of_a_format_reach_its_parser(
     bundled: Bundled, directory: Path, name: str, special: bool

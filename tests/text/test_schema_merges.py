@@ -17,7 +17,7 @@ from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.schema_merges import Merges
 from tests.text.grammar_shapes import backend
 from tests.text.merging_schemas import BOMBS, JsonSchema
-from tests.tiers import battery
+from tests.tiers import battery, thinned
 
 TOO_LARGE = "parts when its schemas are merged|parts copied to merge|more than 50000 merges"
 
@@ -31,7 +31,7 @@ def compiled(guidance: GuidanceBackend, schema: Any) -> None:
     guidance.compile(Grammar("json_schema", json.dumps(schema)))
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", thinned(BOMBS, 2))
 def test_what_grows_without_bound_is_refused_and_little_of_it_is_not(
     guidance: GuidanceBackend, name: str
 ) -> None:

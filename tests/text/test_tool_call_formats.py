@@ -124,7 +124,7 @@ def test_text_is_passed_on_as_it_arrives(name: str) -> None:
 
 @every_format
 def test_long_arguments_are_not_kept_so_that_no_piece_reads_them_again(name: str) -> None:
-    arguments = {"text": LONG * 50, "list": ["<[{"] * 10_000}
+    arguments = {"text": LONG * 30, "list": ["<[{"] * 5_000}
     text = written(name, [("f", arguments)])
     parts = [text[at : at + 5] for at in range(0, len(text), 5)]
     _, [(_, found)] = parse(name, parts)
