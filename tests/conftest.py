@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -143,11 +144,8 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    # Or modules of C++ count what is left when the interpreter exits, as leaks.
-    gc.unfreeze()
+    # When the interpreter exits, modules of C++ count what is left, as leaks.
+    atexit.register(gc.unfreeze)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -100,6 +100,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lives: dict[int, Life] = {}
         self.flights: list[Flight] = []
         self.ended: set[int] = set()
+        #: those that :meth:`told` has seen finished
+        self.settled: set[int] = set()
         self.retracted: list[int] = []
         #: tokens that the next step may have at most, after one ran out of memory
         self.most: int | None = None
@@ -348,15 +350,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def told(self) -> None:
-        """What was delivered stays delivered, and everybody knows how far it is."""
+        """What was delivered stays delivered, and everybody knows how far it is.
+
+        Requests that have finished are looked at once, and again when all have.
+        """
         for life in self.lives.values():
             request = life.request
+            if request.key in self.settled:
+                continue
             assert request.output_ids == life.delivered
             assert request.finish_reason == life.reason
             assert request.finished == (life.reason is not None) == (request.key in self.ended)
             if request.finished:
                 assert request.cursor.batch is None
                 assert not request.kv.pages
+                self.settled.add(request.key)
                 continue
             assert request.pending == len(life.sampled) - len(life.delivered)
             assert request.length == len(request.prompt_ids) + len(life.sampled) <= request.max_length
@@ -397,6 +405,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.cache_is_true()
             self.told()
             self.led()
+        self.settled.clear()
+        self.told()
         check_idle(self.scheduler.scheduler)
         self.memory.flush()
         assert self.memory.pages.free == self.num_pages

@@ -113,7 +113,7 @@ def test_a_header_is_not_held_back_for_ever() -> None:
 
 def test_long_answers_are_not_kept_so_that_no_piece_reads_them_again() -> None:
     # Each of the parts has several times what may be kept.
-    thoughts, ends = 3_000, 20_000
+    thoughts, ends = 2_000, 10_000
     text = f"{THOUGHT}<|start|><|channel|>final " * thoughts + FINAL + "<|en" * ends
     parts = [text[at : at + 5] for at in range(0, len(text), 5)]
     reasoning, content = split(parts)
