@@ -31,16 +31,12 @@ from tests.tiers import PROGRAM, battery, points
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
 _ROOT = Path(__file__).parents[2]
-#: tests of kernels that depend on how products are computed
+#: tests of kernels that depend on how products are computed, of about equal length by process
 KERNELS = [
-    "native/test_attention",
-    "native/test_decoder",
-    "native/test_quantised",
-    "native/test_quantization",
-    "native/test_laws",
+    ["native/test_attention", "native/test_invalid_arguments", "native/test_linear"],
+    ["native/test_decoder", "native/test_quantised", "native/test_quantization", "native/test_thread_pool"],
+    ["native/test_laws", "model/test_native_experts", "engine/test_deterministic"],
 ]
-KERNELS += ["native/test_linear", "native/test_thread_pool", "native/test_invalid_arguments"]
-KERNELS += ["model/test_native_experts", "engine/test_deterministic"]
 TINY = np.float32(2.0**-126)
 
 
@@ -304,10 +300,10 @@ def test_modelled_tiles_say_so(modelled: Kernels) -> None:
 
 @battery(PROGRAM)
 @pytest.mark.timeout(600, method="thread")
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_kernels_pass_their_tests_on_modelled_tiles(name: str) -> None:
+@pytest.mark.parametrize("names", KERNELS, ids=" ".join)
+def test_the_kernels_pass_their_tests_on_modelled_tiles(names: list[str]) -> None:
     env = {**os.environ, "AIOINFER_TILES": "model", "PYTHONPATH": str(_ROOT)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-    command.append(str(_ROOT / "tests" / f"{name}.py"))
+    command += [str(_ROOT / "tests" / f"{name}.py") for name in names]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-4000:]
