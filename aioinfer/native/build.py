@@ -24,19 +24,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from aioinfer.native.processor import Tiles, choose_tiles, instruction_sets
 
-__all__ = ["UNITS", "BuildFailed", "build", "cache_directory", "find_compiler"]
+__all__ = ["UNITS", "BuildFailed", "build", "build_sockets", "cache_directory", "find_compiler"]
 
 #: ``progress(done, total)``, in files
 _Progress: TypeAlias = Callable[[int, int], None] | None
 
 _SOURCE = Path(__file__).parent / "source"
+_SOCKETS = Path(__file__).parent / "sockets"
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
 #: (source, further flags) of every object
 _UNITS = (
@@ -65,6 +67,26 @@ _leaving = False
 
 class BuildFailed(Exception):
     """There is no library; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What one library is made of."""
+
+    #: how its files in the cache begin
+    name: str
+    #: the directory of its sources
+    source: Path
+    #: (source, further flags) of every object
+    units: Sequence[tuple[str, Sequence[str]]]
+    flags: Sequence[str]
+    #: the processor that it is compiled for
+    processor: str
+
+    @property
+    def target(self) -> str:
+        """Its name, with a hash of everything but the compiler."""
+        return f"{self.name}-{_hash(*self.flags, platform.machine(), self.processor, *_sources(self.source))}"
 
 
 def cache_directory() -> Path:
@@ -105,13 +127,25 @@ def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
     except ValueError as error:
         raise BuildFailed(str(error)) from error
     flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split(), *tiles.flags]
-    target = f"kernels-{_hash(*flags, platform.machine(), instruction_sets(), *_sources())}"
+    return _made(_Recipe("kernels", _SOURCE, _UNITS, flags, instruction_sets()), progress)
+
+
+def build_sockets() -> Path:
+    """The library that sends frames to sockets, compiled if that has not been done yet, which takes less than
+    a second. It runs on every processor of this kind.
+
+    Raises BuildFailed: there is no compiler, or it fails.
+    """
+    return _made(_Recipe("sockets", _SOCKETS, (("frames.cpp", ()),), _FLAGS, ""))
+
+
+def _made(recipe: _Recipe, progress: _Progress = None) -> Path:
     directory = cache_directory()
     try:
         compiler = find_compiler()
-        name = f"{target}-{_hash(_version(compiler))}"
+        name = f"{recipe.target}-{_hash(_version(compiler))}"
     except BuildFailed:
-        found = _intact(directory, f"{target}-*")
+        found = _intact(directory, f"{recipe.target}-*")
         if found is None:
             raise
         return found
@@ -122,9 +156,8 @@ def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
         # Closed to other users, who could put a library there.
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _workplace(directory) as place:
-            made = _compile(compiler, flags, place, progress)
-            path = _publish(made, directory, name)
-            _prune(directory)
+            path = _publish(_compile(compiler, recipe, place, progress), directory, name)
+            _prune(directory, recipe.name)
             return path
     except OSError as error:
         raise BuildFailed(f"{directory} cannot be written: {error}") from error
@@ -155,13 +188,13 @@ def _publish(made: Path, directory: Path, name: str) -> Path:
     return path
 
 
-def _prune(directory: Path) -> None:
-    """Remove libraries that no start has looked up for long, but for the newest few.
+def _prune(directory: Path, name: str) -> None:
+    """Remove libraries of a recipe that no start has looked up for long, but for the newest few.
 
     Several processes may do so at once. A process that has loaded one keeps it: the file goes when it ends.
     """
     used: list[tuple[float, Path]] = []
-    for path in directory.glob("kernels-*.so"):
+    for path in directory.glob(f"{name}-*.so"):
         with suppress(OSError):
             used.append((path.stat().st_mtime, path))
     for last, path in sorted(used, reverse=True)[_KEPT:]:
@@ -228,8 +261,8 @@ def _hash(*parts: str | bytes) -> str:
     return digest.hexdigest()[:16]
 
 
-def _sources() -> Iterator[str | bytes]:
-    for file in sorted(_SOURCE.iterdir()):
+def _sources(directory: Path) -> Iterator[str | bytes]:
+    for file in sorted(directory.iterdir()):
         yield from (file.name, file.read_bytes())
 
 
@@ -240,13 +273,14 @@ def _version(compiler: list[str]) -> str:
         raise BuildFailed(f"{' '.join(compiler)} does not run: {error}") from error
 
 
-def _compile(compiler: list[str], flags: list[str], directory: Path, progress: _Progress) -> Path:
+def _compile(compiler: list[str], recipe: _Recipe, directory: Path, progress: _Progress) -> Path:
     """Compile all units in parallel, then link them."""
-    objects = [directory / f"{at}.o" for at in range(UNITS)]
+    flags, units = recipe.flags, recipe.units
+    objects = [directory / f"{at}.o" for at in range(len(units))]
     library = directory / "library.so"
-    with _Compilers(progress) as compilers:
-        for (source, further), target in zip(_UNITS, objects, strict=True):
-            compilers.start(*compiler, *flags, *further, "-c", str(_SOURCE / source), "-o", str(target))
+    with _Compilers(len(units), progress) as compilers:
+        for (source, further), target in zip(units, objects, strict=True):
+            compilers.start(*compiler, *flags, *further, "-c", str(recipe.source / source), "-o", str(target))
         # In order, the smallest unit last: the count is complete when all have finished.
         compilers.finish()
         compilers.start(*compiler, *flags, "-shared", *map(str, objects), "-o", str(library))
@@ -257,7 +291,8 @@ def _compile(compiler: list[str], flags: list[str], directory: Path, progress: _
 class _Compilers:
     """Processes that end with the block, however it is left, and with the interpreter."""
 
-    def __init__(self, progress: _Progress) -> None:
+    def __init__(self, units: int, progress: _Progress) -> None:
+        self._units = units
         self._progress = progress or (lambda done, total: None)
         self._running: list[subprocess.Popen[str]] = []
         self._finished = 0
@@ -301,7 +336,7 @@ class _Compilers:
         self._tell()
 
     def _tell(self) -> None:
-        self._progress(min(self._finished, UNITS), UNITS)
+        self._progress(min(self._finished, self._units), self._units)
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
         """What it said."""

@@ -184,8 +184,9 @@ def _url(bound: Bound, config: ServerConfig) -> str:
 class _Mount:
     """The life of an engine in an application: started and closed with it if it was not started before."""
 
-    def __init__(self, engine: Engine, drain_timeout: float) -> None:
+    def __init__(self, engine: Engine, routes: Routes, drain_timeout: float) -> None:
         self._engine = engine
+        self._routes = routes
         self._drain_timeout = drain_timeout
         self._ours = False
 
@@ -193,6 +194,7 @@ class _Mount:
         self._ours = self._engine.state in (EngineState.NEW, EngineState.CLOSED)
         if self._ours:
             await self._engine.start()
+        await self._routes.start()
         yield
         if self._ours:
             await self._engine.aclose()
@@ -241,7 +243,7 @@ def _mount(
     routes.add_to(app, prefix, health, whole=whole, playground=playground)
     if add_headers not in app.on_response_prepare:
         app.on_response_prepare.append(add_headers)
-    mount = _Mount(engine, config.drain_timeout)
+    mount = _Mount(engine, routes, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
 
