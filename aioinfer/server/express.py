@@ -34,7 +34,7 @@ _log = logging.getLogger("aioinfer.server")
 
 #: seconds of writing between two turns of the loop, at least and at most; frames that are written in any
 #: case; frames between two looks at the clock; frames that are sent at once, a multiple of that
-_SLICE, _LONGEST, _LEAST, _FRAMES, _BATCH = 0.002, 0.005, 128, 16, 64
+_SLICE, _LONGEST, _LEAST, _FRAMES, _BATCH = 0.002, 0.003, 128, 16, 64
 #: of streams that could not be written in one slice: seconds of writing for each second of other callbacks.
 #: Steps that land all the time must not keep their own tokens from being written
 _SHARE = 2.0

@@ -27,7 +27,7 @@ _BACKLOG = 1024
 #: seconds that a client has to answer the end of TLS
 _GOODBYE = 2.0
 #: connections that asyncio's loop accepts in one turn, which it takes from its argument ``backlog``
-_ACCEPTS = 4
+_ACCEPTS = 2
 #: connections where neither the config nor the limit of open files says fewer
 _DEFAULT_CONNECTIONS = 4096
 #: files that are left for everything else that the process opens while it serves

@@ -8,11 +8,11 @@ import time
 __all__ = ["Pace"]
 
 #: seconds of work between two turns of the loop
-_SLICE = 0.002
+_SLICE = 0.001
 
 
 class Pace:
-    """Await it between the parts of long work: other callbacks run when the parts have taken 2 ms."""
+    """Await it between the parts of long work: other callbacks run when the parts have taken 1 ms."""
 
     __slots__ = ("_since",)
 
