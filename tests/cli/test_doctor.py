@@ -14,6 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution import graphs
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.native import sending
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import require
 
@@ -32,8 +33,15 @@ def test_the_report_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixt
     assert architecture in description
     assert "own code" in found["model"]
     assert "torch" in found["packages"]
+    assert found["sockets"] == "the frames of a step in one native call"
     assert main(["doctor", "--device", "cpu"]) == 0
     assert found["model"] in capsys.readouterr().out
+
+
+def test_a_machine_without_a_compiler_sends_by_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "load_sender", lambda: None)
+    found = {finding.subject: finding.text for finding in examine(EngineConfig(device="cpu"))}
+    assert found["sockets"] == "every frame by its transport: nothing could be compiled"
 
 
 @pytest.mark.parametrize(
