@@ -158,7 +158,7 @@ async def test_streams_say_what_whole_answers_say(serving: Serving, outlets: lis
             await asyncio.gather(*[compare(*call) for call in calls[start : start + 50]])
         assert len(outlets) == sum(body["n"] for _, body in calls)
         await until(lambda: idle(served))
-        assert served.engine.stats().pages_in_use == 0
+        await until(lambda: served.engine.stats().pages_in_use == 0)
 
 
 async def test_events_are_those_of_the_ordinary_path_but_for_their_text(
